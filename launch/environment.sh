@@ -1,0 +1,33 @@
+# Sourced by run_train.sh and run_tests.sh: leaves $PYTHON pointing at an environment with everything installed.
+# EXTRAS (e.g. "[dev]") is set by the caller. VENV chooses the environment; else an active one is respected; else .venv.
+
+venv="${VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}"
+
+if [ ! -x "$venv/bin/python" ]; then
+    base=""
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            base="$candidate"
+            break
+        fi
+    done
+    if [ -z "$base" ]; then
+        echo "error: no Python 3.10 or newer on the PATH; install one, or activate an environment that has it" >&2
+        exit 2
+    fi
+    echo "making a virtual environment in $venv"
+    "$base" -m venv "$venv" || { echo "error: cannot make $venv (on Debian: apt install python3-venv)" >&2; exit 2; }
+fi
+PYTHON="$venv/bin/python"
+
+# The stamp changes with the requirements, so that an environment is only set up again when they do.
+stamp="$venv/.torchtitan-cp-${EXTRAS:-base}"
+wanted="$ROOT $(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "installing pinned requirements into $venv (once; PyTorch may take a few minutes)"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT${EXTRAS:-}" || {
+        echo "error: the requirements could not be installed; pip's message above says why" >&2
+        exit 2
+    }
+    echo "$wanted" >"$stamp"
+fi

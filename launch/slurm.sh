@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Train on several nodes under Slurm, one task a node, one rank a GPU:
+#
+#   sbatch --nodes 8 --gpus-per-node 8 launch/slurm.sh --optimizer.lr=1e-4
+#   CONFIG_FILE=my.toml sbatch --nodes 8 --gpus-per-node 8 launch/slurm.sh
+#
+# The repository and VENV must lie on a file system that every node sees. Run ./run_train.sh --help once on
+# the login node, so that the environment is made before the nodes ask for it.
+#SBATCH --job-name=torchtitan-cp
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the folder of the repository}"
+export NNODES="$SLURM_JOB_NUM_NODES"
+first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export RDZV_ENDPOINT="$first_node:29500"
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec ./run_train.sh "$@"' run_train "$@"

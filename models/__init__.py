@@ -1,0 +1,10 @@
+"""Architectures as plain modules: torch and nothing of ours. They know no ranks.
+
+`ARCHITECTURES` is what the entry points hand to the trainer's registry.
+"""
+
+from models.llama import ARCHITECTURE as LLAMA
+
+ARCHITECTURES = (LLAMA,)
+
+__all__ = ["ARCHITECTURES"]

@@ -1,0 +1,23 @@
+"""What an architecture shows to a trainer: its shapes by name and how a network is made of one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture by name.
+
+    Attributes:
+        flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `head_dim`,
+            `linear_parameters()` and `problem()`.
+        build: (shape, attend) -> module with `layers`, `tok_embeddings`, `set_rope`, `init_std` and
+            `forward(tokens, positions, plan, head)`.
+    """
+
+    name: str
+    flavors: Mapping[str, Any]
+    build: Callable[[Any, Any], nn.Module]

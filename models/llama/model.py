@@ -1,0 +1,141 @@
+"""Llama: RMSNorm, rotary attention with grouped heads, SwiGLU. Plain modules that know no ranks.
+
+The attention itself is a callable handed in, (q, k, v, plan) -> out; the model passes `plan` through
+unread. Names follow the published checkpoints of Meta. Source: Touvron et al., 2023; Dubey et al., 2024.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.llama.flavors import LlamaShape
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+Head = Callable[[Tensor, nn.Linear], Any]
+
+
+class Llama(nn.Module):
+    """A decoder over tokens whose global positions are given, so that a shard of a sequence is enough.
+
+    Args:
+        shape: sizes; vocab_size must be set.
+        attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan)
+            -> `[B, S/cp, Hq, D]`.
+    """
+
+    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.layers = nn.ModuleList(Block(shape, attend) for _ in range(shape.n_layers))
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        if shape.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.rope: tuple[Tensor, float] | None = None
+
+    def set_rope(self, inverse_frequencies: Sequence[float], attention_factor: float, device: torch.device) -> None:
+        """Use these rotary frequencies from the next forward on.
+
+        Args:
+            inverse_frequencies: D/2 angles a position, in radians.
+            attention_factor: multiplies cos and sin (1 except with scalings that say otherwise).
+            device: where the model computes.
+        """
+        assert len(inverse_frequencies) == self.shape.head_dim // 2
+        self.rope = (torch.tensor(inverse_frequencies, dtype=torch.float64, device=device), attention_factor)
+
+    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
+        """Run the network.
+
+        Args:
+            tokens: `[B, S/cp]` int64.
+            positions: `[S/cp]` or `[B, S/cp]` int64, position of each token for RoPE.
+            plan: passed to attention.
+            head: (hidden `[B, S/cp, E]`, output layer) -> result; lets a loss make its logits in chunks.
+
+        Returns:
+            logits `[B, S/cp, V]`, or what `head` returns.
+        """
+        hidden = self.tok_embeddings(tokens)
+        cos, sin = self._rotations(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, plan)
+        hidden = self.norm(hidden)
+        return head(hidden, self.output) if head else self.output(hidden)
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, `[.., S/cp, 1, D/2]` fp32.
+
+        Angles are formed in fp64: at position 1M an fp32 product is off by up to 0.06 radians.
+        """
+        assert self.rope is not None, "call set_rope first"
+        frequencies, factor = self.rope
+        angles = positions.to(torch.float64)[..., None] * frequencies
+        return tuple((wave * factor).float().unsqueeze(-2) for wave in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+
+    def init_std(self, parameter: str) -> float | None:
+        """Standard deviation a parameter starts with, by name; None starts it at one.
+
+        Projections back into the residual stream are smaller with depth. Source: GPT-2.
+        """
+        if "norm" in parameter:
+            return None
+        into_residual = parameter.endswith(("wo.weight", "w2.weight"))
+        return 0.02 * (2 * self.shape.n_layers) ** -0.5 if into_residual else 0.02
+
+
+class Block(nn.Module):
+    """One layer: attention and SwiGLU, each behind its norm, each added to the residual stream."""
+
+    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention = Attention(shape, attend)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plan)
+        return hidden + self.feed_forward(self.ffn_norm(hidden))
+
+
+class Attention(nn.Module):
+    """Projections and rotation around the attention that was handed in."""
+
+    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+        super().__init__()
+        self.head_dim, self.attend = shape.head_dim, attend
+        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
+        return self.wo(self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, plan).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. Source: Shazeer, 2020."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + D/2) of `[.., S/cp, H, D]` by their angles, in fp32.
+
+    Pairs are halves apart, as in Hugging Face checkpoints (Meta's files interleave them).
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

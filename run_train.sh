@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Train a config: environment (once), a check of the config, then torchrun train.py.
+#
+#   ./run_train.sh [--section.key=value ...]           train_configs/quickstart.toml
+#   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          anything else
+#   ./run_train.sh --help                               every key
+#
+#   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)
+#   NPROC          ranks on this node                   (default: one per GPU; 2 without a GPU)
+#   NNODES         nodes                                (default 1)
+#   NODE_RANK      this node's number, from 0           (default 0)
+#   RDZV_ENDPOINT  host:port of node 0, for NNODES > 1
+#   VENV           virtual environment                  (default: the active one, else .venv)
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+EXTRAS=""
+source "$ROOT/launch/environment.sh"
+
+CONFIG_FILE="${CONFIG_FILE:-$ROOT/train_configs/quickstart.toml}"
+NNODES="${NNODES:-1}"
+if [ -z "${NPROC:-}" ]; then
+    NPROC=2
+    if command -v nvidia-smi >/dev/null; then
+        NPROC="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+    fi
+fi
+
+for argument in "$@"; do
+    case "$argument" in -h | --help) exec "$PYTHON" "$ROOT/train.py" --help ;; esac
+done
+
+# One clear message and exit code 2 before any rank starts.
+"$PYTHON" "$ROOT/train.py" "$CONFIG_FILE" --check "$((NPROC * NNODES))" "$@"
+
+if [ "$NNODES" -gt 1 ]; then
+    : "${RDZV_ENDPOINT:?set RDZV_ENDPOINT=host:port of node 0, the same on every node}"
+    rendezvous=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT")
+else
+    rendezvous=(--standalone)
+fi
+exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+    "$ROOT/train.py" "$CONFIG_FILE" "$@"

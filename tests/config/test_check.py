@@ -1,0 +1,100 @@
+"""Checks between keys, given the number of ranks."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_config, check_dump_folder
+from torchtitan_cp.config.degrees import Degrees, resolve_degrees
+from torchtitan_cp.config.sections import Activation, Compile, Curriculum, Parallel, Rope, Stage, Training
+
+STAGE = Stage(seq_len=1024, steps=10, global_batch_tokens=8192)
+
+
+def config_with(*stages: Stage, **sections: object) -> Config:
+    return Config(curriculum=Curriculum(stages or (STAGE,)), **sections)  # type: ignore[arg-type]
+
+
+def refuse(config: Config, ranks: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, ranks)
+    return str(caught.value)
+
+
+def test_what_is_left_goes_to_the_open_axis() -> None:
+    assert resolve_degrees(Parallel(), 6) == Degrees(pp=1, dp_replicate=1, dp_shard=6, cp=1, tp=1)
+    assert resolve_degrees(Parallel(dp_shard=2, cp=-1), 6).cp == 3
+    assert resolve_degrees(Parallel(dp_shard=2, cp=2), 4).fsdp == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "wanted"),
+    [
+        (Parallel(dp_shard=2, cp=2), 6, "[parallel] asks for dp_shard 2 x cp 2 and there are 6 ranks: 4 is not their"),
+        (Parallel(cp=4), 6, "4 does not divide them"),
+        (Parallel(cp=-1), 4, "parallel.dp_shard and parallel.cp are all -1"),
+        (Parallel(cp=0), 4, "parallel.cp = 0 is no degree"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks: int, wanted: str) -> None:
+    assert wanted in refuse(config_with(parallel=parallel), ranks)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "wanted"),
+    [
+        (dataclasses.replace(STAGE, cp=3), 8, "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 8"),
+        (dataclasses.replace(STAGE, cp=3), 8, "use 1, 2, 4, 8 or -1"),
+        (dataclasses.replace(STAGE, cp=0), 8, "curriculum.stages[0].cp = 0 is no degree"),
+        (dataclasses.replace(STAGE, seq_len=1022, cp=2), 2, "seq_len = 1022 is not divisible by 2 x cp = 4"),
+        (dataclasses.replace(STAGE, seq_len=1022, cp=2), 2, "use 1020 or 1024"),
+        (dataclasses.replace(STAGE, seq_len=2, cp=2), 2, "fix: use 4, or another cp"),
+        (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "is not a multiple of seq_len 1024 x 2 sequences"),
+        (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "fix: use 4096"),
+        (dataclasses.replace(STAGE, steps=0), 1, "has neither steps nor tokens"),
+        (dataclasses.replace(STAGE, tokens=5), 1, "has both steps and tokens"),
+        (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
+        (dataclasses.replace(STAGE, global_batch_tokens=0), 1, "curriculum.stages[0] has no global_batch_tokens"),
+        (
+            dataclasses.replace(STAGE, rope=Rope(kind="llama3", low_freq_factor=4.0)),
+            1,
+            "curriculum.stages[0].rope: high_freq_factor must be above low_freq_factor",
+        ),
+    ],
+)
+def test_a_stage_that_cannot_run_is_refused_with_what_could(stage: Stage, ranks: int, wanted: str) -> None:
+    assert wanted in refuse(config_with(stage), ranks)
+
+
+def test_no_stage_is_refused() -> None:
+    assert "there is no stage to train" in refuse(Config(), 1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({"parallel": Parallel(tp=2)}, "parallel.tp asks for tensor parallelism, which this version does not have"),
+        ({"parallel": Parallel(pp=2)}, "parallel.pp asks for pipeline parallelism"),
+        ({"parallel": Parallel(dp_replicate=2)}, "parallel.dp_replicate asks for HSDP replication"),
+        ({"activation": Activation(checkpoint="attention_saved")}, "activation.checkpoint asks for 'attention_saved'"),
+        ({"compile": Compile(enable=True)}, "compile.enable asks for torch.compile"),
+    ],
+)
+def test_what_this_version_lacks_is_refused_by_name(sections: dict[str, object], wanted: str) -> None:
+    assert wanted in refuse(config_with(**sections), 2)
+
+
+def test_a_cp_of_minus_one_takes_every_rank() -> None:
+    stage = dataclasses.replace(STAGE, cp=-1)
+    degrees = check_config(config_with(stage, training=Training(micro_batch_sequences=2)), 4)
+    assert (degrees.stage_cp(stage), degrees.stage_dp(stage)) == (4, 1)
+
+
+def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"job.dump_folder = .*file/run' cannot be written: Not a directory"):
+        check_dump_folder(str(tmp_path / "file" / "run"))
+    check_dump_folder(str(tmp_path / "new" / "run"))
+    assert list((tmp_path / "new" / "run").iterdir()) == []

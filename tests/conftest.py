@@ -1,0 +1,35 @@
+"""Fixtures of all tests: pools of ranks, one for each size, that live as long as the session."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from models import ARCHITECTURES
+from tests.ranks import RankPool
+from torchtitan_cp.registry import register
+
+register(ARCHITECTURES)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(4)(function, *arguments)` runs a module-level function on four gloo ranks."""
+    pools: dict[int, RankPool] = {}
+    yield lambda size: pools.setdefault(size, RankPool(size))
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every test, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked cuda need the hardware."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

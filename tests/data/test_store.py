@@ -1,0 +1,66 @@
+"""Tokens on disk: what is written is read, across files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_cp.data import TokenStore
+from torchtitan_cp.data.store import TokenWriter, token_dtype
+
+DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+
+
+def write(folder: Path, documents: list[list[int]], vocab_size: int = 100, shard_bytes: int = 8) -> str:
+    writer = TokenWriter(folder, "train", vocab_size, shard_bytes)
+    for document in documents:
+        for part in (document[:2], document[2:]):
+            writer.append(np.array(part, dtype=np.int32))
+        writer.end_document()
+    assert writer.documents == len(documents)
+    assert writer.tokens == sum(map(len, documents)) == writer.unigram_counts.sum()
+    return writer.close()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_part_of_any_document_is_read_across_files(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    documents = data.draw(st.lists(st.lists(st.integers(0, 99), max_size=20), max_size=6))
+    vocab_size = data.draw(st.sampled_from([100, 1 << 17]))
+    write(folder, documents, vocab_size)
+    store = TokenStore(folder, "train", vocab_size)
+    assert (store.documents, store.tokens) == (len(documents), sum(map(len, documents)))
+    assert store.document_lengths.tolist() == [len(document) for document in documents]
+    for index, document in enumerate(documents):
+        start = data.draw(st.integers(0, len(document)))
+        stop = data.draw(st.integers(start, len(document)))
+        tokens = store.read(index, start, stop)
+        assert tokens.dtype == np.int64
+        assert tokens.tolist() == document[start:stop]
+
+
+def test_files_are_full_but_the_last(tmp_path: Path) -> None:
+    write(tmp_path, DOCUMENTS)
+    assert [path.stat().st_size for path in sorted(tmp_path.glob("train-*.bin"))] == [8, 8, 8, 2]
+
+
+def test_the_dtype_is_the_smallest_that_holds_the_vocabulary() -> None:
+    assert (token_dtype(65536), token_dtype(65537)) == (np.dtype("<u2"), np.dtype("<u4"))
+
+
+def test_an_empty_split_can_be_opened(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    store = TokenStore(tmp_path, "train", 100)
+    assert (store.documents, store.tokens, len(store.document_lengths)) == (0, 0, 0)
+
+
+def test_the_digest_follows_tokens_and_document_ends_and_not_files(tmp_path: Path) -> None:
+    first = write(tmp_path, [[1, 2], [3]])
+    assert write(tmp_path, [[1, 2], [3]], shard_bytes=2) == first
+    assert write(tmp_path, [[1, 2], [4]]) != first
+    assert write(tmp_path, [[1], [2, 3]]) != first

@@ -1,0 +1,93 @@
+"""Small real runs of the Trainer for tests: a tiny Llama on real text, on the ranks of a pool."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models import ARCHITECTURES
+from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.parallel import start_ranks
+from torchtitan_cp.registry import register
+from torchtitan_cp.trainer import Trainer
+
+TINY = """
+[job]
+dump_folder = "{folder}/run"
+
+[model]
+flavor = "debug"
+overrides = {{dim = 48, n_layers = 2, n_heads = 4, n_kv_heads = 2, head_dim = 16, ffn_dim = 96}}
+
+[tokenizer]
+kind = "bytes"
+
+[data]
+source = "text"
+path = "{folder}/corpus"
+cache_folder = "{folder}/cache"
+validation_fraction = 0.25
+
+[training]
+compute_dtype = "float32"
+loss_chunk_tokens = 40
+
+[optimizer]
+lr = 3e-3
+
+[metrics]
+tensorboard = false
+peak_tflops = 1.0
+
+[evaluation]
+tokens = 512
+
+[[curriculum.stages]]
+seq_len = 128
+steps = 20
+global_batch_tokens = 512
+"""
+
+
+def write_run(folder: Path, text: str = TINY) -> Path:
+    """A corpus of this interpreter's own files, and a config that trains on it. Returns the config."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    library = Path(json.__file__).parents[1]
+    for name in ("argparse", "ast", "bisect", "calendar", "copy", "csv", "dis", "heapq", "hmac", "queue", "shlex", "uuid"):
+        (corpus / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
+    path = folder / "run.toml"
+    path.write_text(text.format(folder=folder))
+    return path
+
+
+def prepared(path: Path, *overrides: str) -> Trainer:
+    """On a rank: the Trainer of a config."""
+    register(ARCHITECTURES)
+    config: Config = load_config(path, overrides)
+    return Trainer(config, start_ranks(60.0))
+
+
+def train(path: Path, *overrides: str) -> list[dict[str, Any]]:
+    """On a rank: run to the end; the lines of metrics.jsonl."""
+    trainer = prepared(path, *overrides)
+    trainer.run()
+    dist.barrier()
+    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def first_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """On a rank: loss of the first step, and the full gradient of every parameter by name."""
+    trainer = prepared(path, *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    report = trainer.gradients(read_step(trainer.stream, 0, shape))
+    assert not report.findings
+    gradients = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}  # type: ignore[union-attr]
+    return report.loss, gradients

@@ -1,0 +1,108 @@
+"""Every layout gives one process's losses and gradients; one process gives plain PyTorch's."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.llama import FLAVORS, Llama
+from tests.ranks import RankPool
+from tests.runs import first_gradients, losses, prepared, train, write_run
+from torchtitan_cp.curriculum import rope_frequencies
+
+# [number of ranks, overrides]
+LAYOUTS = {
+    "one rank": (1, []),
+    "FSDP 2": (2, []),
+    "CP 2": (2, ["--parallel.cp=2"]),
+    "CP 4": (4, ["--parallel.cp=4"]),
+    "FSDP 2 x CP 2": (4, ["--parallel.cp=2"]),
+    "CP 2, contiguous": (2, ["--parallel.cp=2", "--context_parallel.layout=contiguous"]),
+    "CP 2, recomputed": (2, ["--parallel.cp=2", "--activation.checkpoint=full"]),
+    "FSDP 2, two sequences at once": (2, ["--training.micro_batch_sequences=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Callable[[int], RankPool], run_toml: Path) -> tuple[list[float], dict[str, Tensor]]:
+    own_folder = f"--job.dump_folder={run_toml.parent / 'one-rank'}"
+    lines = ranks(1)(train, run_toml, own_folder, "--checkpoint.enable=false")[0]
+    return losses(lines), ranks(1)(first_gradients, run_toml, own_folder)[0][1]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_a_layout_gives_the_losses_of_one_rank(
+    ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]], layout: str
+) -> None:
+    size, overrides = LAYOUTS[layout]
+    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
+    lines = ranks(size)(train, run_toml, folder, "--checkpoint.enable=false", *overrides)[0]
+    assert len(lines) == 20
+    assert losses(lines) == pytest.approx(reference[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_a_layout_gives_the_first_gradients_of_one_rank(
+    ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]], layout: str
+) -> None:
+    size, overrides = LAYOUTS[layout]
+    loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
+    assert loss == pytest.approx(reference[0][0], rel=1e-5)
+    assert gradients.keys() == reference[1].keys()
+    for name, gradient in gradients.items():
+        assert relative(gradient, reference[1][name]) < 1e-5, name
+
+
+def plain_first_gradients(path: Path) -> tuple[float, dict[str, Tensor]]:
+    """The first step in fp64 with nothing of ours but the model's formulas: SDPA and full logits."""
+    trainer = prepared(path)
+    shape = dataclasses.replace(FLAVORS["debug"], **trainer.config.model.overrides, vocab_size=257)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, plan: object) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    model = Llama(shape, attend).double()
+    with torch.no_grad():
+        for (_, ours), theirs in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
+            theirs.copy_(ours.full_tensor())  # type: ignore[attr-defined]
+    model.set_rope(*rope_frequencies(trainer.stages[0].rope, shape.head_dim), torch.device("cpu"))
+    sequences = [trainer.stream.sequence(start, 128) for start in range(0, 512, 128)]
+    tokens, labels = (torch.stack([torch.from_numpy(s[part]) for s in sequences]) for part in (0, 1))
+    loss = F.cross_entropy(model(tokens, torch.arange(128), None).flatten(0, 1), labels.flatten())
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_one_rank_gives_the_loss_and_gradients_of_plain_pytorch_in_fp64(
+    ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    loss, gradients = ranks(1)(plain_first_gradients, run_toml)[0]
+    assert reference[0][0] == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert relative(reference[1][name].double(), gradient) < 1e-5, name
+
+
+def test_bf16_on_ranks_stays_close_to_fp32(
+    ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    overrides = ["--parallel.cp=2", "--training.compute_dtype=bfloat16"]
+    loss, gradients = ranks(2)(first_gradients, run_toml, *overrides)[0]
+    assert loss == pytest.approx(reference[0][0], rel=2e-3)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32, "gradients are reduced and kept in fp32"
+        # bf16 rounds at 2^-9; a gradient passes some ten roundings on its way through two layers.
+        assert relative(gradient, reference[1][name]) < 10 * 2**-8, name

@@ -1,0 +1,132 @@
+"""Stopping and going on gives the losses of going straight; what is damaged or foreign is not taken."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankFailure, RankPool
+from tests.runs import TINY, losses, train, write_run
+
+# 8 steps at 128 tokens, then 6 at 256 with another cp degree and theta.
+TWO_STAGES = (
+    TINY.replace("steps = 20", "steps = 8\ncp = 1")
+    + """
+[[curriculum.stages]]
+seq_len = 256
+steps = 6
+global_batch_tokens = 512
+cp = -1
+rope = {{theta = 50000.0}}
+
+[checkpoint]
+interval = 5
+keep = 10
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("resume"), TWO_STAGES)
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: Callable[[int], RankPool], run_toml: Path) -> list[float]:
+    return losses(ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'straight'}")[0])
+
+
+def stopped_copy(run_toml: Path, name: str, keep_up_to: int) -> Path:
+    """A copy of the straight run as if it had died after a checkpoint."""
+    folder = run_toml.parent / name
+    shutil.copytree(run_toml.parent / "straight", folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > keep_up_to:
+            shutil.rmtree(path)
+    return folder
+
+
+def test_checkpoints_stand_at_every_interval_and_stage_end(run_toml: Path, straight: list[float]) -> None:
+    names = sorted(path.name for path in (run_toml.parent / "straight" / "checkpoints").iterdir())
+    assert names == ["step-10", "step-14", "step-5", "step-8"]
+    assert len(straight) == 14
+
+
+@pytest.mark.parametrize("stop", [5, 8, 10])
+def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int
+) -> None:
+    folder = stopped_copy(run_toml, f"stop-{stop}", stop)
+    lines = ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert losses(lines) == straight
+
+
+@pytest.mark.parametrize(("size", "cp"), [(2, 1), (1, 1), (4, 2)])
+def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], size: int, cp: int
+) -> None:
+    """Stopped at CP 2 in the second stage; goes on with FSDP 2, one rank, FSDP 2 x CP 2."""
+    folder = stopped_copy(run_toml, f"other-{size}-{cp}", 10)
+    lines = ranks(size)(train, run_toml, f"--job.dump_folder={folder}", f"--curriculum.stages[1].cp={cp}")[0]
+    assert losses(lines) == pytest.approx(straight, rel=1e-4)
+
+
+def test_a_partial_checkpoint_and_one_without_its_progress_are_passed_over(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "damaged", 14)
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "step-14").rename(checkpoints / "step-14.partial")
+    (checkpoints / "step-10" / "progress.json").unlink()
+    lines = ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]
+    assert losses(lines) == straight
+    assert not (checkpoints / "step-14.partial").exists()
+
+
+def test_a_finished_run_takes_no_step_and_writes_nothing(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "finished", 14)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_only_the_newest_checkpoints_are_kept(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = run_toml.parent / "kept"
+    ranks(2)(train, run_toml, f"--job.dump_folder={folder}", "--checkpoint.keep=2", "--checkpoint.interval=3")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-12", "step-14"]
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [("--model.overrides.n_layers=1", "model"), ("--training.seed=5", "seed"), ("--data.validation_fraction=0.5", "data")],
+)
+def test_a_checkpoint_of_another_model_seed_or_corpus_is_refused(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], override: str, what: str
+) -> None:
+    folder = run_toml.parent / "straight"
+    with pytest.raises(RankFailure, match=rf"step-14 was written with {what} .* and the config now gives"):
+        ranks(2)(train, run_toml, f"--job.dump_folder={folder}", override)
+
+
+def test_the_resolved_config_stands_beside_the_logs_and_trains_the_same(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    resolved = run_toml.parent / "straight" / "config.toml"
+    folder = run_toml.parent / "from-resolved"
+    assert losses(ranks(2)(train, resolved, f"--job.dump_folder={folder}")[0]) == straight
+
+
+def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: list[float]) -> None:
+    text = (run_toml.parent / "straight" / "metrics.jsonl").read_text()
+    first, last = (json.loads(text.splitlines()[i]) for i in (0, -1))
+    wanted = {"step", "stage", "seq_len", "cp", "tokens", "loss", "grad_norm", "lr", "tokens_per_second"}
+    assert wanted | {"peak_memory_bytes"} <= first.keys()
+    assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 512)
+    assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)

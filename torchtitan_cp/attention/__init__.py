@@ -1,0 +1,21 @@
+"""Context-parallel attention as a library of its own. Imports torch, and no other room of this house.
+
+Three choices that do not know each other: a layout says which chunk of the sequence a rank holds, a plan
+says which tiles it computes and which keys must travel, a kernel computes one tile.
+"""
+
+from torchtitan_cp.attention.api import ContextParallel, attend, make_plan
+from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
+from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.plan import Plan
+
+__all__ = [
+    "AttentionMask",
+    "ContextParallel",
+    "ContextParallelError",
+    "LayoutError",
+    "Plan",
+    "PlanError",
+    "attend",
+    "make_plan",
+]

@@ -1,0 +1,47 @@
+"""Attention as written in the paper, with every score in memory: for tests and odd shapes. fp64-capable."""
+
+import torch
+from torch import Tensor
+
+from torchtitan_cp.attention.kernels.kernel import Kernel
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("bhgqk,bkhd->bqhgd", (scores - lse[..., None]).exp(), v.to(scores.dtype))
+    return out.flatten(2, 3).to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Source: the derivation in FlashAttention (Dao et al., 2022), appendix B."""
+    scores = _scores(q, k, causal, scale)
+    q, k, v, dout, out = (x.to(scores.dtype) for x in (q, k, v, dout, out))
+    grouped = lambda x: x.unflatten(2, (k.shape[2], -1))  # noqa: E731
+    probabilities = (scores - grouped(lse).permute(0, 2, 3, 1)[..., None]).exp()
+    dv = torch.einsum("bhgqk,bqhgd->bkhd", probabilities, grouped(dout))
+    row_dots = grouped((dout * out).sum(-1)).permute(0, 2, 3, 1)[..., None]
+    dscores = probabilities * (torch.einsum("bqhgd,bkhd->bhgqk", grouped(dout), v) - row_dots) * scale
+    dq = torch.einsum("bhgqk,bkhd->bqhgd", dscores, k).flatten(2, 3)
+    dk = torch.einsum("bhgqk,bqhgd->bkhd", dscores, grouped(q))
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """`[B, Hkv, Hq/Hkv, Sq, Sk]`, fp32 or fp64."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(wide)) * scale
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
+
+
+def refusal(device: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> str | None:
+    return None if dtype.is_floating_point else f"it does not take {dtype}"
+
+
+KERNEL = Kernel(forward, backward, refusal)

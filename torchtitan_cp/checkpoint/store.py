@@ -1,0 +1,145 @@
+"""Checkpoints of a run on torch.distributed.checkpoint, in `checkpoints/step-N/`.
+
+A checkpoint is written under a temporary name, and renamed when every rank's part and the progress are on
+disk; so what bears the final name is complete.
+"""
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from torchtitan_cp.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"step-(\d+)")
+PARTIAL = ".partial"
+PROGRESS_FILE = "progress.json"
+FINISHED_MARK = ".metadata"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, as plain JSON. Learning rates follow from the step.
+
+    Attributes:
+        step: optimizer steps taken (skipped ones too).
+        cursor: tokens of the training stream consumed, over all ranks; no rank count in it.
+        ranks: ranks that wrote the checkpoint.
+        identity: what must be the same to go on: the model's shape, the data.
+        block_tokens: block of the data order; another one reorders what is still to come.
+        consecutive_skips: non-finite steps in a row up to here.
+        stage_losses: per stage begun, its first and last training loss.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    ranks: int = 0
+    identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+    block_tokens: int = 0
+    consecutive_skips: int = 0
+    stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: holds step-N folders; made when needed.
+        keep: newest ones kept.
+    """
+
+    def __init__(self, folder: str | Path, keep: int) -> None:
+        self.folder, self.keep = Path(folder), keep
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """(step, folder) of each complete checkpoint, oldest first."""
+        found = []
+        for path in self.folder.glob("step-*"):
+            match = NAME.fullmatch(path.name)
+            if match and (path / PROGRESS_FILE).is_file() and (path / FINISHED_MARK).is_file():
+                found.append((int(match[1]), path))
+        return sorted(found)
+
+    def save(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, rng_state: Tensor) -> Path:
+        """Write a checkpoint of this step; all ranks call. Older ones beyond `keep` go afterwards.
+
+        Args:
+            rng_state: this rank's random state, uint8.
+        """
+        final = self.folder / f"step-{progress.step}"
+        partial = final.with_name(final.name + PARTIAL)
+        if dist.get_rank() == 0:
+            for stale in (*self.folder.glob(f"*{PARTIAL}"), final):
+                shutil.rmtree(stale, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        state = _state(model, optimizer)
+        state["rng"] = {f"rank{dist.get_rank()}": rng_state}
+        dcp.save(state, checkpoint_id=partial)
+        if dist.get_rank() == 0:
+            (partial / PROGRESS_FILE).write_text(json.dumps(dataclasses.asdict(progress), indent=1))
+            partial.rename(final)
+            for _, path in self.complete()[: -self.keep]:
+                shutil.rmtree(path)
+        dist.barrier()
+        return final
+
+    def read_progress(self) -> tuple[Path, Progress] | None:
+        """The newest complete checkpoint and where it stood; None if there is none."""
+        complete = self.complete()
+        if not complete:
+            return None
+        path = complete[-1][1]
+        return path, Progress(**json.loads((path / PROGRESS_FILE).read_text()))
+
+    def load(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, ranks: int, rng_state: Tensor
+    ) -> Tensor | None:
+        """Fill model and optimizer from a checkpoint written by any number of ranks; all ranks call.
+
+        Args:
+            ranks: that wrote it.
+            rng_state: this rank's random state now, for its size.
+
+        Returns:
+            this rank's random state if as many ranks wrote it, else None.
+        """
+        state = _state(model, optimizer)
+        same_ranks = ranks == dist.get_world_size()
+        name = f"rank{dist.get_rank()}"
+        if same_ranks:
+            state["rng"] = {name: torch.empty_like(rng_state)}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return state["rng"][name] if same_ranks else None
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """Refuse to go on with another model or other data.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    for name, value in now.items():
+        if saved.get(name) != value:
+            raise ConfigError(
+                f"{path} was written with {name} {saved.get(name)}, and the config now gives {value}",
+                fix="undo the change, or give the new run a folder of its own: --job.dump_folder=...",
+            )

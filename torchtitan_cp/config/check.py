@@ -1,0 +1,97 @@
+"""Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from torchtitan_cp.config.degrees import Degrees, resolve_degrees
+from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.sections import Config, Stage
+
+
+def check_config(config: Config, ranks: int) -> Degrees:
+    """Everything that can be said of a config before a rank starts, given how many there will be.
+
+    Returns:
+        The resolved degrees of the mesh.
+
+    Raises:
+        ConfigError: the first thing found wrong, with the way to mend it.
+    """
+    _check_available(config)
+    degrees = resolve_degrees(config.parallel, ranks)
+    if not config.curriculum.stages:
+        raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
+    for index, stage in enumerate(config.curriculum.stages):
+        _check_stage(config, stage, f"curriculum.stages[{index}]", degrees)
+    return degrees
+
+
+def _check_available(config: Config) -> None:
+    """Refuse by name what this version knows of and does not do."""
+    absent = {
+        "parallel.pp": (config.parallel.pp > 1, "pipeline parallelism", "set it to 1"),
+        "parallel.tp": (config.parallel.tp > 1, "tensor parallelism", "set it to 1"),
+        "parallel.dp_replicate": (config.parallel.dp_replicate > 1, "HSDP replication", "use dp_shard"),
+        "activation.checkpoint": (
+            config.activation.checkpoint not in ("none", "full"),
+            f"{config.activation.checkpoint!r}",
+            "use none or full",
+        ),
+        "compile.enable": (config.compile.enable, "torch.compile of blocks", "set it to false"),
+    }
+    for name, (asked, what, fix) in absent.items():
+        if asked:
+            raise ConfigError(f"{name} asks for {what}, which this version does not have", fix=fix)
+
+
+def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
+    if not stage.seq_len or not stage.global_batch_tokens:
+        missing = "seq_len" if not stage.seq_len else "global_batch_tokens"
+        raise ConfigError(f"{where} has no {missing}", fix=f"add {missing} = ... to the stage")
+    if bool(stage.steps) == bool(stage.tokens):
+        both = "both steps and tokens" if stage.steps else "neither steps nor tokens"
+        raise ConfigError(f"{where} has {both}", fix="give one of them")
+    if stage.cp is not None and stage.cp < 1 and stage.cp != -1:
+        raise ConfigError(f"{where}.cp = {stage.cp} is no degree", fix="use 1 or more, or -1 for every rank")
+    cp = degrees.stage_cp(stage)
+    if degrees.fsdp % cp:
+        divisors = [str(n) for n in range(1, degrees.fsdp + 1) if degrees.fsdp % n == 0]
+        raise ConfigError(
+            f"{where}.cp = {cp} does not divide dp_shard x cp = {degrees.fsdp} (from [parallel] and the ranks)",
+            fix=f"use {', '.join(divisors)} or -1 for all, or start another number of ranks (NPROC=...)",
+        )
+    if cp > 1 and stage.seq_len % (2 * cp):
+        lower = stage.seq_len // (2 * cp) * 2 * cp
+        raise ConfigError(
+            f"{where}.seq_len = {stage.seq_len} is not divisible by 2 x cp = {2 * cp}",
+            fix=f"use {f'{lower} or ' if lower else ''}{lower + 2 * cp}, or another cp",
+        )
+    if stage.rope.kind == "llama3" and stage.rope.high_freq_factor <= stage.rope.low_freq_factor:
+        raise ConfigError(f"{where}.rope: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")
+    sequences = degrees.stage_dp(stage) * config.training.micro_batch_sequences
+    if stage.global_batch_tokens % (stage.seq_len * sequences):
+        unit = stage.seq_len * sequences
+        raise ConfigError(
+            f"{where}.global_batch_tokens = {stage.global_batch_tokens} is not a multiple of "
+            f"seq_len {stage.seq_len} x {sequences} sequences run at once (data-parallel ranks x micro-batch)",
+            fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
+        )
+
+
+def check_dump_folder(folder: str) -> None:
+    """Make the run's folder and write to it once.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".writable-")
+        os.close(handle)
+        os.unlink(name)
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
+            fix="give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
+        ) from None

@@ -1,0 +1,65 @@
+"""Degrees of the mesh as plain integers, worked out from [parallel] and the number of ranks."""
+
+import math
+from dataclasses import dataclass
+
+from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.sections import Parallel, Stage
+
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis of the mesh, outermost first; none is -1.
+
+    Attributes:
+        fsdp: ranks the parameters are sharded over, dp_shard x cp. It is the same in every stage.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def fsdp(self) -> int:
+        return self.dp_shard * self.cp
+
+    def stage_cp(self, stage: Stage) -> int:
+        """Context-parallel degree of a stage: its own, all FSDP ranks for -1, or [parallel]'s."""
+        if stage.cp is None:
+            return self.cp
+        return self.fsdp if stage.cp == -1 else stage.cp
+
+    def stage_dp(self, stage: Stage) -> int:
+        """Ranks that hold different sequences in a stage."""
+        return self.dp_replicate * self.fsdp // self.stage_cp(stage)
+
+
+def resolve_degrees(parallel: Parallel, ranks: int) -> Degrees:
+    """Fill the one -1 of [parallel] so that the product is `ranks`.
+
+    Raises:
+        ConfigError: a degree below 1 (other than -1), two of -1, or a product that is not `ranks`.
+    """
+    degrees = {name: getattr(parallel, name) for name in ORDER}
+    text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "every degree 1"
+    for name, degree in degrees.items():
+        if degree < 1 and degree != -1:
+            raise ConfigError(f"parallel.{name} = {degree} is no degree", fix="use 1 or more, or -1 for what is left")
+    open_axes = [name for name, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(f"{' and '.join('parallel.' + name for name in open_axes)} are all -1", fix="leave one open")
+    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    if ranks % known or (not open_axes and known != ranks):
+        fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
+        raise ConfigError(
+            f"[parallel] asks for {text} and there are {ranks} ranks: {known} "
+            + ("does not divide them" if open_axes else "is not their number"),
+            fix=f"{fits} (NPROC={known} ./run_train.sh), change a degree, or set one to -1",
+        )
+    if open_axes:
+        degrees[open_axes[0]] = ranks // known
+    return Degrees(**degrees)

@@ -1,0 +1,153 @@
+"""TOML and command-line overrides into a `Config`, and a `Config` back into TOML."""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+
+from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.sections import Config
+
+OVERRIDE = re.compile(r"--([A-Za-z_][\w.\[\]]*?)=(.*)", re.DOTALL)
+TOML_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `--section.key=value` overrides, and type every value.
+
+    Args:
+        path: the TOML file.
+        overrides: as typed on the command line; values are TOML (a bare word is a string), stages are
+            addressed by index: `--curriculum.stages[0].steps=10`.
+
+    Raises:
+        ConfigError: a missing file, a syntax error (file and line), an unknown key (with the nearest known
+            one), a wrong type, or a value outside its choices.
+    """
+    table = read_toml(Path(path))
+    for override in overrides:
+        apply_override(table, override)
+    return build(Config, table, where="", file=str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file as plain tables; errors name the file and the line."""
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", fix="give an existing file, e.g. train_configs/quickstart.toml"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
+            fix="the file must be TOML: [section] lines, and key = value with strings in quotes",
+        ) from None
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Put one `--section.key=value` into the tables, in place."""
+    match = OVERRIDE.fullmatch(override)
+    if not match:
+        raise ConfigError(f"cannot read the argument {override!r}", fix="write --section.key=value")
+    *parents, last = re.findall(r"[^.\[\]]+", match[1])
+    node: Any = table
+    for step in parents:
+        node = _descend(node, step, override)
+    _assign(node, last, _parse_value(match[2]), override)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
+
+
+def _descend(node: Any, step: str, override: str) -> Any:
+    if isinstance(node, dict):
+        return node.setdefault(step, {})
+    return node[_index(node, step, override)]
+
+
+def _assign(node: Any, last: str, value: Any, override: str) -> None:
+    if isinstance(node, dict):
+        node[last] = value
+    else:
+        node[_index(node, last, override)] = value
+
+
+def _index(node: Any, step: str, override: str) -> int:
+    if isinstance(node, list) and step.isdigit() and int(step) < len(node):
+        return int(step)
+    size = f"a list of {len(node)}" if isinstance(node, list) else f"the value {node!r}"
+    raise ConfigError(f"{override}: [{step}] does not exist in {size}", fix="count from 0")
+
+
+def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
+    """Make `kind` (a section, or the type of a key) from what the TOML holds.
+
+    Raises:
+        ConfigError: naming `file` and the dotted key `where`.
+    """
+    if dataclasses.is_dataclass(kind):
+        return _build_section(kind, value, where=where, file=file)
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType:
+        return build(typing.get_args(kind)[0], value, where=where, file=file)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{file}: {where} must be a list, got {value!r}", fix=f"write it as [[{where}]] tables")
+        item = typing.get_args(kind)[0]
+        return tuple(build(item, entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
+    plain = origin or kind
+    if plain is float and type(value) is int:
+        return float(value)
+    if type(value) is not plain:
+        raise ConfigError(f"{file}: {where} must be {TOML_NAMES[plain]}, got {value!r}")
+    return value
+
+
+def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: {where} must be a table, got {table!r}", fix=f"write [{where}] and its keys below")
+    hints, fields = typing.get_type_hints(kind), {entry.name: entry for entry in dataclasses.fields(kind)}
+    values = {}
+    for name, value in table.items():
+        dotted = f"{where}.{name}" if where else name
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            known = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
+            raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
+        values[name] = build(hints[name], value, where=dotted, file=file)
+        _check_range(values[name], fields[name].metadata, dotted, file)
+    return kind(**values)
+
+
+def _check_range(value: Any, metadata: Any, where: str, file: str) -> None:
+    choices, least = metadata.get("choices"), metadata.get("least")
+    if choices and value not in choices:
+        raise ConfigError(f"{file}: {where} = {value!r} is not known", fix="use one of " + ", ".join(choices))
+    if least is not None and value is not None and not value >= least:
+        raise ConfigError(f"{file}: {where} = {value!r} is too small", fix=f"use at least {least:g}")
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML; reading it back gives the same config."""
+    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    """TOML has no null and no tuple: unset keys are left out, tuples become lists."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items() if entry is not None}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,78 @@
+"""The table of sections and keys, made from the dataclasses: for `--help` and `docs/config.md`."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torchtitan_cp.config.sections import Config
+
+
+class Key(NamedTuple):
+    """One key of the TOML: dotted name, type, default as TOML, and meaning."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+def sections() -> Iterator[tuple[str, str, list[Key]]]:
+    """Each section in the order of the file: its header, what it is for, its keys."""
+    hints = typing.get_type_hints(Config)
+    for entry in dataclasses.fields(Config):
+        kind = hints[entry.name]
+        header, keys = f"[{entry.name}]", kind
+        if entry.name == "curriculum":
+            keys = typing.get_args(typing.get_type_hints(kind)["stages"])[0]
+            header = "[[curriculum.stages]]"
+        yield header, _first_line(keys), list(_keys(keys))
+
+
+def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
+    hints = typing.get_type_hints(section)
+    for entry in dataclasses.fields(section):
+        kind = hints[entry.name]
+        optional = typing.get_origin(kind) is types.UnionType
+        kind = typing.get_args(kind)[0] if optional else kind
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{entry.name}.")
+            continue
+        choices = entry.metadata["choices"]
+        help_text = entry.metadata["help"] + (f" ({' | '.join(choices)})" if choices else "")
+        yield Key(prefix + entry.name, (typing.get_origin(kind) or kind).__name__, _default(entry), help_text)
+
+
+def _default(entry: Any) -> str:
+    if entry.default is None:
+        return ""
+    if entry.default is dataclasses.MISSING:
+        return "{}"
+    value = entry.default
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value!r}"
+
+
+def _first_line(section: Any) -> str:
+    return (section.__doc__ or "").splitlines()[0]
+
+
+def as_text() -> str:
+    """Every key as plain lines, for a terminal."""
+    lines = []
+    for header, about, keys in sections():
+        lines.append(f"{header}  {about}")
+        lines += [f"  {key.name} = {key.default}".ljust(44) + f"  {key.help}" for key in keys]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown() -> str:
+    """Every key as tables, for the docs."""
+    lines = ["# Every key of the TOML file", "", "Made by `python -m torchtitan_cp.config > docs/config.md`.", ""]
+    for header, about, keys in sections():
+        lines += [f"## `{header}`", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        escaped = [(key, key.help.replace("|", "\\|")) for key in keys]
+        lines += [f"| `{key.name}` | {key.type} | `{key.default}` | {text} |" for key, text in escaped]
+        lines.append("")
+    return "\n".join(lines)

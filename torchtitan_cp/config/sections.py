@@ -1,0 +1,241 @@
+"""The sections of the TOML file as frozen dataclasses: every key with its type, default and meaning.
+
+The help texts here are the one home of what a key means: `--help` and `docs/config.md` are made from them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
+KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
+LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
+
+
+def key(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+    """A documented key: its default, what it means, and what values it takes."""
+    metadata = {"help": help, "choices": choices, "least": least}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the run is called and where its files go."""
+
+    dump_folder: str = key("outputs/run", "folder of this run: config.toml, metrics.jsonl, tensorboard/, checkpoints/")
+    description: str = key("", "one line about the run, shown at start")
+    timeout_seconds: float = key(300.0, "a collective that waits longer than this ends the job", least=1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which network is trained."""
+
+    architecture: str = key("llama", "architecture by name, from models/")
+    flavor: str = key("debug", "shape by name: debug, 1B, 3B, 8B, 70B, 405B, ...")
+    overrides: dict[str, Any] = key({}, "sizes that replace the flavor's, e.g. {n_layers = 2}")  # noqa: RUF009
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """How text becomes tokens."""
+
+    kind: str = key("sentencepiece", "which library reads it", choices=("sentencepiece", "bytes", "huggingface"))
+    path: str = key("", "model file; empty with sentencepiece: one is trained on the corpus and cached")
+    vocab_size: int = key(4096, "pieces of a SentencePiece model trained on the corpus", least=300)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which text is read, and how it is kept on disk."""
+
+    source: str = key(
+        "python-stdlib",
+        "python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst]",
+        choices=("python-stdlib", "text", "jsonl"),
+    )
+    path: str = key("", "folder or glob of the text or jsonl source")
+    text_field: str = key("text", "field of a JSONL line that holds the text")
+    document: str = key(
+        "file",
+        "what one document is: a file, or a folder's files joined in order (up to 1 MiB); a line with jsonl",
+        choices=("file", "folder"),
+    )
+    validation_fraction: float = key(0.02, "share of files (lines with jsonl) held out, chosen by hash", least=0)
+    cache_folder: str = key("outputs/cache", "where tokens and the trained tokenizer are kept between runs")
+    prefetch_batches: int = key(2, "steps read ahead of the training loop", least=1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Numbers of one optimizer step."""
+
+    seed: int = key(0, "seed of weights and data order", least=0)
+    compute_dtype: str = key(
+        "bfloat16", "dtype of forward and backward; weights and reductions are fp32", choices=("float32", "bfloat16")
+    )
+    micro_batch_sequences: int = key(1, "sequences a data-parallel rank runs at once", least=1)
+    max_grad_norm: float = key(1.0, "gradients are clipped to this global norm; 0 never clips", least=0)
+    loss_chunk_tokens: int = key(1024, "tokens whose logits exist at one time", least=1)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its numbers."""
+
+    name: str = key("adamw", "optimizer by name", choices=("adamw",))
+    lr: float = key(3e-4, "peak learning rate", least=0)
+    beta1: float = key(0.9, "decay of the first moment", least=0)
+    beta2: float = key(0.95, "decay of the second moment", least=0)
+    eps: float = key(1e-8, "added to the root of the second moment", least=0)
+    weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", least=0)
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """The learning rate over the whole run; a stage with its own `lr` leaves it."""
+
+    shape: str = key("cosine", "curve after warm-up", choices=SCHEDULE_SHAPES)
+    warmup_steps: int = key(0, "steps of linear warm-up from zero", least=0)
+    decay_fraction: float = key(0.2, "wsd: share of the steps spent decaying", least=0)
+    end_fraction: float = key(0.1, "last learning rate over the peak", least=0)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Degrees of the mesh; their product is the number of ranks. -1 takes what is left (one key at most)."""
+
+    pp: int = key(1, "pipeline stages")
+    dp_replicate: int = key(1, "replicas of the sharded model (HSDP)")
+    dp_shard: int = key(-1, "data-parallel ranks that shard the parameters")
+    cp: int = key(1, "context-parallel ranks; a stage may set its own")
+    tp: int = key(1, "tensor-parallel ranks")
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How attention crosses ranks."""
+
+    strategy: str = key("auto", "exchange between ranks", choices=STRATEGIES)
+    kernel: str = key("auto", "attention kernel on one rank", choices=KERNELS)
+    layout: str = key("auto", "which chunks of the sequence a rank holds", choices=LAYOUTS)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What is kept between forward and backward."""
+
+    checkpoint: str = key(
+        "none",
+        "none keeps all; full keeps each block's input and recomputes the rest",
+        choices=("none", "full", "selective", "attention_saved"),
+    )
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile of the blocks."""
+
+    enable: bool = key(False, "compile each block")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When the run is saved."""
+
+    enable: bool = key(True, "save, and resume from the newest complete checkpoint")
+    interval: int = key(100, "optimizer steps between checkpoints; the last step is always saved", least=1)
+    keep: int = key(2, "newest checkpoints kept", least=1)
+
+
+@dataclass(frozen=True)
+class Health:
+    """What happens when a number is not finite."""
+
+    on_nonfinite: str = key("halt", "halt the job, or skip the step", choices=("halt", "skip"))
+    max_consecutive_skips: int = key(5, "skipped steps in a row after which the job halts all the same", least=1)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is recorded of the run."""
+
+    interval: int = key(1, "optimizer steps between TensorBoard points and console lines", least=1)
+    tensorboard: bool = key(True, "write tensorboard/ (metrics.jsonl is always written)")
+    peak_tflops: float = key(0.0, "peak of one rank's device, for MFU; 0: from a table, on CPU measured", least=0)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Validation on held-out text."""
+
+    interval: int = key(0, "steps between validations; 0: only at the end of each stage", least=0)
+    tokens: int = key(32768, "held-out tokens of one validation", least=1)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of a stage."""
+
+    theta: float = key(10000.0, "base of the frequencies", least=1)
+    kind: str = key("none", "scaling of the frequencies", choices=("none", "linear", "llama3"))
+    factor: float = key(1.0, "linear, llama3: how much longer the context becomes", least=1)
+    low_freq_factor: float = key(1.0, "llama3: below this many turns a dimension is scaled whole", least=0)
+    high_freq_factor: float = key(4.0, "llama3: above this many turns a dimension is left alone", least=0)
+    original_seq_len: int = key(8192, "llama3: context length before scaling, in tokens", least=1)
+
+
+@dataclass(frozen=True)
+class StageLR:
+    """Learning rate of one stage, over its own steps."""
+
+    peak: float | None = key(None, "peak; default optimizer.lr", least=0)
+    shape: str = key("cosine", "curve after warm-up", choices=SCHEDULE_SHAPES)
+    warmup_steps: int = key(0, "steps of linear warm-up from zero", least=0)
+    decay_fraction: float = key(0.2, "wsd: share of the steps spent decaying", least=0)
+    end_fraction: float = key(0.1, "last learning rate over the peak", least=0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One length of the curriculum. Give it `steps` or `tokens`."""
+
+    name: str = key("", "shown in logs; default is the length")
+    seq_len: int = key(0, "tokens of a sequence; divisible by 2 x cp", least=1)
+    steps: int = key(0, "optimizer steps", least=0)
+    tokens: int = key(0, "tokens, instead of steps (rounded up to whole steps)", least=0)
+    global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
+    cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")
+    rope: Rope = field(default_factory=Rope, metadata={"help": "rotary embedding"})
+    lr: StageLR | None = field(default=None, metadata={"help": "own schedule; default: the run's goes on"})
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """The stages, run in order."""
+
+    stages: tuple[Stage, ...] = field(default=(), metadata={"help": "[[curriculum.stages]], in order"})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole file. Section and key names are those of the TOML."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallel: Parallel = field(default_factory=Parallel)
+    context_parallel: ContextParallel = field(default_factory=ContextParallel)
+    activation: Activation = field(default_factory=Activation)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    health: Health = field(default_factory=Health)
+    metrics: Metrics = field(default_factory=Metrics)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    curriculum: Curriculum = field(default_factory=Curriculum)

@@ -1,0 +1,9 @@
+"""The curriculum as pure arithmetic: which stage a step is in, its shapes, its rotary frequencies.
+
+No tensors. Imports `config` at most.
+"""
+
+from torchtitan_cp.curriculum.rope import rope_frequencies
+from torchtitan_cp.curriculum.stages import StagePlan, resolve_stages, stage_of
+
+__all__ = ["StagePlan", "resolve_stages", "rope_frequencies", "stage_of"]

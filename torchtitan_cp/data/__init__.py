@@ -1,0 +1,28 @@
+"""From a corpus to an endless stream of tokens: find the text, tokenize it once onto disk, read it at any cursor.
+
+May import `config` and `attention` at most; ranks and degrees come in as integers, never as groups. Only `loader`
+imports torch, and it is not imported here, so that a check of a config stays cheap.
+"""
+
+from torchtitan_cp.data.cache import PreparedCorpus, prepare
+from torchtitan_cp.data.corpus import Corpus, Document, check_corpus
+from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.store import TokenStore
+from torchtitan_cp.data.stream import TokenStream
+from torchtitan_cp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from torchtitan_cp.data.vocabulary import train_sentencepiece
+
+__all__ = [
+    "Corpus",
+    "DataError",
+    "Document",
+    "PreparedCorpus",
+    "TokenStore",
+    "TokenStream",
+    "Tokenizer",
+    "check_corpus",
+    "check_tokenizer",
+    "load_tokenizer",
+    "prepare",
+    "train_sentencepiece",
+]

@@ -1,0 +1,162 @@
+"""Where text comes from: the sources by name, each with its way to find files and to read one."""
+
+import glob
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_cp.config.sections import Data
+from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.jsonl import JSONL_SUFFIXES, read_jsonl
+from torchtitan_cp.data.passage import Passage, SourceFile
+from torchtitan_cp.data.rejects import Rejects
+
+NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One value of `data.source`.
+
+    Attributes:
+        find: the files, in an order that depends on their names alone; a folder's files follow each other.
+        read: the passages of a file; what cannot be read goes to the rejects.
+        joins: whether `data.document` applies. A line of JSONL is a document whatever it says.
+    """
+
+    find: Callable[[Data], Iterator[SourceFile]]
+    read: Callable[[SourceFile, Data, Rejects], Iterator[Passage]]
+    joins: bool
+
+
+def find_files(data: Data) -> Iterator[SourceFile]:
+    """The corpus's files, found as they are asked for.
+
+    Raises:
+        DataError: data.path is missing, is set where nothing reads it, or leads to no file.
+    """
+    found = False
+    for file in SOURCES[data.source].find(data):
+        found = True
+        yield file
+    if not found:
+        raise DataError(
+            f"data.source = {data.source!r} finds no file at {location(data)}",
+            fix="point data.path at a folder that holds text, or at a glob such as 'corpus/**/*.txt'"
+            if data.source != "jsonl"
+            else "point data.path at *.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob",
+        )
+
+
+def location(data: Data) -> str:
+    """Where the source looks, for messages: the folder or glob."""
+    return _stdlib_folder() if data.source == "python-stdlib" else data.path
+
+
+def _find_stdlib(data: Data) -> Iterator[SourceFile]:
+    if data.path:
+        raise DataError(
+            f"data.path = {data.path!r} is set, but data.source = 'python-stdlib' reads no path",
+            fix="set data.source = 'text' or 'jsonl', or leave data.path out",
+        )
+    yield from _walk(
+        Path(_stdlib_folder()), wanted=lambda name: name.endswith(".py"), pruned=lambda name: name in NOT_STDLIB
+    )
+
+
+def _stdlib_folder() -> str:
+    return sysconfig.get_paths()["stdlib"]
+
+
+def _find_text(data: Data) -> Iterator[SourceFile]:
+    yield from _find_at_path(data, wanted=lambda name: not name.startswith("."))
+
+
+def _find_jsonl(data: Data) -> Iterator[SourceFile]:
+    yield from _find_at_path(data, wanted=lambda name: name.endswith(JSONL_SUFFIXES) and not name.startswith("."))
+
+
+def _find_at_path(data: Data, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
+    """Files below a folder that are `wanted` by name, or whatever a glob (or the path of one file) names."""
+    if not data.path:
+        raise DataError(f"data.source = {data.source!r} needs data.path", fix="set data.path to a folder or a glob")
+    path = os.path.expanduser(data.path)
+    if os.path.isdir(path):
+        yield from _walk(Path(path), wanted=wanted, pruned=lambda name: name.startswith("."))
+    elif os.path.exists(path):
+        yield from _regular(Path(path), Path(path).parent)
+    elif glob.has_magic(path):
+        root = _root_of(path)
+        matches = {Path(match) for match in glob.iglob(path, recursive=True)}
+        for match in sorted(matches, key=lambda match: (match.parent.as_posix(), match.name)):
+            yield from _regular(match, root)
+    else:
+        raise DataError(f"data.path = {data.path!r} does not exist", fix="give an existing folder, file or glob")
+
+
+def _root_of(pattern: str) -> Path:
+    """The folder that a glob's matches are named relative to: what stands before its first wildcard."""
+    fixed = []
+    for part in Path(pattern).parts:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return Path(*fixed)
+
+
+def _walk(root: Path, *, wanted: Callable[[str], bool], pruned: Callable[[str], bool]) -> Iterator[SourceFile]:
+    """Files below `root` in sorted order. Links to folders are followed, each folder once."""
+    seen: set[str] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
+        subfolders[:] = sorted(name for name in subfolders if not pruned(name))
+        real = os.path.realpath(folder)
+        if real in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
+        for name in sorted(names):
+            if wanted(name):
+                yield from _regular(Path(folder, name), root)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(
+        f"a folder of the corpus cannot be listed: {error.filename} ({error.strerror})",
+        fix="make it readable, or give a data.path that leaves it out",
+    )
+
+
+def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
+    """The file as a SourceFile; nothing for folders and devices. A broken link passes, to be named when it is read."""
+    name = path.relative_to(root).as_posix()
+    try:
+        status = path.stat()
+    except OSError:
+        yield SourceFile(name, path, size_bytes=0, mtime_ns=0)
+        return
+    if stat.S_ISREG(status.st_mode):
+        yield SourceFile(name, path, status.st_size, status.st_mtime_ns)
+
+
+def _read_text(file: SourceFile, data: Data, rejects: Rejects) -> Iterator[Passage]:
+    """The whole file as one passage, strictly UTF-8; nothing for an empty file."""
+    try:
+        raw = file.path.read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as error:
+        rejects.add(f"unreadable file ({error.strerror})", str(file.path))
+    except UnicodeDecodeError as error:
+        rejects.add("not UTF-8", f"{file.path}:{raw.count(bytes([10]), 0, error.start) + 1}")
+    else:
+        if text:
+            yield Passage(text, key=file.name, position_bytes=len(raw))
+
+
+SOURCES = {
+    "python-stdlib": Source(_find_stdlib, _read_text, joins=True),
+    "text": Source(_find_text, _read_text, joins=True),
+    "jsonl": Source(_find_jsonl, read_jsonl, joins=False),
+}

@@ -1,0 +1,220 @@
+"""Text to tokens and back, by SentencePiece, by bytes or by a Hugging Face tokenizer.json."""
+
+import hashlib
+import importlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import sentencepiece
+
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.errors import DataError
+
+END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
+SPACE_MARK = "\u2581"
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    Attributes:
+        vocab_size: V; every id is below it.
+        eos_id: the token that ends a document. `encode_batch` never gives it.
+        fingerprint: tells this tokenizer from others.
+    """
+
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, `[tokens]` int32, without special tokens, on all the cores we may use."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens give none."""
+        ...
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model file. Its threads are C++ threads that run without Python's lock.
+
+    Args:
+        path: the model.
+
+    Raises:
+        DataError: no model in the file, or a model without an end-of-text token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        model = _read_file(path)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.vocab_size: int = self._processor.vocab_size()
+        except (RuntimeError, OSError) as error:
+            raise _not_a_model(path, "a SentencePiece model", error) from error
+        if not self.vocab_size:
+            raise _not_a_model(path, "a SentencePiece model", "it is empty")
+        self.eos_id: int = self._processor.eos_id()
+        if self.eos_id < 0:
+            raise DataError(
+                f"the SentencePiece model {path} has no end-of-text token, so documents could not be told apart",
+                fix="train it with eos_id >= 0, or leave tokenizer.path out to train one on the corpus",
+            )
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+        self._threads = usable_cores()
+        self._space_mark_ids = self._find_space_mark_ids()
+
+    def _find_space_mark_ids(self) -> list[int]:
+        """The byte tokens that spell U+2581; none where the model changes text anyway.
+
+        SentencePiece writes a space as U+2581, and would give a space back for a U+2581 that stands in the text.
+        """
+        ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        adds_prefix = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+        has_bytes = all(self._processor.is_byte(token) for token in ids)
+        return ids if has_bytes and not adds_prefix else []
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See Tokenizer."""
+        rows = self._processor.encode(list(texts), num_threads=self._threads)
+        if self._space_mark_ids:
+            for index, text in enumerate(texts):
+                if SPACE_MARK in text:
+                    rows[index] = self._encode_around_space_marks(text)
+        return [np.asarray(row, dtype=np.int32) for row in rows]
+
+    def _encode_around_space_marks(self, text: str) -> list[int]:
+        first, *others = self._processor.encode(text.split(SPACE_MARK))
+        return first + [token for part in others for token in (*self._space_mark_ids, *part)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See Tokenizer."""
+        return self._processor.decode([int(token) for token in ids])
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0 to 255, and 256 to end a document."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.eos_id, self.fingerprint = 257, 256, "bytes"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See Tokenizer."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See Tokenizer. Bytes that are no UTF-8 give U+FFFD."""
+        return bytes(int(token) for token in ids if token < 256).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, read by the `tokenizers` package, whose Rust threads do the work.
+
+    Args:
+        path: the tokenizer.json.
+
+    Raises:
+        DataError: the package is missing, the file is no tokenizer.json, or it names no end-of-text token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        content = _read_file(path)
+        library = _import_tokenizers()
+        try:
+            self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the package raises bare Exception
+            raise _not_a_model(path, "a tokenizer.json", error) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # "</s>" written in a document does not end it
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        found = [ids[name] for name in END_NAMES if name in ids]
+        if not found:
+            raise DataError(
+                f"the tokenizer {path} has no end-of-text token: none of {', '.join(END_NAMES)}",
+                fix="add one of them to its vocabulary",
+            )
+        self.eos_id = found[0]
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See Tokenizer."""
+        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(row.ids, dtype=np.int32) for row in rows]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See Tokenizer."""
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+
+
+def trains_tokenizer(settings: TokenizerConfig) -> bool:
+    """Whether the config asks for a tokenizer that is trained on its corpus."""
+    return settings.kind == "sentencepiece" and not settings.path
+
+
+def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that `[tokenizer]` names, from its file.
+
+    Raises:
+        DataError: the file is missing or not what `kind` says, or the kind and the path do not go together.
+    """
+    path = Path(settings.path).expanduser()
+    if settings.kind == "bytes":
+        if settings.path:
+            raise DataError(
+                f"tokenizer.path = {settings.path!r} is set, but tokenizer.kind = 'bytes' reads no file",
+                fix="leave tokenizer.path out, or set tokenizer.kind = 'sentencepiece' or 'huggingface'",
+            )
+        return ByteTokenizer()
+    if not settings.path:
+        raise DataError(
+            f"tokenizer.kind = {settings.kind!r} needs tokenizer.path", fix="set tokenizer.path to a tokenizer.json"
+        )
+    return SentencePieceTokenizer(path) if settings.kind == "sentencepiece" else HuggingFaceTokenizer(path)
+
+
+def check_tokenizer(settings: TokenizerConfig) -> None:
+    """Load the tokenizer once, to see that it can be; one that is to be trained passes.
+
+    Raises:
+        DataError: as load_tokenizer.
+    """
+    if not trains_tokenizer(settings):
+        load_tokenizer(settings)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _import_tokenizers() -> Any:
+    """The optional package `tokenizers`."""
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise DataError(
+            "tokenizer.kind = 'huggingface' needs the package `tokenizers`, which is not installed",
+            fix="pip install 'torchtitan-cp[huggingface]'",
+        ) from error
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"tokenizer.path = {str(path)!r} cannot be read: {error.strerror}", fix="give the path of a model file"
+        ) from error
+
+
+def _not_a_model(path: Path, expected: str, reason: object) -> DataError:
+    return DataError(
+        f"tokenizer.path = {str(path)!r} is not {expected}: {reason}",
+        fix="give another file, or set tokenizer.kind to what it is (sentencepiece or huggingface)",
+    )

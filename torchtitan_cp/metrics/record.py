@@ -1,0 +1,42 @@
+"""One optimizer step in numbers."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A line of metrics.jsonl. Numbers are over all ranks unless they say otherwise.
+
+    Attributes:
+        step: optimizer steps taken with this one, from 1.
+        stage: name of the curriculum's stage; stage_index: its place from 0.
+        tokens: tokens seen by the whole run.
+        loss: mean over the step's tokens, in nats; grad_norm: global, before clipping. None if not finite.
+        mfu: model FLOPs utilisation, causal attention counted as causal; a fraction of the devices' peak.
+        peak_memory_bytes: most that any one rank has used so far.
+        data_wait_seconds: this step waited so long for its batch, on rank 0.
+        skipped: a number was not finite, and no weight was changed.
+    """
+
+    step: int
+    stage: str
+    stage_index: int
+    seq_len: int
+    cp: int
+    tokens: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens_per_second: float
+    tokens_per_second_per_rank: float
+    mfu: float
+    peak_memory_bytes: int
+    data_wait_seconds: float
+    step_seconds: float
+    skipped: bool = False
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); None where that overflows."""
+        return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None

@@ -1,0 +1,90 @@
+"""metrics.jsonl and TensorBoard, written by rank 0."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from torchtitan_cp.metrics.record import StepRecord
+
+JSONL = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+# Where each field of a record shows in TensorBoard.
+TAGS = {
+    "loss": "train/loss",
+    "perplexity": "train/perplexity",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "skipped": "health/skipped",
+    "tokens_per_second": "speed/tokens_per_second",
+    "tokens_per_second_per_rank": "speed/tokens_per_second_per_rank",
+    "mfu": "speed/mfu",
+    "step_seconds": "speed/step_seconds",
+    "data_wait_seconds": "speed/data_wait_seconds",
+    "peak_memory_bytes": "memory/peak_bytes",
+    "stage_index": "curriculum/stage",
+    "seq_len": "curriculum/seq_len",
+    "cp": "curriculum/cp",
+    "tokens": "curriculum/tokens_seen",
+}
+
+
+class MetricsWriter:
+    """Writes each step to metrics.jsonl, and every `interval`-th to TensorBoard.
+
+    Args:
+        folder: of the run.
+        after_step: steps after this one are forgotten: a resumed run takes them again.
+        tensorboard: whether to write tensorboard/.
+        interval: optimizer steps between TensorBoard points.
+    """
+
+    def __init__(self, folder: Path, *, after_step: int, tensorboard: bool, interval: int) -> None:
+        self.interval = interval
+        path = folder / JSONL
+        _forget_after(path, after_step)
+        self.lines = path.open("a", encoding="utf-8")
+        self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=after_step + 1) if tensorboard else None
+
+    def step(self, record: StepRecord) -> None:
+        """Write one optimizer step."""
+        self.lines.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        self.lines.flush()
+        if self.board and record.step % self.interval == 0:
+            for field, tag in TAGS.items():
+                value = getattr(record, field)
+                if value is not None:
+                    self.board.add_scalar(tag, value, record.step)
+
+    def validation(self, step: int, loss: float, unigram: float) -> None:
+        """Write one validation beside the unigram model's loss on the same tokens."""
+        if self.board:
+            self.board.add_scalar("validation/loss", loss, step)
+            self.board.add_scalar("validation/unigram_loss", unigram, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write a text, in Markdown, to TensorBoard."""
+        if self.board:
+            self.board.add_text(tag, text, step)
+
+    def close(self) -> None:
+        self.lines.close()
+        if self.board:
+            self.board.close()
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`, and a last line that a killed run left half written."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    aside = path.with_suffix(".partial")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,11 @@
+"""Devices, process groups, meshes, and what is done to a model so that it runs on them.
+
+Imports `config` at most. Each function takes a mesh and plain values; the order they are applied in is
+visible in `apply.py`.
+"""
+
+from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.device import Device, World, start_ranks, stop_ranks
+from torchtitan_cp.parallel.mesh import Meshes
+
+__all__ = ["Device", "Meshes", "World", "parallelize", "start_ranks", "stop_ranks"]

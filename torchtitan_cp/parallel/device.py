@@ -1,0 +1,82 @@
+"""Every question about the device, asked in one place; the rest of the code is the same on CPU and GPU."""
+
+import os
+import resource
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device a rank computes on, and the backend its collectives use."""
+
+    device: torch.device
+    backend: str
+
+    @property
+    def name(self) -> str:
+        """As its maker calls it; for a CPU, its threads."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"cpu, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a rank"
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory used so far: allocated on a GPU, resident in the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def rng_state(self) -> Tensor:
+        """State of the device's random generator, uint8."""
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
+
+    def move(self, x: Tensor) -> Tensor:
+        """A host tensor on the device, without waiting for the copy."""
+        return x.to(self.device, non_blocking=True)
+
+
+def find_device(local_rank: int = 0) -> Device:
+    """One GPU a rank where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        return Device(torch.device("cuda", local_rank), "nccl")
+    return Device(torch.device("cpu"), "gloo")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the job."""
+
+    rank: int
+    size: int
+    device: Device
+
+
+def start_ranks(timeout_seconds: float) -> World:
+    """Join the process group that torchrun describes in the environment.
+
+    Args:
+        timeout_seconds: a collective that waits longer raises.
+    """
+    device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.device.type == "cuda":
+        torch.cuda.set_device(device.device)
+    if not dist.is_initialized():
+        device_id = device.device if device.device.type == "cuda" else None
+        dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""Everything that can be found wrong with a config before a rank starts."""
+
+from torchtitan_cp import registry
+from torchtitan_cp.attention import make_plan
+from torchtitan_cp.config import Config
+from torchtitan_cp.config.check import check_config, check_dump_folder
+from torchtitan_cp.curriculum import resolve_stages, rope_frequencies
+from torchtitan_cp.data import check_corpus, check_tokenizer
+
+
+def preflight(config: Config, ranks: int) -> str:
+    """Check a config as every room would when it meets it.
+
+    Args:
+        ranks: how many there will be.
+
+    Returns:
+        a line that says what will run.
+
+    Raises:
+        UserError, ContextParallelError: the first thing found wrong.
+    """
+    degrees = check_config(config, ranks)
+    shape = registry.shape_of(config.model)
+    stages = resolve_stages(config, degrees)
+    settings = config.context_parallel
+    for stage in stages:
+        make_plan(
+            stage.seq_len,
+            ranks=stage.cp,
+            strategy=settings.strategy,
+            kernel=settings.kernel,
+            layout=settings.layout,
+        )
+        rope_frequencies(stage.rope, shape.head_dim)
+    check_corpus(config.data)
+    check_tokenizer(config.tokenizer)
+    check_dump_folder(config.job.dump_folder)
+    lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
+    return f"{stages[-1].last_step} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"

@@ -1,0 +1,363 @@
+"""The training loop. It reads top to bottom like the way of a batch; the rooms do the work."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan_cp import registry
+from torchtitan_cp.attention import ContextParallel, attend
+from torchtitan_cp.checkpoint import Checkpoints, Progress
+from torchtitan_cp.checkpoint.store import check_identity
+from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.curriculum import StagePlan, resolve_stages, rope_frequencies, stage_of
+from torchtitan_cp.data import TokenStream, prepare
+from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
+from torchtitan_cp.evaluation import mean_loss, unigram_loss
+from torchtitan_cp.health import GradientProbe, Policy, StepReport, exchange
+from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token
+from torchtitan_cp.metrics.console import StageSummary
+from torchtitan_cp.optimizer import (
+    IGNORED,
+    LearningRates,
+    build_optimizer,
+    chunked_cross_entropy,
+    scale_gradients,
+    shard_square_norm,
+)
+from torchtitan_cp.parallel import Meshes, World, parallelize
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run of a config on the ranks of this job.
+
+    Args:
+        config: as read; checked here against the number of ranks.
+        world: this process among them.
+
+    Attributes:
+        progress: where the run stands.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        degrees = check_config(config, world.size)
+        self.config, self.world, self.device = config, world, world.device
+        self.folder = Path(config.job.dump_folder)
+        self.stages = resolve_stages(config, degrees)
+        self.total_steps = self.stages[-1].last_step
+        self.compute_dtype = getattr(torch, config.training.compute_dtype)
+        torch.manual_seed(config.training.seed)
+
+        corpus = prepare(config.data, config.tokenizer)
+        self.unigram_counts = corpus.unigram_counts
+        block_tokens = max(stage.seq_len for stage in self.stages)
+        self.stream = TokenStream(corpus.train, block_tokens, config.training.seed)
+        self.held_out = (
+            TokenStream(corpus.validation, block_tokens, 0, shuffle=False) if corpus.validation.tokens else None
+        )
+
+        shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
+        self.meshes = Meshes(self.device.device.type, degrees.fsdp)
+        self.model = self._build_model(shape)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.learning_rates = LearningRates(
+            config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
+        )
+        self.probe = GradientProbe(self.model.tok_embeddings)  # type: ignore[arg-type]
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        identity = {"model": dataclasses.asdict(shape), "data": corpus.fingerprint, "seed": config.training.seed}
+        self.progress = Progress(ranks=world.size, identity=identity, block_tokens=block_tokens)
+        self.validation_losses: tuple[float, float] | None = None
+
+    def _build_model(self, shape: Any) -> nn.Module:
+        """The network, sharded and filled. Its attention follows the plan that comes with each batch."""
+        self.shape = shape
+        with torch.device("meta"):
+            model = registry.architecture(self.config.model).build(shape, attend)
+        parallelize(
+            model,
+            self.meshes.fsdp,
+            compute_dtype=self.compute_dtype,
+            recompute=self.config.activation.checkpoint == "full",
+            seed=self.config.training.seed,
+        )
+        return model
+
+    def run(self) -> None:
+        """Train what is left of the curriculum; a finished run says so."""
+        self._resume()
+        leads = self.world.rank == 0
+        self.console = Console(self.total_steps, self.progress.step, speaks=leads)
+        if self.progress.step >= self.total_steps:
+            self.console.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
+            return
+        self._open_logs(leads)
+        self.console.start()
+        try:
+            while self.progress.step < self.total_steps:
+                self._run_stage(stage_of(self.stages, self.progress.step))
+            self.console.finish(self._summaries(), self._closing())
+        finally:
+            self.console.stop()
+            if self.writer:
+                self.writer.close()
+
+    # A run's beginning -------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        found = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
+        if found is None:
+            return
+        path, saved = found
+        check_identity(saved.identity, self.progress.identity, path)
+        if saved.block_tokens != self.progress.block_tokens:
+            logger.warning(
+                "the longest stage is now %d tokens and was %d: the data order changes from here, and some text may "
+                "come twice",
+                self.progress.block_tokens,
+                saved.block_tokens,
+            )
+        state = self.checkpoints.load(
+            path, self.model, self.optimizer, ranks=saved.ranks, rng_state=self.device.rng_state()
+        )
+        if state is not None:
+            self.device.set_rng_state(state)
+        self.progress = dataclasses.replace(
+            saved, ranks=self.world.size, block_tokens=self.progress.block_tokens, identity=self.progress.identity
+        )
+        logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
+
+    def _open_logs(self, leads: bool) -> None:
+        config, rank_peak = self.config, self.config.metrics.peak_tflops
+        self.policy = Policy(config.health, self.progress.consecutive_skips)
+        self.peak = find_peak(self.device.device, self.device.name, self.compute_dtype, rank_peak)
+        self.stage_speeds: dict[int, float] = {}
+        self.writer = None
+        if leads:
+            (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            self.writer = MetricsWriter(
+                self.folder,
+                after_step=self.progress.step,
+                tensorboard=config.metrics.tensorboard,
+                interval=config.metrics.interval,
+            )
+            self.writer.text("config", f"```toml\n{to_toml(config)}\n```", self.progress.step)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.console.say(
+            f"{config.model.architecture} {config.model.flavor}: {parameters:,} parameters on {self.world.size} x "
+            f"{self.device.name}, {self.device.backend}, compute in {config.training.compute_dtype}\n"
+            f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
+            f"train {self.stream.store.tokens:,} tokens in {self.stream.store.documents:,} documents"
+        )
+
+    # A stage -------------------------------------------------------------------------------------------------
+
+    def _run_stage(self, stage: StagePlan) -> None:
+        """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
+        shape = self.enter_stage(stage)
+        left = stage.last_step - self.progress.step
+        batches = read_steps(
+            self.stream,
+            self.progress.cursor,
+            left,
+            shape,
+            read_ahead=self.config.data.prefetch_batches,
+            pin=self.device.device.type == "cuda",
+        )
+        for _ in range(left):
+            self._step(stage, batches)
+            at_end = self.progress.step == stage.last_step
+            if self._due(self.config.evaluation.interval) or at_end:
+                self._validate(stage, shape)
+            if self.config.checkpoint.enable and (self._due(self.config.checkpoint.interval) or at_end):
+                self._save()
+
+    def enter_stage(self, stage: StagePlan) -> StepShape:
+        """Make the stage's groups and set its frequencies. Returns how its steps are dealt out. Collective."""
+        mesh = self.meshes.for_cp(stage.cp)
+        settings = self.config.context_parallel
+        exchange_of_stage = ContextParallel(mesh["cp"], settings.strategy, settings.kernel, settings.layout)
+        frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim)
+        self.model.set_rope(frequencies, factor, self.device.device)  # type: ignore[operator]
+        about = (
+            f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
+            f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
+            f"attention by {exchange_of_stage.strategy}, rope theta {stage.rope.theta:g}, "
+            f"steps {stage.first_step + 1} to {stage.last_step}"
+        )
+        self.console.say(about)
+        if self.writer:
+            self.writer.text("stage", about, self.progress.step)
+        return StepShape(
+            stage.seq_len,
+            stage.micro_batches,
+            stage.micro_batch_sequences,
+            stage.dp,
+            mesh.get_local_rank("dp"),
+            exchange_of_stage.plan(stage.seq_len),
+        )
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.progress.step % interval == 0
+
+    # A step --------------------------------------------------------------------------------------------------
+
+    def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> None:
+        """One optimizer step: read, run forward and backward, look, update, tell."""
+        begun = time.perf_counter()
+        micro_batches = next(batches)
+        waited = time.perf_counter() - begun
+
+        lr = self.learning_rates.at(self.progress.step)
+        report = self.gradients(micro_batches)
+        skipped = self._update_or_skip(stage, report, lr)
+        self.progress = dataclasses.replace(
+            self.progress,
+            step=self.progress.step + 1,
+            cursor=self.progress.cursor + stage.global_batch_tokens,
+            consecutive_skips=self.policy.consecutive_skips,
+        )
+        self._tell(stage, report, lr=lr, waited=waited, seconds=time.perf_counter() - begun, skipped=skipped)
+
+    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
+        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
+        tokens = self._count_tokens(micro_batches)
+        loss_sum = torch.zeros((), device=self.device.device)
+        for batch in micro_batches:
+            batch_sum, _ = self._loss(batch)
+            (batch_sum / tokens).backward()
+            loss_sum += batch_sum.detach()
+        gradient, square_norm = self.probe.take(self.device.device), shard_square_norm(self.model.parameters())
+        return exchange(loss_sum, tokens, gradient, square_norm, self.device.peak_memory_bytes())
+
+    def _count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
+        """Unmasked tokens of the step over every rank, at least 1."""
+        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
+        tokens = torch.tensor(count, dtype=torch.int64, device=self.device.device)
+        dist.all_reduce(tokens)
+        return tokens.clamp_min(1)
+
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(summed loss, loss of each token `[B, S/cp]`) of a micro-batch on this rank."""
+        tokens, labels, positions = (self.device.move(x) for x in (batch.tokens, batch.labels, batch.positions))
+        chunk = self.config.training.loss_chunk_tokens
+
+        def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+            return chunked_cross_entropy(hidden, output.weight, labels, chunk)
+
+        return self.model(tokens, positions, batch.plan, head)
+
+    def _update_or_skip(self, stage: StagePlan, report: StepReport, lr: float) -> bool:
+        """Let the optimizer run, unless a number is not finite on any rank. Returns whether it was skipped."""
+        if report.findings:
+            self.optimizer.zero_grad(set_to_none=True)
+            where = f"step {self.progress.step + 1} (stage {stage.index + 1}, {stage.name})"
+            message = self.policy.trip(where, report.findings)
+            if self.world.rank == 0:
+                logger.warning(message)
+            return True
+        self.policy.finite()
+        scale_gradients(self.model.parameters(), report.grad_norm, self.config.training.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return False
+
+    def _tell(
+        self, stage: StagePlan, report: StepReport, *, lr: float, waited: float, seconds: float, skipped: bool
+    ) -> None:
+        """Record the step. Nothing here changes it."""
+        speed = stage.global_batch_tokens / seconds
+        flops = flops_per_token(
+            self.shape.linear_parameters(), self.shape.n_layers, self.shape.n_heads, self.shape.head_dim, stage.seq_len
+        )
+        record = StepRecord(
+            step=self.progress.step,
+            stage=stage.name,
+            stage_index=stage.index,
+            seq_len=stage.seq_len,
+            cp=stage.cp,
+            tokens=self.progress.cursor,
+            loss=None if skipped else report.loss,
+            grad_norm=None if skipped else report.grad_norm,
+            lr=lr,
+            tokens_per_second=speed,
+            tokens_per_second_per_rank=speed / self.world.size,
+            mfu=speed * flops / (self.peak.flops_per_second * self.world.size),
+            peak_memory_bytes=report.peak_memory_bytes,
+            data_wait_seconds=waited,
+            step_seconds=seconds,
+            skipped=skipped,
+        )
+        if not skipped:
+            losses = self.progress.stage_losses.get(str(stage.index), [report.loss])
+            stage_losses = {**self.progress.stage_losses, str(stage.index): [losses[0], report.loss]}
+            self.progress = dataclasses.replace(self.progress, stage_losses=stage_losses)
+        before = self.stage_speeds.get(stage.index, speed)
+        self.stage_speeds[stage.index] = 0.9 * before + 0.1 * speed
+        if self.writer:
+            self.writer.step(record)
+        self.console.step(record)
+
+    # Between steps -------------------------------------------------------------------------------------------
+
+    def _validate(self, stage: StagePlan, shape: StepShape) -> None:
+        """Mean loss on held-out text at the stage's length, beside a unigram model's on the same tokens."""
+        if self.held_out is None:
+            return
+        shape = dataclasses.replace(shape, micro_batches=1)
+        rounds = max(1, self.config.evaluation.tokens // shape.tokens)
+        cursors = [index * shape.tokens for index in range(rounds)]
+        batches = (read_step(self.held_out, cursor, shape)[0] for cursor in cursors)
+
+        def summed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            count = (batch.labels != IGNORED).sum().to(self.device.device)
+            return self._loss(batch)[0], count
+
+        loss = mean_loss(self.model, batches, summed)
+        _, labels = self.held_out.sequence(0, rounds * shape.tokens)
+        unigram = unigram_loss(self.unigram_counts, labels)
+        self.validation_losses = (loss, unigram)
+        step = self.progress.step
+        self.console.say(
+            f"validation at step {step}: loss {loss:.4f} on {rounds * shape.tokens:,} held-out tokens "
+            f"at length {stage.seq_len:,} (a unigram model: {unigram:.4f})"
+        )
+        if self.writer:
+            self.writer.validation(step, loss, unigram)
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.progress, self.model, self.optimizer, self.device.rng_state())
+
+    # A run's end ---------------------------------------------------------------------------------------------
+
+    def _summaries(self) -> list[StageSummary]:
+        rows = []
+        for stage in self.stages:
+            first, last = self.progress.stage_losses.get(str(stage.index), [None, None])
+            speed = self.stage_speeds.get(stage.index)
+            rows.append(StageSummary(stage.name, stage.seq_len, stage.cp, stage.steps, first, last, speed))
+        return rows
+
+    def _closing(self) -> str:
+        """What to look at next, with the last validation."""
+        lines = []
+        if self.validation_losses:
+            loss, unigram = self.validation_losses
+            lines.append(f"validation loss {loss:.4f} on held-out text; a unigram model has {unigram:.4f}")
+        if self.config.checkpoint.enable:
+            lines.append(f"checkpoints: {self.checkpoints.folder}")
+        lines.append(f"every step:  {self.folder / 'metrics.jsonl'}")
+        if self.config.metrics.tensorboard:
+            lines.append(f"look at it:  tensorboard --logdir {self.folder / 'tensorboard'}")
+        return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""What torchrun starts on every rank: read the config, build the Trainer, run it."""
+
+import argparse
+import logging
+import os
+import sys
+
+from models import ARCHITECTURES
+from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.config import UserError, load_config
+from torchtitan_cp.config.reference import as_text
+from torchtitan_cp.health import NonFiniteError
+from torchtitan_cp.parallel import start_ranks, stop_ranks
+from torchtitan_cp.parallel.failure import LostRankError, name_lost_ranks
+from torchtitan_cp.preflight import preflight
+from torchtitan_cp.registry import register
+from torchtitan_cp.trainer import Trainer
+
+BAD_INPUT, HALTED, LOST_RANK = 2, 3, 4
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a config. Any key can be overridden: --section.key=value",
+        epilog="keys and their defaults:\n\n" + as_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", nargs="?", default="train_configs/quickstart.toml", help="TOML file")
+    parser.add_argument("--check", type=int, metavar="RANKS", help="only say whether it would run on so many ranks")
+    options, overrides = parser.parse_known_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
+    register(ARCHITECTURES)
+    try:
+        config = load_config(options.config, overrides)
+        if options.check is not None:
+            print(f"{options.config}: {preflight(config, options.check)}")
+            return 0
+        with name_lost_ranks(config.job.timeout_seconds):
+            Trainer(config, start_ranks(config.job.timeout_seconds)).run()
+            stop_ranks()
+    except (UserError, ContextParallelError) as error:
+        return _complain(rank, f"{options.config}: {error}", BAD_INPUT)
+    except NonFiniteError as error:
+        return _complain(rank, str(error), HALTED)
+    except LostRankError:
+        return LOST_RANK
+    return 0
+
+
+def _complain(rank: int, message: str, code: int) -> int:
+    if rank == 0:
+        print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
