@@ -16,7 +16,7 @@ from torchtitan_cp.attention import ContextParallel, attend
 from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, to_toml
-from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import StagePlan, resolve_stages, rope_frequencies, stage_of
 from torchtitan_cp.data import TokenStream, prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
@@ -143,6 +143,7 @@ class Trainer:
         self.stage_speeds: dict[int, float] = {}
         self.writer = None
         if leads:
+            check_dump_folder(config.job.dump_folder)
             (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
             self.writer = MetricsWriter(
                 self.folder,
@@ -164,6 +165,7 @@ class Trainer:
     def _run_stage(self, stage: StagePlan) -> None:
         """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
         shape = self.enter_stage(stage)
+        self._announce(stage, shape)
         left = stage.last_step - self.progress.step
         batches = read_steps(
             self.stream,
@@ -185,26 +187,28 @@ class Trainer:
         """Make the stage's groups and set its frequencies. Returns how its steps are dealt out. Collective."""
         mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
-        exchange_of_stage = ContextParallel(mesh["cp"], settings.strategy, settings.kernel, settings.layout)
+        context_parallel = ContextParallel(mesh["cp"], settings.strategy, settings.kernel, settings.layout)
         frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim)
         self.model.set_rope(frequencies, factor, self.device.device)  # type: ignore[operator]
-        about = (
-            f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
-            f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {exchange_of_stage.strategy}, rope theta {stage.rope.theta:g}, "
-            f"steps {stage.first_step + 1} to {stage.last_step}"
-        )
-        self.console.say(about)
-        if self.writer:
-            self.writer.text("stage", about, self.progress.step)
         return StepShape(
             stage.seq_len,
             stage.micro_batches,
             stage.micro_batch_sequences,
             stage.dp,
             mesh.get_local_rank("dp"),
-            exchange_of_stage.plan(stage.seq_len),
+            context_parallel.plan(stage.seq_len),
         )
+
+    def _announce(self, stage: StagePlan, shape: StepShape) -> None:
+        about = (
+            f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
+            f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
+            f"attention by {shape.plan.strategy}, rope theta {stage.rope.theta:g}, "
+            f"steps {stage.first_step + 1} to {stage.last_step}"
+        )
+        self.console.say(about)
+        if self.writer:
+            self.writer.text("stage", about, self.progress.step)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.step % interval == 0
