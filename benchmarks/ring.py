@@ -41,11 +41,11 @@ def seconds(run: Callable[[], None]) -> float:
 def one_process(seq_len: int, kv_heads: int, dtype: torch.dtype) -> Callable[[], None]:
     """SDPA over the whole sequence, forward and backward."""
     q, k, v, dout = (x.transpose(1, 2) for x in inputs(seq_len, kv_heads, dtype))
-    leaves = [x.requires_grad_() for x in (q.detach(), k.detach(), v.detach())]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
 
     def run() -> None:
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=kv_heads != HEADS)
-        torch.autograd.grad(out, leaves, dout)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != HEADS)
+        torch.autograd.grad(out, (q, k, v), dout)
 
     return run
 
@@ -55,11 +55,11 @@ def ring(seq_len: int, kv_heads: int, dtype: torch.dtype) -> Callable[[], None]:
     cp = ContextParallel(init_device_mesh("cpu", (RANKS,)), strategy="ring")
     plan = cp.plan(seq_len)
     q, k, v, dout = (plan.shard(x) for x in inputs(seq_len, kv_heads, dtype))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
 
     def run() -> None:
         dist.barrier()
-        torch.autograd.grad(cp.attention(*leaves, plan), leaves, dout)
+        torch.autograd.grad(cp.attention(q, k, v, plan), (q, k, v), dout)
 
     return run
 

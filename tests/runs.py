@@ -57,7 +57,20 @@ def write_run(folder: Path, text: str = TINY) -> Path:
     corpus = folder / "corpus"
     corpus.mkdir()
     library = Path(json.__file__).parents[1]
-    for name in ("argparse", "ast", "bisect", "calendar", "copy", "csv", "dis", "heapq", "hmac", "queue", "shlex", "uuid"):
+    for name in (
+        "argparse",
+        "ast",
+        "bisect",
+        "calendar",
+        "copy",
+        "csv",
+        "dis",
+        "heapq",
+        "hmac",
+        "queue",
+        "shlex",
+        "uuid",
+    ):
         (corpus / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
     path = folder / "run.toml"
     path.write_text(text.format(folder=folder))

@@ -34,7 +34,9 @@ def train_with_fault(path: Path, where: str, steps: int, *overrides: str) -> tup
         block.register_forward_hook(lambda module, inputs, out: out * float("nan") if ill() else out)
     else:
         hook = lambda gradient: gradient * float("inf") if ill() else gradient  # noqa: E731
-        block.register_forward_hook(lambda module, inputs, out: (out.register_hook(hook) if out.requires_grad else 0, out)[1])
+        block.register_forward_hook(
+            lambda module, inputs, out: (out.register_hook(hook) if out.requires_grad else 0, out)[1]
+        )
 
     snapshots = []
     update = trainer._update_or_skip

@@ -105,7 +105,11 @@ def test_only_the_newest_checkpoints_are_kept(
 
 @pytest.mark.parametrize(
     ("override", "what"),
-    [("--model.overrides.n_layers=1", "model"), ("--training.seed=5", "seed"), ("--data.validation_fraction=0.5", "data")],
+    [
+        ("--model.overrides.n_layers=1", "model"),
+        ("--training.seed=5", "seed"),
+        ("--data.validation_fraction=0.5", "data"),
+    ],
 )
 def test_a_checkpoint_of_another_model_seed_or_corpus_is_refused(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], override: str, what: str

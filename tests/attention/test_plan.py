@@ -1,5 +1,7 @@
 """The plan's index arithmetic, pure and on one process: every allowed pair exactly once, no other."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ def pairs_computed(plans: list[Plan], rows: int) -> Tensor:
 def draw_lengths(draw: st.DrawFn, total: int) -> tuple[int, ...]:
     cuts = draw(st.sets(st.integers(1, total - 1), max_size=6)) if total > 1 else set()
     edges = [0, *sorted(cuts), total]
-    return tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+    return tuple(stop - start for start, stop in pairwise(edges))
 
 
 @st.composite
