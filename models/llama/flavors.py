@@ -45,7 +45,7 @@ class LlamaShape:
 
 
 FLAVORS = {
-    "debug": LlamaShape(256, 4, 4, 2, 64, 704, tie_embeddings=True),
+    "debug": LlamaShape(192, 4, 6, 2, 32, 512, tie_embeddings=True),
     "60M": LlamaShape(512, 8, 8, 4, 64, 1408, tie_embeddings=True),
     "1B": LlamaShape(2048, 16, 32, 8, 64, 8192, 128256, tie_embeddings=True),
     "3B": LlamaShape(3072, 28, 24, 8, 128, 8192, 128256, tie_embeddings=True),
