@@ -22,6 +22,12 @@ LAYOUTS = {
     "CP 4": (4, ["--parallel.cp=4"]),
     "FSDP 2 x CP 2": (4, ["--parallel.cp=2"]),
     "CP 2, contiguous": (2, ["--parallel.cp=2", "--context_parallel.layout=contiguous"]),
+    "CP 2, all-gather": (2, ["--parallel.cp=2", "--context_parallel.strategy=all_gather"]),
+    "CP 4, all-to-all": (4, ["--parallel.cp=4", "--context_parallel.strategy=all_to_all"]),
+    "CP 4, hybrid, balanced": (
+        4,
+        ["--parallel.cp=4", "--context_parallel.strategy=hybrid", "--context_parallel.layout=balanced"],
+    ),
     "CP 2, recomputed": (2, ["--parallel.cp=2", "--activation.checkpoint=full"]),
     "FSDP 2, two sequences at once": (2, ["--training.micro_batch_sequences=2"]),
 }

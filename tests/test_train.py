@@ -32,7 +32,10 @@ REPOSITORY = Path(__file__).parents[1]
         (["--model.overrides.layers=9"], "model.overrides.layers is no size of llama\n  fix: did you mean n_layers?"),
         (["--model.overrides.n_kv_heads=3"], "n_heads = 4 is not a multiple of n_kv_heads = 3"),
         (["--model.architecture=rnn"], "model.architecture = 'rnn' is not known"),
-        (["--context_parallel.strategy=hybrid"], "strategy 'hybrid' is not available"),
+        (
+            ["--parallel.cp=2", "--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=3"],
+            "all_to_all_ranks = 3 does not fit strategy 'hybrid' on 2 ranks",
+        ),
         (["--parallel.tp=2"], "parallel.tp asks for tensor parallelism, which this version does not have"),
     ],
 )

@@ -28,9 +28,11 @@ def preflight(config: Config, ranks: int) -> str:
         make_plan(
             stage.seq_len,
             ranks=stage.cp,
-            strategy=settings.strategy,
+            strategy=stage.strategy,
             kernel=settings.kernel,
             layout=settings.layout,
+            all_to_all_ranks=stage.all_to_all_ranks,
+            kv_transfer=settings.kv_transfer,
         )
         rope_frequencies(stage.rope, shape.head_dim)
     check_corpus(config.data)

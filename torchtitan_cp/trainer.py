@@ -187,7 +187,11 @@ class Trainer:
         """Make the stage's groups and set its frequencies. Returns how its steps are dealt out. Collective."""
         mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
-        context_parallel = ContextParallel(mesh["cp"], settings.strategy, settings.kernel, settings.layout)
+        hybrid = stage.strategy == "hybrid"
+        cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
+        context_parallel = ContextParallel(
+            cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
+        )
         frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim)
         self.model.set_rope(frequencies, factor, self.device.device)  # type: ignore[operator]
         return StepShape(

@@ -2,37 +2,60 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_cp.attention.codec import find_codec
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.kernels import KERNELS, Kernel, choose_kernel
+from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.layout import make_layout
-from torchtitan_cp.attention.mask import UNBOUNDED, AttentionMask
+from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.strategies import check_strategy, choose_strategy
+from torchtitan_cp.attention.transfer import Groups
 
 
 class ContextParallel:
     """Attention over a sequence that is split across the ranks of a mesh.
 
     Args:
-        mesh: 1-D DeviceMesh of the P ranks that share a sequence.
-        strategy: exchange by name: ring, or auto.
-        kernel: local kernel by name: cpu, flash, reference, or auto (by device and dtype).
-        layout: contiguous, zigzag, or auto (zigzag).
+        mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
+            the ring, the inner one trades heads.
+        strategy: exchange by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
+            else by heads and window; the log says which and why).
+        kernel: local kernel by name, or auto (by device and dtype).
+        layout: contiguous, zigzag, balanced, or auto (balanced where documents are packed, else zigzag).
+        kv_transfer: "exact", or "float8": ring and all_gather carry K and V in 8 bits, a scale per head and row.
 
     Raises:
-        PlanError: a name that is not known, or a mesh of more than one axis.
+        PlanError: a name that is not known, or a mesh whose axes do not fit the strategy.
     """
 
-    def __init__(self, mesh: DeviceMesh, strategy: str = "auto", kernel: str = "auto", layout: str = "auto") -> None:
-        if mesh.ndim != 1:
-            raise PlanError(f"the mesh has {mesh.ndim} axes", fix="give the 1-D mesh of the context-parallel ranks")
-        self.mesh = mesh
-        self.strategy, self.kernel, self.layout = choose_strategy(strategy), check_kernel(kernel), layout
-        self.group_name: str = mesh.get_group().group_name
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        strategy: str = "auto",
+        kernel: str = "auto",
+        layout: str = "auto",
+        kv_transfer: str = "exact",
+    ) -> None:
+        self.mesh, self.kernel, self.layout, self.kv_transfer = mesh, check_kernel(kernel), layout, kv_transfer
+        check_strategy(strategy)
+        if mesh.ndim == 2 and strategy in ("auto", "hybrid"):
+            self.strategy = "hybrid"
+            self.groups = Groups(*(mesh.get_group(axis).group_name for axis in (0, 1)))
+            self.all_to_all_ranks = mesh.size(1)
+        elif mesh.ndim == 1 and strategy != "hybrid":
+            name = mesh.get_group().group_name
+            self.strategy = strategy
+            self.all_to_all_ranks = mesh.size() if strategy == "all_to_all" else 1
+            self.groups = Groups(None, name) if strategy == "all_to_all" else Groups(name)
+        else:
+            raise PlanError(
+                f"the mesh has {mesh.ndim} axes and the strategy is {strategy!r}",
+                fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
+            )
 
     def plan(self, seq_len: int, mask: AttentionMask | None = None) -> Plan:
         """This rank's plan for sequences of `seq_len` tokens; see `make_plan`."""
@@ -40,20 +63,33 @@ class ContextParallel:
             seq_len,
             mask=mask,
             ranks=self.mesh.size(),
-            rank=self.mesh.get_local_rank(),
+            rank=self._rank(),
             strategy=self.strategy,
             kernel=self.kernel,
             layout=self.layout,
-            group_name=self.group_name,
+            all_to_all_ranks=self.all_to_all_ranks,
+            kv_transfer=self.kv_transfer,
+            groups=self.groups,
         )
 
+    def _rank(self) -> int:
+        place = 0
+        for axis in range(self.mesh.ndim):
+            place = place * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return place
+
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        qkv_format: str = "bshd",
     ) -> Tensor:
         """Attention of the local queries over the full sequence; see `attend`."""
-        if sinks is not None:
-            raise PlanError("attention sinks are not available in this version", fix="pass sinks=None")
-        return attend(q, k, v, plan, scale)
+        return attend(q, k, v, plan, scale, sinks, qkv_format)
 
 
 def make_plan(
@@ -65,7 +101,9 @@ def make_plan(
     strategy: str = "auto",
     kernel: str = "auto",
     layout: str = "auto",
-    group_name: str | None = None,
+    all_to_all_ranks: int = 1,
+    kv_transfer: str = "exact",
+    groups: Groups | None = None,
 ) -> Plan:
     """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
 
@@ -73,58 +111,87 @@ def make_plan(
         seq_len: S, in tokens.
         mask: default causal, one document.
         ranks: P, size of the context-parallel group; `rank` is the place in it.
-        strategy, kernel, layout: by name, as for ContextParallel.
-        group_name: name of the process group that will carry the exchange; None to look at the plan only.
+        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
+        all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
+        groups: names of the process groups that will carry the exchange; None to look at the plan only.
 
     Raises:
         LayoutError: S cannot be cut this way.
-        PlanError: the mask has what this version cannot do, or its documents do not fill the sequence.
+        PlanError: the mask is none, its documents do not fill the sequence, or options that exclude each other.
     """
     mask = mask or AttentionMask()
-    if mask.window != UNBOUNDED:
-        raise PlanError(f"window = {mask.window} is not available in this version", fix="use window = (-1, -1)")
-    mask.documents(seq_len)
-    chosen = make_layout(layout, seq_len, ranks)
-    return Plan(seq_len, mask, chosen, rank, choose_strategy(strategy), check_kernel(kernel), group_name)
+    mask.check(seq_len)
+    find_codec(kv_transfer)
+    if check_strategy(strategy) == "all_to_all":
+        all_to_all_ranks = ranks
+        if kv_transfer != "exact":
+            raise PlanError(
+                f"strategy 'all_to_all' carries q, k and v, which kv_transfer = {kv_transfer!r} does not cover",
+                fix="use ring, all_gather or hybrid, or kv_transfer = 'exact'",
+            )
+    if (
+        all_to_all_ranks < 1
+        or ranks % all_to_all_ranks
+        or (all_to_all_ranks > 1 and strategy in ("ring", "all_gather"))
+    ):
+        raise PlanError(
+            f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
+            fix="use hybrid with a divisor of the ranks",
+        )
+    chosen = make_layout(layout, seq_len, ranks, mask)
+    return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
-def choose_strategy(name: str) -> str:
-    """`auto` made a name; a name that is not known is refused."""
-    if name != "auto" and name not in STRATEGIES:
-        raise PlanError(f"strategy {name!r} is not available", fix=f"use one of auto, {', '.join(STRATEGIES)}")
-    return "ring" if name == "auto" else name
-
-
-def check_kernel(name: str) -> str:
-    """A name of the kernels' registry, or `auto`; which one it is shows with the first tensors."""
-    if name != "auto" and name not in KERNELS:
-        raise PlanError(f"attention kernel {name!r} is not available", fix=f"use one of auto, {', '.join(KERNELS)}")
-    return name
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    qkv_format: str = "bshd",
+) -> Tensor:
     """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
 
     Args:
-        q: `[B, S/P, Hq, D]`.
-        k: `[B, S/P, Hkv, D]`; Hq is a multiple of Hkv.
+        q: `[B, S/P, Hq, Dqk]`.
+        k: `[B, S/P, Hkv, Dqk]`; Hq is a multiple of Hkv.
         v: `[B, S/P, Hkv, Dv]`.
         plan: this rank's plan; the ranks of a group call with the same sequence length and mask.
-        scale: of the scores; default D ** -0.5.
+        scale: of the scores; default Dqk ** -0.5.
+        sinks: `[Hq]` a logit per head that every query attends to besides its keys, with a value of zero.
+            Its gradient is that of this rank's queries: sum it over the ranks, as of any parameter.
+        qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
 
     Returns:
-        `[B, S/P, Hq, Dv]` in q's dtype.
+        attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
 
     Raises:
         PlanError: shapes or dtypes that do not fit the plan or each other, or a kernel that cannot run them.
     """
-    check_shapes(q, k, v, plan)
-    kernel = choose_kernel(plan.kernel, q, v)
-    return _Attention.apply(q, k, v, plan, kernel, q.shape[-1] ** -0.5 if scale is None else scale)
+    if qkv_format != "bshd":
+        into, back = _formats(qkv_format)
+        return back(attend(into(q), into(k), into(v), plan, scale, sinks))
+    check_shapes(q, k, v, plan, sinks)
+    strategy = plan.strategy
+    if strategy == "auto":
+        strategy, _ = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
+    trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attention(q, k, v, sinks, plan.handle, scale, strategy, trade_ranks)[0]
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
-    """Raise PlanError unless q, k, v fit the plan and each other."""
+def _formats(name: str) -> tuple[Any, Any]:
+    """Functions from a format to bshd and back."""
+    if name == "sbhd":
+        return (lambda x: x.transpose(0, 1),) * 2
+    if name == "thd":
+        return lambda x: x.unsqueeze(0), lambda x: x.squeeze(0)
+    raise PlanError(f"qkv_format {name!r} is not available", fix="use one of bshd, sbhd, thd")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> None:
+    """Raise PlanError unless q, k, v and sinks fit the plan and each other."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise PlanError(f"attention takes [batch, sequence, heads, dim], got {shapes}")
@@ -134,22 +201,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         raise PlanError(f"batch, heads or dims do not match: {shapes}", fix="Hq must be a multiple of Hkv")
     if not q.dtype == k.dtype == v.dtype:
         raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise PlanError(
+            f"sinks have the shape {tuple(sinks.shape)}", fix=f"give one logit per query head: {q.shape[2]}"
+        )
     rows = plan.mask.document_lengths
     if rows is not None and len(rows) not in (1, q.shape[0]):
         raise PlanError(f"the mask has documents of {len(rows)} batch rows and q has {q.shape[0]}")
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, kernel: Kernel, scale: float) -> Tensor:
-        out, lse = STRATEGIES[plan.strategy].forward(q, k, v, plan, kernel, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.kernel, ctx.scale = plan, kernel, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        strategy = STRATEGIES[ctx.plan.strategy]
-        dq, dk, dv = strategy.backward(gradients[0], q, k, v, out, lse, ctx.plan, ctx.kernel, ctx.scale)
-        return dq, dk, dv, None, None, None

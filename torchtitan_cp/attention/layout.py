@@ -1,12 +1,19 @@
 """Which chunk of the sequence lives on which rank. Every rank holds the same number of tokens."""
 
-from collections.abc import Callable
+import heapq
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import LayoutError
+from torchtitan_cp.attention.mask import AttentionMask, Span
+from torchtitan_cp.attention.tiles import count_pairs
+
+FINEST_CHUNKS = 8
+EVEN_ENOUGH = 1.01
 
 
 @dataclass(frozen=True)
@@ -21,16 +28,44 @@ class Layout:
     chunk_tokens: int
     chunks: tuple[tuple[int, ...], ...]
 
-    def __post_init__(self) -> None:
-        assert all(list(held) == sorted(held) for held in self.chunks), "local order is global order"
+    @cached_property
+    def owners(self) -> tuple[tuple[int, int], ...]:
+        """Per chunk, (the rank that holds it, the local row where it begins)."""
+        owners = [(0, 0)] * sum(len(held) for held in self.chunks)
+        for rank, held in enumerate(self.chunks):
+            for slot, chunk in enumerate(held):
+                owners[chunk] = (rank, slot * self.chunk_tokens)
+        return tuple(owners)
 
-    def spans(self, rank: int) -> list[tuple[int, int]]:
-        """The (start, stop) global positions of a rank's chunks, in local order."""
-        return [(chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens) for chunk in self.chunks[rank]]
+    def spans(self, rank: int) -> list[Span]:
+        """The (start, stop) global positions that a rank holds, in local order; neighbours are one."""
+        spans: list[Span] = []
+        for chunk in self.chunks[rank]:
+            start = chunk * self.chunk_tokens
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, (chunk + 1) * self.chunk_tokens))
+        return spans
 
     def positions(self, rank: int) -> Tensor:
         """Global position of each local token, `[S/P]` int64."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.spans(rank)])
+
+    def rows_before(self, rank: int, position: int) -> int:
+        """How many of a rank's rows lie before a global position: where it would stand among them."""
+        chunk, inside = divmod(position, self.chunk_tokens)
+        held = self.chunks[rank]
+        slot = bisect_left(held, chunk)
+        before = slot * self.chunk_tokens
+        return before + inside if slot < len(held) and held[slot] == chunk else before
+
+    def joined(self, size: int) -> "Layout":
+        """The layout in which each `size` neighbouring ranks are one."""
+        groups = range(0, len(self.chunks), size)
+        return Layout(
+            self.chunk_tokens,
+            tuple(tuple(sorted(sum(self.chunks[first : first + size], ()))) for first in groups),
+        )
 
 
 def contiguous(sequence_length: int, ranks: int) -> Layout:
@@ -62,6 +97,62 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
     return Layout(sequence_length // (2 * ranks), tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
 
+def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
+    """Cut finer, and deal the chunks out so that every rank has the same area of the mask.
+
+    The coarsest of 1, 2, 4 or 8 chunks a rank that brings the busiest rank within 1 % of the mean is
+    taken, since larger chunks make larger tiles; else the one that comes nearest. The chunks are dealt
+    largest first, each to the rank with the least so far that has room (Graham's LPT rule, 1969).
+
+    Raises:
+        LayoutError: if S is not divisible by P.
+    """
+    _check_divisible(sequence_length, ranks, f"cp = {ranks}")
+    finest = next(n for n in (FINEST_CHUNKS, 4, 2, 1) if sequence_length % (n * ranks) == 0)
+    areas = chunk_areas(sequence_length // (finest * ranks), finest * ranks, mask, sequence_length)
+    mean = sum(areas) / ranks
+    best: tuple[float, Layout] | None = None
+    for held in (1, 2, 4, 8):
+        if held > finest:
+            break
+        width = finest // held
+        merged = [sum(areas[start : start + width]) for start in range(0, len(areas), width)]
+        dealt, busiest = _deal(merged, ranks)
+        if best is None or busiest < best[0]:
+            best = (busiest, Layout(sequence_length // (held * ranks), dealt))
+        if busiest <= EVEN_ENOUGH * mean:
+            break
+    assert best is not None
+    return best[1]
+
+
+def chunk_areas(chunk_tokens: int, chunks: int, mask: AttentionMask, sequence_length: int) -> list[int]:
+    """Allowed (query, key) pairs of each chunk's queries, summed over the mask's batch rows."""
+    areas, band = [0] * chunks, mask.band
+    for documents in mask.documents(sequence_length):
+        for first, last in documents:
+            for chunk in range(first // chunk_tokens, (last - 1) // chunk_tokens + 1):
+                start, stop = max(first, chunk * chunk_tokens), min(last, (chunk + 1) * chunk_tokens)
+                areas[chunk] += count_pairs(stop - start, last - first, band, first - start)
+    return areas
+
+
+def _deal(areas: list[int], ranks: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """(chunks per rank, area of the busiest): equally many to each, largest first to the least busy."""
+    room = len(areas) // ranks
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    busiest = 0
+    for chunk in sorted(range(len(areas)), key=lambda chunk: -areas[chunk]):
+        area, rank = heapq.heappop(heap)
+        held[rank].append(chunk)
+        area += areas[chunk]
+        busiest = max(busiest, area)
+        if len(held[rank]) < room:
+            heapq.heappush(heap, (area, rank))
+    return tuple(tuple(sorted(chunks)) for chunks in held), busiest
+
+
 def _check_divisible(sequence_length: int, unit: int, name: str) -> None:
     if sequence_length < 1 or sequence_length % unit:
         lower = sequence_length // unit * unit
@@ -69,17 +160,23 @@ def _check_divisible(sequence_length: int, unit: int, name: str) -> None:
         raise LayoutError(f"a sequence of {sequence_length} tokens is not divisible by {name}", fix=f"use {nearest}")
 
 
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"contiguous": contiguous, "zigzag": zigzag}
+LAYOUTS = {
+    "contiguous": lambda sequence_length, ranks, mask: contiguous(sequence_length, ranks),
+    "zigzag": lambda sequence_length, ranks, mask: zigzag(sequence_length, ranks),
+    "balanced": balanced,
+}
 
 
-def make_layout(name: str, sequence_length: int, ranks: int) -> Layout:
-    """Build a layout by name; `auto` is zigzag.
+@lru_cache(maxsize=256)
+def make_layout(name: str, sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
+    """Build a layout by name. `auto` is balanced where documents are packed, else zigzag.
 
     Raises:
         LayoutError: an unknown name, or a length that does not divide.
     """
     if name == "auto":
-        return zigzag(sequence_length, ranks)
+        packed = any(len(documents) > 1 for documents in mask.documents(sequence_length))
+        name = "balanced" if packed else "zigzag"
     if name not in LAYOUTS:
         raise LayoutError(f"layout {name!r} is not available", fix=f"use one of auto, {', '.join(LAYOUTS)}")
-    return LAYOUTS[name](sequence_length, ranks)
+    return LAYOUTS[name](sequence_length, ranks, mask)

@@ -1,10 +1,34 @@
-"""What may attend to what: causal order and the documents packed into a sequence."""
+"""What may attend to what: causal order, a sliding window, and the documents packed into a sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 
 UNBOUNDED = (-1, -1)
+Span = tuple[int, int]
+Lengths = tuple[tuple[int, ...], ...]
+
+
+class Band(NamedTuple):
+    """Which keys a query sees by distance alone: low <= key - query <= high; None is unbounded."""
+
+    low: int | None = None
+    high: int | None = None
+
+    def shifted(self, distance: int, queries: int, keys: int) -> "Band":
+        """This band in the rows of a rectangle whose first key lies `distance` after its first query.
+
+        A bound that holds everywhere in the `queries` x `keys` rectangle becomes None.
+        """
+        low = None if self.low is None or self.low - distance <= 1 - queries else self.low - distance
+        high = None if self.high is None or self.high - distance >= keys - 1 else self.high - distance
+        return Band(low, high)
 
 
 @dataclass(frozen=True)
@@ -13,38 +37,102 @@ class AttentionMask:
 
     Attributes:
         causal: a query sees keys at its own position and before.
-        window: (left, right) tokens beside the query; -1 is unbounded.
+        window: (left, right) tokens beside the query that it sees; -1 is unbounded. Under a causal mask
+            the right side is the query's own position.
         document_lengths: per batch row, the lengths of the packed documents, which sum to the sequence
             length; a query sees its own document only. None: each row is one document. One row stands
             for a batch of any size.
+        used_lengths: per document, how many of its first rows are tokens; the rest is padding, which
+            attends to nothing and is attended by nothing. None: all of them.
     """
 
     causal: bool = True
     window: tuple[int, int] = UNBOUNDED
-    document_lengths: tuple[tuple[int, ...], ...] | None = None
+    document_lengths: Lengths | None = None
+    used_lengths: Lengths | None = None
 
-    def documents(self, sequence_length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per batch row, the (start, stop) of each document, in global positions.
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Tensor | Sequence[int],
+        cu_seqlens_padded: Tensor | Sequence[int] | None = None,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] = UNBOUNDED,
+    ) -> "AttentionMask":
+        """The mask of a packed (thd) batch, as users of TransformerEngine and FlashAttention describe it.
+
+        Args:
+            cu_seqlens: `[documents + 1]` cumulative lengths, from 0. A tensor is read once, whole.
+            cu_seqlens_padded: the same, of the storage, where documents have gaps after them.
 
         Raises:
-            PlanError: lengths below 1, or that do not sum to `sequence_length`.
+            PlanError: lengths that do not start at 0, fall, or exceed their storage.
         """
-        rows = self.document_lengths
-        if rows is None:
-            return (((0, sequence_length),),)
-        if not rows:
-            raise PlanError("document_lengths has no batch row", fix="give one tuple of lengths per row, or None")
-        return tuple(_spans(lengths, sequence_length, row) for row, lengths in enumerate(rows))
+        lengths = _lengths("cu_seqlens", cu_seqlens)
+        if cu_seqlens_padded is None:
+            return cls(causal, window, (tuple(length for length in lengths if length),))
+        stored = _lengths("cu_seqlens_padded", cu_seqlens_padded)
+        if len(stored) != len(lengths):
+            raise PlanError(f"cu_seqlens has {len(lengths)} documents and cu_seqlens_padded {len(stored)}")
+        kept = [(room, used) for room, used in zip(stored, lengths, strict=True) if room or used]
+        return cls(causal, window, (tuple(room for room, _ in kept),), (tuple(used for _, used in kept),))
+
+    @property
+    def band(self) -> Band:
+        """The window and the causal order as one band of distances."""
+        left, right = self.window
+        high = 0 if self.causal else right if right >= 0 else None
+        return Band(-left if left >= 0 else None, high)
+
+    def check(self, sequence_length: int) -> None:
+        """Raise PlanError for a mask that is none of a sequence of this length."""
+        if any(side < -1 for side in self.window):
+            raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
+        self.documents(sequence_length)
+
+    def documents(self, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
+        """Per batch row, the (start, stop) of each document's tokens, in global positions.
+
+        Raises:
+            PlanError: lengths below 1, or that do not sum to `sequence_length`, or used lengths beyond them.
+        """
+        return _documents(self.document_lengths, self.used_lengths, sequence_length)
 
 
-def _spans(lengths: tuple[int, ...], sequence_length: int, row: int) -> tuple[tuple[int, int], ...]:
+@lru_cache(maxsize=256)
+def _documents(rows: Lengths | None, used: Lengths | None, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
+    if rows is None:
+        if used is not None:
+            raise PlanError("used_lengths is given without document_lengths", fix="give both, or neither")
+        return (((0, sequence_length),),)
+    if not rows:
+        raise PlanError("document_lengths has no batch row", fix="give one tuple of lengths per row, or None")
+    if used is not None and [len(row) for row in used] != [len(row) for row in rows]:
+        raise PlanError("used_lengths and document_lengths differ in shape", fix="give one number per document")
+    return tuple(_spans(row, used[number] if used else row, sequence_length, number) for number, row in enumerate(rows))
+
+
+def _spans(lengths: tuple[int, ...], used: tuple[int, ...], sequence_length: int, row: int) -> tuple[Span, ...]:
     if any(length < 1 for length in lengths) or sum(lengths) != sequence_length:
         raise PlanError(
             f"document_lengths of batch row {row} sum to {sum(lengths)} with a shortest of {min(lengths, default=0)}",
             fix=f"give lengths of at least 1 that sum to seq_len = {sequence_length}",
         )
     spans, start = [], 0
-    for length in lengths:
-        spans.append((start, start + length))
+    for length, tokens in zip(lengths, used, strict=True):
+        if not 0 <= tokens <= length:
+            raise PlanError(
+                f"a document of batch row {row} uses {tokens} of {length} rows", fix="use 0 to all of its rows"
+            )
+        if tokens:
+            spans.append((start, start + tokens))
         start += length
     return tuple(spans)
+
+
+def _lengths(name: str, cumulative: Tensor | Sequence[int]) -> list[int]:
+    numbers = cumulative.tolist() if isinstance(cumulative, Tensor) else list(cumulative)
+    if not numbers or numbers[0] != 0 or any(later < earlier for earlier, later in pairwise(numbers)):
+        raise PlanError(f"{name} does not rise from 0", fix="give [0, length of the first document, ...]")
+    return [later - earlier for earlier, later in pairwise(numbers)]

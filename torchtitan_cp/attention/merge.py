@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+Rows = tuple[slice, slice]
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are kept in: fp32, or fp64 for fp64."""
@@ -25,15 +27,17 @@ class RunningSoftmax:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
-    def add(self, rows: tuple[slice, slice], out: Tensor, lse: Tensor) -> None:
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merge a tile: out `[b, n, Hq, Dv]` and lse `[b, n, Hq]` of rows [batch, local row]."""
         if self.out is None and out.shape == self.shape:
             self.out, self.lse = out, lse
             return
         total, total_lse = self._wide()
-        difference = lse - total_lse[rows]
-        total[rows].lerp_(out.to(total.dtype), torch.sigmoid(difference).unsqueeze(-1))
-        total_lse[rows] = torch.logaddexp(total_lse[rows], lse)
+        merged = torch.logaddexp(total_lse[rows], lse)
+        # The weight of a row that has nothing on either side is exp(-inf - -inf): nothing, not NaN.
+        weight = torch.exp(lse - merged).nan_to_num_(0.0)
+        total[rows].lerp_(out.to(total.dtype), weight.unsqueeze(-1))
+        total_lse[rows] = merged
 
     def _wide(self) -> tuple[Tensor, Tensor]:
         """The running sums in their wide dtype, made when a second tile needs them."""
@@ -45,10 +49,27 @@ class RunningSoftmax:
             self.out = self.out.to(sums)
         return self.out, self.lse
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """(out in the inputs' dtype, lse)."""
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(out in the inputs' dtype, lse).
+
+        Args:
+            sinks: `[Hq]` a logit that each query of a head attends to besides its keys, with a value of
+                zero. It enters the log-sum-exp and so shrinks the output.
+        """
         out, lse = (self.out, self.lse) if self.out is not None and self.lse is not None else self._wide()
+        if sinks is not None:
+            with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out = out.to(lse.dtype) * torch.exp(lse - with_sink).unsqueeze(-1)
+            lse = with_sink
         return out.to(self.dtype).contiguous(), lse.contiguous()
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of `[Hq]` sinks from these rows: a sink's share of the softmax times the loss of its zero value."""
+    share = torch.exp(sinks.to(lse.dtype) - lse)
+    # A row of padding has no output, and whatever its dout holds does not count.
+    row_dots = (dout.to(lse.dtype) * out.to(lse.dtype)).masked_fill_(out == 0, 0.0).sum(-1)
+    return -(share * row_dots).sum((0, 1))
 
 
 class GradientSum:
@@ -62,7 +83,7 @@ class GradientSum:
         self.shape, self.dtype, self.device = shape, wide(dtype), device
         self.sum: Tensor | None = None
 
-    def add(self, rows: tuple[slice, slice], gradient: Tensor) -> None:
+    def add(self, rows: Rows, gradient: Tensor) -> None:
         if self.sum is None and gradient.shape == self.shape:
             self.sum = gradient.to(self.dtype)
         else:

@@ -1,6 +1,7 @@
 """Messages between the ranks of a group: the only place of the library that touches torch.distributed."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,51 +10,165 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torchtitan_cp.attention.errors import PlanError
 
+# Renamed in torch 2.13; 2.11 knows the old names only.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-def find_group(name: str | None) -> dist.ProcessGroup:
-    """The process group registered under `name`.
 
-    A plan carries the name and not the group, so that it stays plain data.
+@dataclass(frozen=True)
+class Groups:
+    """Registered names of the process groups of one context-parallel group.
+
+    A plan carries names and not groups, so that it stays plain data.
+
+    Attributes:
+        ring: the ranks across which keys travel.
+        all_to_all: the ranks with which this one trades heads for sequence.
+    """
+
+    ring: str | None = None
+    all_to_all: str | None = None
+
+
+class Pending(Protocol):
+    """A message in flight."""
+
+    def wait(self) -> Tensor | None:
+        """What arrived, once it has (on CUDA: once the stream may use it)."""
+        ...
+
+
+class Group(Protocol):
+    """A way to exchange messages with the other ranks; all ranks call the same in the same order.
+
+    Attributes:
+        rank: this rank within the group.
+        ranks: its size.
+    """
+
+    rank: int
+    ranks: int
+
+    def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Pending:
+        """Start a send of a contiguous tensor to one rank and a receive from another; either may be None."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Pending:
+        """Start gathering tensors of one shape: `[..] -> [P, ..]`."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        """Start summing over the ranks and keeping one's own part: `[P, ..] -> [..]`."""
+        ...
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Give part i to rank i, and get one part from each: `[P, ..] -> [P, ..]`."""
+        ...
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest over the ranks, element by element."""
+        ...
+
+
+class Work:
+    """Works of torch.distributed, the tensors they read and write, and the one to hand out."""
+
+    def __init__(self, works: list[dist.Work], result: Tensor | None, *kept: Tensor | None) -> None:
+        self.works, self.result, self.kept = works, result, kept
+
+    def wait(self) -> Tensor | None:
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+class ProcessGroup:
+    """A Group of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+
+    def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Work:
+        operations = []
+        if send is not None:
+            operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
+        if receive is not None:
+            operations.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
+        return Work(dist.batch_isend_irecv(operations) if operations else [], receive, send)
+
+    def all_gather(self, x: Tensor) -> Work:
+        flat = x.flatten()
+        gathered = flat.new_empty(self.ranks * flat.numel())
+        work = _all_gather(gathered, flat, group=self.group, async_op=True)
+        return Work([work], gathered.view(self.ranks, *x.shape), flat)
+
+    def reduce_scatter(self, x: Tensor) -> Work:
+        flat = x.flatten()
+        own = flat.new_empty(flat.numel() // self.ranks)
+        work = _reduce_scatter(own, flat, group=self.group, async_op=True)
+        return Work([work], own.view(x.shape[1:]), flat)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        flat = x.flatten()
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat, group=self.group)
+        return received.view(x.shape)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+
+class Alone:
+    """The Group of a single rank, which has nobody to write to."""
+
+    rank, ranks = 0, 1
+
+    def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Work:
+        raise AssertionError("a single rank exchanges nothing")
+
+    def all_gather(self, x: Tensor) -> Work:
+        return Work([], x.unsqueeze(0))
+
+    def reduce_scatter(self, x: Tensor) -> Work:
+        return Work([], x[0])
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def maximum(self, x: Tensor) -> Tensor:
+        return x
+
+
+def find_group(name: str | None, ranks: int) -> Group:
+    """The process group registered under `name`, of the size that a plan expects.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is none, or it has another size.
     """
+    if ranks == 1:
+        return Alone()
     if name is None:
         raise PlanError("this plan has no process group", fix="make it with ContextParallel.plan, on every rank")
     registered: Any = name
-    return _resolve_process_group(registered)
+    group = ProcessGroup(_resolve_process_group(registered))
+    if group.ranks != ranks:
+        raise PlanError(f"the plan is for {ranks} ranks and its process group has {group.ranks}")
+    return group
 
 
-def gather(x: Tensor, ranks: int, group_name: str | None) -> list[Tensor]:
-    """Every rank's tensor of the same shape, in rank order."""
-    shards = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(ranks)]
-    dist.all_gather(shards, x.contiguous(), group=find_group(group_name))
-    return shards
+def find_groups(groups: Groups | None, ranks: int, all_to_all_ranks: int) -> tuple[Group, Group]:
+    """(ring, all-to-all) groups of a plan for P = `ranks`."""
+    ring, trade = (groups.ring, groups.all_to_all) if groups else (None, None)
+    return find_group(ring, ranks // all_to_all_ranks), find_group(trade, all_to_all_ranks)
 
 
-class Transfer:
-    """A send and a receive in flight between this rank and two others of its group; either may be None.
-
-    Args:
-        group: the process group; `to` and `source` are ranks within it.
-        send: contiguous tensor for rank `to`.
-        receive: buffer that rank `source` fills.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, send: Tensor | None, to: int, receive: Tensor | None, source: int
-    ) -> None:
-        # Kept until wait(): the transport reads and writes them meanwhile.
-        self.buffers = (send, receive)
-        operations = []
-        if send is not None:
-            operations.append(dist.P2POp(dist.isend, send, group=group, group_peer=to))
-        if receive is not None:
-            operations.append(dist.P2POp(dist.irecv, receive, group=group, group_peer=source))
-        self.pending = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self) -> Tensor | None:
-        """What was received, once the send has gone too (on CUDA: once the stream may use it)."""
-        for work in self.pending:
-            work.wait()
-        return self.buffers[1]
+def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:
+    """Every rank's tensor of the same shape, `[P, ..]`, in rank order: within a group first, then across."""
+    ring, trade = groups
+    inner = trade.all_gather(x).wait()
+    assert inner is not None
+    outer = ring.all_gather(inner).wait()
+    assert outer is not None
+    return outer.flatten(0, 1)

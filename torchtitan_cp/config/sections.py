@@ -8,6 +8,7 @@ from typing import Any
 
 STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
+TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
 
@@ -118,9 +119,11 @@ class Parallel:
 class ContextParallel:
     """How attention crosses ranks."""
 
-    strategy: str = key("auto", "exchange between ranks", choices=STRATEGIES)
+    strategy: str = key("auto", "exchange between ranks; a stage may set its own", choices=STRATEGIES)
+    all_to_all_ranks: int = key(2, "hybrid: neighbouring ranks that trade heads inside the ring", least=1)
     kernel: str = key("auto", "attention kernel on one rank", choices=KERNELS)
     layout: str = key("auto", "which chunks of the sequence a rank holds", choices=LAYOUTS)
+    kv_transfer: str = key("exact", "float8 carries keys and values in 8 bits (ring, all_gather)", choices=TRANSFERS)
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ class Stage:
     tokens: int = key(0, "tokens, instead of steps (rounded up to whole steps)", least=0)
     global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
     cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")
+    strategy: str | None = key(None, "exchange; default context_parallel.strategy", choices=STRATEGIES)
     rope: Rope = field(default_factory=Rope, metadata={"help": "rotary embedding"})
     lr: StageLR | None = field(default=None, metadata={"help": "own schedule; default: the run's goes on"})
 

@@ -16,6 +16,7 @@ class StagePlan:
         index: place in the curriculum, from 0.
         seq_len: S, tokens of a sequence.
         cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
+        strategy: exchange by name; all_to_all_ranks: ranks that trade heads, for hybrid.
         first_step: optimizer step of the run that opens it; steps: how many it has.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
@@ -27,6 +28,8 @@ class StagePlan:
     seq_len: int
     cp: int
     dp: int
+    strategy: str
+    all_to_all_ranks: int
     first_step: int
     steps: int
     micro_batch_sequences: int
@@ -46,13 +49,16 @@ def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
+        cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
         plans.append(
             StagePlan(
                 index=index,
                 name=stage.name or _length_name(stage.seq_len),
                 seq_len=stage.seq_len,
-                cp=degrees.stage_cp(stage),
+                cp=cp,
                 dp=dp,
+                strategy=strategy,
+                all_to_all_ranks=config.context_parallel.all_to_all_ranks if strategy == "hybrid" and cp > 1 else 1,
                 first_step=plans[-1].last_step if plans else 0,
                 steps=stage.steps or -(-stage.tokens // stage.global_batch_tokens),
                 micro_batch_sequences=micro,

@@ -1,40 +1,55 @@
-"""FlashAttention-2 on CUDA, through the aten op behind scaled_dot_product_attention."""
+"""FlashAttention-2 on CUDA, through the aten ops that take a window."""
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Kernel
+from torchtitan_cp.attention.kernels.heads import same_dims
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.mask import Band
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_FORWARD = torch.ops.aten._flash_attention_forward
+_BACKWARD = torch.ops.aten._flash_attention_backward
+_DENSE = (None, None)  # cumulative lengths: not packed
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    rows = [x.transpose(1, 2) for x in (q, k, v)]
-    out, lse, *_ = _FORWARD(*rows, 0.0, causal, False, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v_padded = same_dims(q, k, v)
+    window = _window(q.shape[1], k.shape[1], band)
+    lengths = (*_DENSE, q.shape[1], k.shape[1])
+    out, lse, *_ = _FORWARD(q, k, v_padded, *lengths, 0.0, False, False, scale=scale, **window)
+    return out[..., : v.shape[-1]], lse.transpose(1, 2)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    qk_dim, v_dim = q.shape[-1], v.shape[-1]
+    q, k, v, dout, out = same_dims(q, k, v, dout, out)
     # Without dropout the kernel never reads the random state, but the schema wants one.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    packed = (None, None, q.shape[1], k.shape[1])
-    lse = lse.transpose(1, 2).contiguous()
-    dq, dk, dv = _BACKWARD(*rows, lse, *packed, 0.0, causal, seed, offset, scale=scale)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    lengths = (*_DENSE, q.shape[1], k.shape[1])
+    window = _window(q.shape[1], k.shape[1], band)
+    rows = (dout.contiguous(), q, k, v, out.contiguous(), lse.transpose(1, 2).contiguous())
+    dq, dk, dv = _BACKWARD(*rows, *lengths, 0.0, False, seed, offset, scale=scale, **window)
+    return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
 
 
-def refusal(device: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> str | None:
-    if device != "cuda":
-        return f"it runs on cuda, not {device}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {dtype}"
-    if qk_dim != v_dim:
-        return f"it needs Dqk == Dv, got {qk_dim} and {v_dim}"
-    return None if qk_dim <= 256 and qk_dim % 8 == 0 else f"it takes head dims up to 256 in eights, not {qk_dim}"
+def _window(queries: int, keys: int, band: Band) -> dict[str, int]:
+    """A band in the kernel's words: its window is aligned at the last query and the last key."""
+    corner = keys - queries
+    return {
+        "window_size_left": -1 if band.low is None else corner - band.low,
+        "window_size_right": -1 if band.high is None else band.high - corner,
+    }
 
 
-KERNEL = Kernel(forward, backward, refusal)
+def refusal(case: Case) -> str | None:
+    if case.device != "cuda":
+        return f"it runs on cuda, not {case.device}"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {case.dtype}"
+    widest = max(case.qk_dim, case.v_dim)
+    return None if widest <= 256 and widest % 8 == 0 else f"it takes head dims up to 256 in eights, not {widest}"
+
+
+KERNEL = Kernel(forward, backward, refusal, bands=True)

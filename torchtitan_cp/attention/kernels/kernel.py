@@ -2,12 +2,35 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.tiles import Tile
+
+Forward = Callable[[Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor, Tensor]]
+StepForward = Callable[[Tensor, Tensor, Tensor, tuple[Tile, ...], float], tuple[Tensor, Tensor]]
+StepBackward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tile, ...], float], tuple[Tensor, Tensor, Tensor]
+]
+
+
+class Case(NamedTuple):
+    """What a kernel is asked to run.
+
+    Attributes:
+        device: type, as in torch.device.
+        dtype: of q, k, v.
+        qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
+    """
+
+    device: str
+    dtype: torch.dtype
+    qk_dim: int
+    v_dim: int
 
 
 @dataclass(frozen=True)
@@ -15,12 +38,18 @@ class Kernel:
     """A local attention kernel.
 
     Attributes:
-        forward: (q, k, v, causal, scale) -> (out, lse).
-        backward: (dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv), where out and lse are those of
-            the whole row, merged over all its tiles; gradients come in the inputs' dtype.
-        refusal: (device type, dtype, Dqk, Dv) -> why it cannot run that, or None.
+        forward: (q, k, v, band, scale) -> (out, lse).
+        backward: (dout, q, k, v, out, lse, band, scale) -> (dq, dk, dv), where out and lse are those of
+            the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
+        refusal: why it cannot run a case, or None.
+        bands: it takes any band; else it is given full rectangles and causal squares only.
+        step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
+            any mask; rows no tile reaches have out 0 and lse -inf.
     """
 
     forward: Forward
     backward: Backward
-    refusal: Callable[[str, torch.dtype, int, int], str | None]
+    refusal: Callable[[Case], str | None]
+    bands: bool = False
+    step_forward: StepForward | None = None
+    step_backward: StepBackward | None = None

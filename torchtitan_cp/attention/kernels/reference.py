@@ -3,21 +3,22 @@
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Kernel
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.mask import Band
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, scale)
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, band, scale)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bhgqk,bkhd->bqhgd", (scores - lse[..., None]).exp(), v.to(scores.dtype))
     return out.flatten(2, 3).to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Source: the derivation in FlashAttention (Dao et al., 2022), appendix B."""
-    scores = _scores(q, k, causal, scale)
+    scores = _scores(q, k, band, scale)
     q, k, v, dout, out = (x.to(scores.dtype) for x in (q, k, v, dout, out))
     grouped = lambda x: x.unflatten(2, (k.shape[2], -1))  # noqa: E731
     probabilities = (scores - grouped(lse).permute(0, 2, 3, 1)[..., None]).exp()
@@ -29,19 +30,27 @@ def backward(
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, band: Band, scale: float) -> Tensor:
     """`[B, Hkv, Hq/Hkv, Sq, Sk]`, fp32 or fp64."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(wide)) * scale
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores
+    hidden = hidden_pairs(q.shape[1], k.shape[1], band, q.device)
+    return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
 
 
-def refusal(device: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> str | None:
-    return None if dtype.is_floating_point else f"it does not take {dtype}"
+def hidden_pairs(queries: int, keys: int, band: Band, device: torch.device) -> Tensor | None:
+    """`[Sq, Sk]` bool, true where a band forbids a pair; None if it forbids none."""
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    hidden = None if band.high is None else everything.triu(band.high + 1)
+    if band.low is not None:
+        below = everything.tril(band.low - 1)
+        hidden = below if hidden is None else hidden | below
+    return hidden
 
 
-KERNEL = Kernel(forward, backward, refusal)
+def refusal(case: Case) -> str | None:
+    return None if case.dtype.is_floating_point else f"it does not take {case.dtype}"
+
+
+KERNEL = Kernel(forward, backward, refusal, bands=True)

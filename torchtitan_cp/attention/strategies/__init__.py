@@ -1,8 +1,44 @@
 """Exchanges: how the ranks of a group see each other's keys and values. One file each."""
 
-from torchtitan_cp.attention.strategies import ring
-from torchtitan_cp.attention.strategies.strategy import Strategy
+from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.strategies import all_gather, all_to_all, ring
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
-STRATEGIES: dict[str, Strategy] = {"ring": ring.STRATEGY}
+# Hybrid is all_to_all within the groups of a ring.
+STRATEGIES: dict[str, Strategy] = {
+    "ring": ring.STRATEGY,
+    "all_gather": all_gather.STRATEGY,
+    "all_to_all": all_to_all.STRATEGY,
+    "hybrid": all_to_all.STRATEGY,
+}
 
-__all__ = ["STRATEGIES", "Strategy"]
+
+def check_strategy(name: str) -> str:
+    """A name of the strategies' registry, or `auto`."""
+    if name != "auto" and name not in STRATEGIES:
+        raise PlanError(f"strategy {name!r} is not available", fix=f"use one of auto, {', '.join(STRATEGIES)}")
+    return name
+
+
+def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> tuple[str, str]:
+    """What `auto` means on a 1-D mesh: (name, why).
+
+    A window keeps the ring's messages to the neighbours. Without one the ring carries about three quarters
+    of P - 1 shards of K and V, all-to-all one shard of q, k, v and out whatever P is, but it needs heads that
+    divide, and nothing hides its messages: it is taken where it carries less than half.
+    """
+    if ranks == 1:
+        return "ring", "one rank has nothing to exchange"
+    if band.low is not None:
+        return "ring", f"a window of {-band.low} tokens leaves little to carry"
+    if query_heads % ranks or key_heads % ranks:
+        return "ring", f"{query_heads} and {key_heads} heads do not divide by {ranks} ranks"
+    ring_volume = 0.75 * (ranks - 1) * 2 * key_heads
+    traded_volume = (ranks - 1) / ranks * 2 * (query_heads + key_heads)
+    if traded_volume < 0.5 * ring_volume:
+        return "all_to_all", f"it carries {traded_volume / ring_volume:.0%} of the ring's volume"
+    return "ring", f"all_to_all would carry {traded_volume / ring_volume:.0%} of its volume, with nothing to hide it"
+
+
+__all__ = ["STRATEGIES", "Call", "Residuals", "Strategy", "check_strategy", "choose_strategy"]

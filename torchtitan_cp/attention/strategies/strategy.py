@@ -2,16 +2,53 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.transfer import Group
 
-Forward = Callable[[Tensor, Tensor, Tensor, Plan, Kernel, float], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Plan, Kernel, float], tuple[Tensor, Tensor, Tensor]
-]
+
+@dataclass(frozen=True)
+class Call:
+    """How one attention is carried out.
+
+    Attributes:
+        plan: this rank's.
+        kernel: the local kernel.
+        scale: of the scores.
+        key_heads: Hkv.
+        ring: the group across which KV travels.
+        trade: the group within which heads are traded for sequence.
+    """
+
+    plan: Plan
+    kernel: Kernel
+    scale: float
+    key_heads: int
+    ring: Group
+    trade: Group
+
+
+class Residuals(NamedTuple):
+    """What the backward needs, in the sharding in which the exchange computed it.
+
+    Attributes:
+        q: `[B, s, hq, Dqk]`; k: `[B, s, hkv, Dqk]`; v: `[B, s, hkv, Dv]`.
+        out: `[B, s, hq, Dv]`; lse: `[B, s, hq]`, with the sink in it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, Call], tuple[Tensor, Tensor, Residuals]]
+Backward = Callable[[Tensor, Residuals, Tensor | None, Call], tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -19,9 +56,11 @@ class Strategy:
     """Attention across a group.
 
     Attributes:
-        forward: (q, k, v, plan, kernel, scale) -> (out, lse); q `[B, S/P, Hq, D]`, k `[B, S/P, Hkv, D]`,
-            v `[B, S/P, Hkv, Dv]`, out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`.
-        backward: (dout, q, k, v, out, lse, plan, kernel, scale) -> (dq, dk, dv) in the inputs' dtypes.
+        forward: (q, k, v, sinks, call) -> (out, lse, residuals); q `[B, S/P, Hq, Dqk]`,
+            k `[B, S/P, Hkv, Dqk]`, v `[B, S/P, Hkv, Dv]`, sinks `[Hq]` or None, out `[B, S/P, Hq, Dv]` in q's
+            dtype, lse `[B, S/P, Hq]`.
+        backward: (dout, residuals, sinks, call) -> (dq, dk, dv, dsinks), the first three in the inputs'
+            dtypes, dsinks `[Hq]` of this rank's rows in a wide dtype, or None.
     """
 
     forward: Forward

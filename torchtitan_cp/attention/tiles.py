@@ -1,0 +1,117 @@
+"""Rectangles of the mask: what one kernel call computes, and how a banded one is made of plain ones."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchtitan_cp.attention.mask import Band
+
+ALL_ROWS = -1
+FULL = Band()
+CAUSAL = Band(None, 0)
+
+
+class Tile(NamedTuple):
+    """Local query rows [q_start, q_stop) against key rows [k_start, k_stop), as far as `band` allows.
+
+    Key rows count in the KV that the step holds (the local shard, or the rows received). The band holds
+    for (key row - k_start) - (query row - q_start); every query row sees a key of the tile. `row` is the
+    batch row, or ALL_ROWS.
+    """
+
+    row: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    band: Band = FULL
+
+    @property
+    def pairs(self) -> int:
+        """Allowed (query, key) pairs."""
+        return count_pairs(self.q_stop - self.q_start, self.k_stop - self.k_start, self.band)
+
+
+class Part(NamedTuple):
+    """A full rectangle or a square triangle of a tile, in rows of the tile.
+
+    A triangle holds the keys up to the diagonal (`causal`), or from the diagonal on (`flipped` too): the
+    same call on rows in reverse order.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool = False
+    flipped: bool = False
+
+
+def count_pairs(queries: int, keys: int, band: Band, distance: int = 0) -> int:
+    """Pairs in a rectangle whose first key lies `distance` after its first query, under a band."""
+    upper = queries * keys if band.high is None else _pairs_up_to(queries, keys, band.high - distance)
+    lower = 0 if band.low is None else _pairs_up_to(queries, keys, band.low - distance - 1)
+    return upper - lower
+
+
+def _pairs_up_to(queries: int, keys: int, high: int) -> int:
+    """Pairs (i, j) with j - i <= high: row i sees min(max(i + high + 1, 0), keys) keys."""
+    first = max(0, -high)
+    whole = min(max(keys - high - 1, first), queries)
+    if first >= queries:
+        return 0
+    growing = whole - first
+    return growing * (first + high + 1) + growing * (growing - 1) // 2 + (queries - whole) * keys
+
+
+@lru_cache(maxsize=4096)
+def dense_parts(queries: int, keys: int, band: Band) -> tuple[Part, ...]:
+    """A banded tile as rectangles and square triangles, for kernels that know no band. Exact, no overlap."""
+    if band == FULL:
+        return (Part(0, queries, 0, keys),)
+    if band.low is None:
+        assert band.high is not None
+        return tuple(_below_diagonal(queries, keys, band.high))
+    if band.high is None:
+        mirrored = _below_diagonal(queries, keys, keys - queries - band.low)
+        return tuple(
+            Part(queries - p.q_stop, queries - p.q_start, keys - p.k_stop, keys - p.k_start, p.causal, p.causal)
+            for p in mirrored
+        )
+    return tuple(_between_diagonals(queries, keys, band.low, band.high))
+
+
+def _below_diagonal(queries: int, keys: int, high: int) -> list[Part]:
+    """j - i <= high."""
+    first = max(0, -high)  # rows before it see nothing
+    seen_by_all = min(high + first, keys)
+    square = min(queries - first, keys - seen_by_all)
+    parts = []
+    if seen_by_all > 0 and queries > first:
+        parts.append(Part(first, queries, 0, seen_by_all))
+    if square > 0:
+        end = seen_by_all + square
+        parts.append(Part(first, first + square, seen_by_all, end, causal=True))
+        if first + square < queries:
+            parts.append(Part(first + square, queries, seen_by_all, end))
+    return parts
+
+
+def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[Part]:
+    """low <= j - i <= high, in blocks of as many queries as keep the two diagonals apart."""
+    block, parts = max(1, high - low), []
+    for start in range(0, queries, block):
+        rows = min(block, queries - start)
+        # Before `middle` only the low bound can exclude a key of this block, from it on only the high one.
+        middle = start + high + (high == low)
+        for k_start, k_stop, band in (
+            (max(0, start + low), min(keys, middle), Band(low=low)),
+            (max(0, middle), min(keys, middle + rows), Band(high=high)),
+        ):
+            if k_start >= k_stop or (high == low and band.low is None):
+                continue
+            inner = band.shifted(k_start - start, rows, k_stop - k_start)
+            parts += [
+                Part(p.q_start + start, p.q_stop + start, p.k_start + k_start, p.k_stop + k_start, p.causal, p.flipped)
+                for p in dense_parts(rows, k_stop - k_start, inner)
+            ]
+    return parts
