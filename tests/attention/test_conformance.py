@@ -1,6 +1,7 @@
 """Every exchange, layout, mask, head shape and dtype on real ranks against the whole sequence in fp64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -360,3 +361,42 @@ def run_unshard_gradient() -> Tensor:
 def test_unshard_inverts_shard_and_its_gradient_is_the_rows_own(ranks: Callable[[int], RankPool], size: int) -> None:
     for gradient in ranks(size)(run_unshard_gradient):
         assert torch.equal(gradient, torch.arange(8.0)[None])
+
+
+def run_layers() -> list[bool]:
+    """A window layer by ring and a global layer by all-to-all, on one layout."""
+    tensors = inputs("GQA 4:1", "16/16", torch.float64)
+    ring, trade = make_cp("ring", "balanced"), make_cp("all_to_all", "zigzag")
+    mask = AttentionMask(document_lengths=((30, 66),))
+    packed = ring.plan(S, mask)
+    plans = [ring.plan(S, replace(mask, window=(9, -1)), like=packed), trade.plan(S, mask, like=packed)]
+    same = []
+    for cp, plan in zip((ring, trade), plans, strict=True):
+        assert plan.layout == packed.layout
+        out = plan.unshard(cp.attention(*(plan.shard(x) for x in tensors[:3]), plan, scale=SCALE))
+        want = attention_with_gradients(*tensors, plan.mask, SCALE)[0]
+        same.append(((out - want).norm() < 1e-10 * want.norm()).item())
+    return same
+
+
+def test_layers_of_one_model_may_differ_in_mask_and_strategy_on_one_layout(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(run_layers) == [[True, True]] * 2
+
+
+def run_largest_logits(strategy: str, mask: str) -> Tensor:
+    cp = make_cp(strategy, "balanced")
+    q, k, _, _ = inputs("6 heads of 2", "16/16", torch.float32)
+    plan = cp.plan(S, MASKS[mask])
+    return cp.largest_logits(plan.shard(q), plan.shard(k), plan, scale=-0.7)
+
+
+@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("mask", ["causal", "window and documents", "documents of two rows"])
+def test_largest_logits_are_those_of_the_full_sequence_on_every_rank(
+    ranks: Callable[[int], RankPool], strategy: str, mask: str
+) -> None:
+    q, k, _, _ = inputs("6 heads of 2", "16/16", torch.float32)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(3, 2)) * -0.7
+    want = scores.masked_fill(~allowed(MASKS[mask], S)[:, None], float("-inf")).amax((0, 2, 3))
+    for got in ranks(4)(run_largest_logits, strategy, mask):
+        torch.testing.assert_close(got, want)

@@ -8,6 +8,7 @@ from torchtitan_cp.attention.api import ContextParallel, attend, make_plan
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.simulate import Simulation, simulate
 
 __all__ = [
     "AttentionMask",
@@ -16,6 +17,8 @@ __all__ = [
     "LayoutError",
     "Plan",
     "PlanError",
+    "Simulation",
     "attend",
     "make_plan",
+    "simulate",
 ]

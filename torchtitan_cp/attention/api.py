@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_cp.attention.codec import find_codec
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import check_kernel
-from torchtitan_cp.attention.layout import make_layout
+from torchtitan_cp.attention.layout import Layout, make_layout
+from torchtitan_cp.attention.logits import largest_logits
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
@@ -57,8 +58,14 @@ class ContextParallel:
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
 
-    def plan(self, seq_len: int, mask: AttentionMask | None = None) -> Plan:
-        """This rank's plan for sequences of `seq_len` tokens; see `make_plan`."""
+    def plan(self, seq_len: int, mask: AttentionMask | None = None, like: Plan | None = None) -> Plan:
+        """This rank's plan for sequences of `seq_len` tokens; see `make_plan`.
+
+        Args:
+            like: another layer's plan, whose layout this one takes. Layers of one model may differ in mask
+                (a window here, none there) and, by a ContextParallel each, in strategy; they must agree on
+                who holds which token.
+        """
         return make_plan(
             seq_len,
             mask=mask,
@@ -66,7 +73,7 @@ class ContextParallel:
             rank=self._rank(),
             strategy=self.strategy,
             kernel=self.kernel,
-            layout=self.layout,
+            layout=like.layout if like else self.layout,
             all_to_all_ranks=self.all_to_all_ranks,
             kv_transfer=self.kv_transfer,
             groups=self.groups,
@@ -91,6 +98,15 @@ class ContextParallel:
         """Attention of the local queries over the full sequence; see `attend`."""
         return attend(q, k, v, plan, scale, sinks, qkv_format)
 
+    def largest_logits(
+        self, q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
+    ) -> Tensor:
+        """The largest score of each head, to watch or to clip by; see `logits.largest_logits`."""
+        into, _ = _formats(qkv_format)
+        q, k = into(q), into(k)
+        check_shapes(q, k, k, plan)
+        return largest_logits(q, k, plan, q.shape[-1] ** -0.5 if scale is None else scale)
+
 
 def make_plan(
     seq_len: int,
@@ -100,7 +116,7 @@ def make_plan(
     rank: int = 0,
     strategy: str = "auto",
     kernel: str = "auto",
-    layout: str = "auto",
+    layout: str | Layout = "auto",
     all_to_all_ranks: int = 1,
     kv_transfer: str = "exact",
     groups: Groups | None = None,
@@ -111,7 +127,7 @@ def make_plan(
         seq_len: S, in tokens.
         mask: default causal, one document.
         ranks: P, size of the context-parallel group; `rank` is the place in it.
-        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
+        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel; layout also as a Layout.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
         groups: names of the process groups that will carry the exchange; None to look at the plan only.
 
@@ -138,7 +154,12 @@ def make_plan(
             f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
             fix="use hybrid with a divisor of the ranks",
         )
-    chosen = make_layout(layout, seq_len, ranks, mask)
+    chosen = make_layout(layout, seq_len, ranks, mask) if isinstance(layout, str) else layout
+    if sum(map(len, chosen.chunks)) * chosen.chunk_tokens != seq_len or len(chosen.chunks) != ranks:
+        raise PlanError(
+            f"the layout given is of {len(chosen.chunks)} ranks and another length than {seq_len}",
+            fix="give a plan of the same sequence and group as `like`",
+        )
     return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
@@ -183,6 +204,8 @@ def attend(
 
 def _formats(name: str) -> tuple[Any, Any]:
     """Functions from a format to bshd and back."""
+    if name == "bshd":
+        return (lambda x: x,) * 2
     if name == "sbhd":
         return (lambda x: x.transpose(0, 1),) * 2
     if name == "thd":
