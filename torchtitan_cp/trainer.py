@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_cp import registry
-from torchtitan_cp.attention import ContextParallel, attend
+from torchtitan_cp.attention import ContextParallel, attend, choose_strategy
 from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, to_toml
@@ -207,12 +207,17 @@ class Trainer:
         about = (
             f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {shape.plan.strategy}, rope theta {stage.rope.theta:g}, "
+            f"attention by {self._exchange_of(shape)}, rope theta {stage.rope.theta:g}, "
             f"steps {stage.first_step + 1} to {stage.last_step}"
         )
         self.console.say(about)
         if self.writer:
             self.writer.text("stage", about, self.progress.step)
+
+    def _exchange_of(self, shape: StepShape) -> str:
+        """The strategy, and for `auto` what it came to."""
+        plan, heads = shape.plan, (self.shape.n_heads, self.shape.n_kv_heads)
+        return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)[0]
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.step % interval == 0

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.oracle import attention_with_gradients, attention_with_sinks
+from tests.attention.oracle import allowed, attention_with_gradients, attention_with_sinks
+from tests.attention.test_plan import cases
 from torchtitan_cp.attention import AttentionMask, PlanError, simulate
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
 
@@ -70,3 +73,51 @@ def test_shapes_are_checked_as_on_ranks() -> None:
     q, k, v, _ = inputs(64)
     with pytest.raises(PlanError, match="dtypes differ"):
         simulate(q, k.float(), v, ranks=4)
+
+
+def documented_elements(strategy: str, ranks: int, inner: int) -> tuple[float, float, float]:
+    """What a rank sends by the table of docs/context_parallel.md: (forward, backward, backward in fp32)."""
+    rows, element_bytes = 256 // ranks, 2
+    kv = 4 * (32 + 16)
+    qkv, out = 8 * 32 + kv, 8 * 16
+    if strategy == "ring":
+        return (0.75 * (ranks - 1) * rows * kv,) * 3
+    if strategy == "all_gather":
+        return ((ranks - 1) * rows * kv,) * 3
+    traded, outer = (inner - 1) / inner * rows, ranks // inner
+    ring = 0.75 * (outer - 1) * rows * kv
+    return traded * (qkv + out + 8 * 4 / element_bytes) + ring, traded * (qkv + out) + ring, ring
+
+
+@pytest.mark.parametrize(("strategy", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)])
+def test_bytes_sent_are_those_of_the_documented_formulas(strategy: str, inner: int) -> None:
+    shapes = [(8, 32), (4, 32), (4, 16), (8, 16)]
+    q, k, v, dout = (torch.randn(1, 256, *shape).bfloat16() for shape in shapes)
+    option = {"all_to_all_ranks": inner} if strategy == "hybrid" else {}
+    result = simulate(q, k, v, ranks=4, strategy=strategy, layout="zigzag", dout=dout, **option)  # type: ignore[arg-type]
+    forward, backward, wide = documented_elements(strategy, 4, inner)
+    # Under zigzag the head ranks send more and the tail ranks less; the table is of the mean.
+    assert sum(map(sum, result.forward_bytes)) / 4 == pytest.approx(2 * forward)
+    assert sum(map(sum, result.backward_bytes)) / 4 == pytest.approx(2 * backward + 4 * wide)
+
+
+@given(cases(), st.sampled_from(["ring", "all_gather", "all_to_all", "hybrid"]), st.sampled_from(["cpu", "reference"]))
+@settings(max_examples=120, deadline=None)
+def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
+    case: tuple[int, int, AttentionMask, str], strategy: str, kernel: str
+) -> None:
+    seq_len, ranks, mask, layout = case
+    rows = len(mask.document_lengths or [()])
+    generator = torch.Generator().manual_seed(seq_len)
+    q, k, v, dout = (
+        torch.randn(rows, seq_len, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    )
+    seen = allowed(mask, seq_len).any(-1)[:, :, None, None]
+    option = {"all_to_all_ranks": 2 if ranks % 2 == 0 else 1} if strategy == "hybrid" else {}
+    result = simulate(
+        q, k, v, ranks=ranks, mask=mask, strategy=strategy, kernel=kernel, layout=layout, dout=dout, **option
+    )
+    expected = attention_with_gradients(q, k, v, torch.where(seen, dout, 0), mask)
+    for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, want.nan_to_num(0.0), rtol=1e-9, atol=1e-10)

@@ -9,6 +9,7 @@ from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, Pl
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.simulate import Simulation, simulate
+from torchtitan_cp.attention.strategies import choose_strategy
 
 __all__ = [
     "AttentionMask",
@@ -19,6 +20,7 @@ __all__ = [
     "PlanError",
     "Simulation",
     "attend",
+    "choose_strategy",
     "make_plan",
     "simulate",
 ]

@@ -14,11 +14,11 @@ from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import check_strategy, choose_strategy
-from torchtitan_cp.attention.transfer import Groups
+from torchtitan_cp.attention.transfer import Groups, open_groups
 
 
 class ContextParallel:
-    """Attention over a sequence that is split across the ranks of a mesh.
+    """Attention over a sequence that is split across the ranks of a mesh. Made on every rank of it at once.
 
     Args:
         mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
@@ -57,6 +57,7 @@ class ContextParallel:
                 f"the mesh has {mesh.ndim} axes and the strategy is {strategy!r}",
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
+        open_groups(self.groups, mesh.device_type)
 
     def plan(self, seq_len: int, mask: AttentionMask | None = None, like: Plan | None = None) -> Plan:
         """This rank's plan for sequences of `seq_len` tokens; see `make_plan`.

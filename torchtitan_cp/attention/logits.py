@@ -45,7 +45,8 @@ def _of_head(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
         for first in range(0, q_tile.shape[1], BLOCK_ROWS):
             for start in range(0, k_tile.shape[1], BLOCK_ROWS):
                 scores = q_tile[:, first : first + BLOCK_ROWS] @ k_tile[:, start : start + BLOCK_ROWS].mT
-                hidden = hidden_pairs(*scores.shape[1:], tile.band.shifted(start - first, *scores.shape[1:]), q.device)
+                rows, columns = scores.shape[1:]
+                hidden = hidden_pairs(rows, columns, tile.band.shifted(start - first, rows, columns), q.device)
                 seen = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
                 largest = torch.maximum(largest, seen.max())
     return largest

@@ -158,6 +158,16 @@ def find_group(name: str | None, ranks: int) -> Group:
     return group
 
 
+def open_groups(groups: Groups, device_type: str) -> None:
+    """Call every rank of NCCL groups together once: only then may some of them exchange messages alone."""
+    if device_type == "cpu":
+        return
+    for name in (groups.ring, groups.all_to_all):
+        if name is not None:
+            registered: Any = name
+            dist.all_reduce(torch.zeros(1, device=device_type), group=_resolve_process_group(registered))
+
+
 def find_groups(groups: Groups | None, ranks: int, all_to_all_ranks: int) -> tuple[Group, Group]:
     """(ring, all-to-all) groups of a plan for P = `ranks`."""
     ring, trade = (groups.ring, groups.all_to_all) if groups else (None, None)
