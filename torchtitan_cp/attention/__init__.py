@@ -6,6 +6,7 @@ says which tiles it computes and which keys must travel, a kernel computes one t
 
 from torchtitan_cp.attention.api import ContextParallel, attend, make_plan
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
+from torchtitan_cp.attention.intercept import context_parallel
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.simulate import Simulation, simulate
@@ -21,6 +22,7 @@ __all__ = [
     "Simulation",
     "attend",
     "choose_strategy",
+    "context_parallel",
     "make_plan",
     "simulate",
 ]
