@@ -117,10 +117,11 @@ def test_a_model_whose_attention_never_reaches_sdpa_is_named(ranks: Callable[[in
 def run_own_mask() -> str:
     """A padding mask that transformers folds into a mask of the shard's own rows."""
     model = hugging_face("llama")
-    ids, labels, positions = batch()
-    with pytest.raises(PlanError) as error, context_parallel(make_cp(), [ids, labels, positions], [1, 1, 1]):
-        padded = torch.ones_like(ids)
-        padded[:, 0] = 0
+    ids, _, positions = batch()
+    padded = torch.ones_like(ids)
+    padded[:, [0, -1]] = 0  # a token of each shard
+    buffers = [ids, padded, positions]
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(layout="contiguous"), buffers, [1, 1, 1]):
         model(ids, attention_mask=padded, position_ids=positions, use_cache=False)
     return str(error.value)
 

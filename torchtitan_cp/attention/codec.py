@@ -44,7 +44,10 @@ def find_codec(name: str) -> Codec:
 
 
 def _encode_exact(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.flatten(), v.flatten()])
+    message = k.new_empty(k.numel() + v.numel())
+    message[: k.numel()].view(k.shape).copy_(k)
+    message[k.numel() :].view(v.shape).copy_(v)
+    return message
 
 
 def _size_exact(rows: int, k: Tensor, v: Tensor) -> int:

@@ -55,7 +55,7 @@ def backward(
         tiles = call.plan.gathered_tiles
         add_gradients((sums[0], sums[1], sums[2]), tiles, k_full, v_full, rows, call.kernel, call.scale)
         dq[:, :, queries] = sums[0].total().to(q.dtype)
-        both = by_rank(torch.cat([sums[1].total(), sums[2].total()], -1), call)
+        both = by_rank(sums[1].total(), sums[2].total(), call)
         collect()
         scattering = (keys, call.ring.reduce_scatter(both))
     collect()
@@ -93,8 +93,13 @@ def gathered_groups(
         yield slice(keys.start * per_key, keys.stop * per_key), keys, (k_full, v_full)
 
 
-def by_rank(x: Tensor, call: Call) -> Tensor:
-    """Rows of the full sequence as `[P, B, S/P, H, D]`, each rank's own."""
-    layout = call.plan.layout
-    pieces = [torch.cat([x[:, start:stop] for start, stop in layout.spans(rank)], 1) for rank in range(call.plan.ranks)]
-    return torch.stack(pieces)
+def by_rank(dk: Tensor, dv: Tensor, call: Call) -> Tensor:
+    """Gradients of the full sequence as `[P, B, S/P, H, Dqk + Dv]`, each rank's own rows."""
+    plan, qk_dim = call.plan, dk.shape[-1]
+    batch, _, heads, v_dim = dv.shape
+    both = dk.new_empty((plan.ranks, batch, plan.local_tokens, heads, qk_dim + v_dim))
+    for rank in range(plan.ranks):
+        spans = plan.layout.spans(rank)
+        torch.cat([dk[:, start:stop] for start, stop in spans], 1, out=both[rank, ..., :qk_dim])
+        torch.cat([dv[:, start:stop] for start, stop in spans], 1, out=both[rank, ..., qk_dim:])
+    return both

@@ -8,9 +8,9 @@ are a member of the ring. Sources: DeepSpeed-Ulysses (Jacobs et al., 2023); USP 
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class HeadShare:
 def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShare:
     """Deal the heads out; says so, once, where that costs padding or copies."""
     share, per_key = -(-query_heads // ranks), query_heads // key_heads
-    together = gcd(share, per_key)  # neighbouring query heads of a share that are sure to read one key head
+    together = math.gcd(share, per_key)  # neighbouring query heads of a share that are sure to read one key head
     keys = tuple(
         tuple(min((rank * share + head) // per_key, key_heads - 1) for head in range(0, share, together))
         for rank in range(ranks)
@@ -64,24 +64,23 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShare:
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     heads = share_heads(q.shape[2], k.shape[2], call.trade.ranks)
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
-    q_rows, k_rows, v_rows = [_join_rows(part, call) for part in _exchange(parts, call)]
+    q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _exchange(parts, call))
     out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, _own_sinks(sinks, heads, call), call)
-    # The log-sum-exp rides along as more columns of the output, bit for bit.
+    # The log-sum-exp rides along, bit for bit, as more columns of the output's dtype.
     columns = lse.unsqueeze(-1).view(out.dtype)
-    (back,) = _exchange([_split_rows(torch.cat([out, columns], -1), call)], call)
-    joined = _join_queries(back, heads)
-    lse_local = joined[..., v.shape[-1] :].contiguous().view(lse.dtype).squeeze(-1)
-    return joined[..., : v.shape[-1]].contiguous(), lse_local, residuals
+    outs, sums = _exchange([_split_rows(out, call), _split_rows(columns, call)], call)
+    lse_local = _join_queries(sums, heads).view(lse.dtype).squeeze(-1)
+    return _join_queries(outs, heads), lse_local, residuals
 
 
 def backward(
     dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     heads = share_heads(dout.shape[2], call.key_heads, call.trade.ranks)
-    (dout_parts,) = _exchange([_queries_by_rank(dout, heads)], call)
+    (douts,) = _exchange([_queries_by_rank(dout, heads)], call)
     own_sinks = _own_sinks(sinks, heads, call)
-    *gradients, dsinks = ring.backward(_join_rows(dout_parts, call), residuals, own_sinks, call)
-    dq, dk, dv = _exchange([_split_rows(x, call) for x in gradients if x is not None], call)
+    dq_rows, dk_rows, dv_rows, dsinks = ring.backward(_join_rows(douts, call), residuals, own_sinks, call)
+    dq, dk, dv = _exchange([_split_rows(x, call) for x in (dq_rows, dk_rows, dv_rows)], call)
     if dsinks is not None:
         first = call.trade.rank * heads.share
         everyone = dsinks.new_zeros(heads.query_heads + heads.padding)
@@ -92,53 +91,78 @@ def backward(
 
 STRATEGY = Strategy(forward, backward)
 
-
-def _exchange(parts: list[Tensor], call: Call) -> list[Tensor]:
-    """Give part i of each `[P, ..]` tensor to rank i, all tensors in one message."""
-    received = call.trade.all_to_all(torch.cat([x.flatten(1) for x in parts], 1))
-    columns = received.split([x[0].numel() for x in parts], 1)
-    return [flat.reshape(x.shape) for flat, x in zip(columns, parts, strict=True)]
+# What goes to one rank: stretches of rows, one after the other, each `[B, rows, h, D]`.
+Part = list[Tensor]
 
 
-def _queries_by_rank(x: Tensor, heads: HeadShare) -> Tensor:
-    """`[B, s, Hq, D] -> [P, B, s, share, D]`."""
+def _exchange(tensors: list[list[Part]], call: Call) -> list[list[Tensor]]:
+    """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
+
+    Returns:
+        per tensor, what each rank gave, `[B, s, h, D]`, views of the message.
+    """
+    shapes = []
+    for parts in tensors:
+        batch, _, heads, dim = parts[0][0].shape
+        shapes.append((batch, sum(stretch.shape[1] for stretch in parts[0]), heads, dim))
+    sizes = [math.prod(shape) for shape in shapes]
+    message = tensors[0][0][0].new_empty((call.trade.ranks, sum(sizes)))
+
+    def views(rank: int, flat: Tensor) -> list[Tensor]:
+        return [piece.view(shape) for piece, shape in zip(flat[rank].split(sizes), shapes, strict=True)]
+
+    for rank in range(call.trade.ranks):
+        for parts, room in zip(tensors, views(rank, message), strict=True):
+            torch.cat(parts[rank], 1, out=room)
+    received = call.trade.all_to_all(message)
+    return [list(parts) for parts in zip(*(views(rank, received) for rank in range(call.trade.ranks)), strict=True)]
+
+
+def _queries_by_rank(x: Tensor, heads: HeadShare) -> list[Part]:
+    """`[B, s, Hq, D]`, each rank's share of the heads."""
     padded = F.pad(x, (0, 0, 0, heads.padding)) if heads.padding else x
-    return torch.stack(padded.split(heads.share, 2))
+    return [[share] for share in padded.split(heads.share, 2)]
 
 
-def _join_queries(parts: Tensor, heads: HeadShare) -> Tensor:
-    """`[P, B, s, share, D] -> [B, s, Hq, D]`."""
-    return torch.cat(parts.unbind(), 2)[:, :, : heads.query_heads].contiguous()
+def _join_queries(parts: list[Tensor], heads: HeadShare) -> Tensor:
+    """The shares of all ranks as `[B, s, Hq, D]`."""
+    joined = torch.cat(parts, 2)
+    return joined[:, :, : heads.query_heads].contiguous() if heads.padding else joined
 
 
-def _keys_by_rank(x: Tensor, heads: HeadShare) -> Tensor:
-    """`[B, s, Hkv, D] -> [P, B, s, keys, D]`."""
-    return torch.stack([x[:, :, list(keys)] for keys in heads.keys])
+def _keys_by_rank(x: Tensor, heads: HeadShare) -> list[Part]:
+    """`[B, s, Hkv, D]`, the heads each rank reads."""
+    unbroken = all(keys == tuple(range(keys[0], keys[0] + len(keys))) for keys in heads.keys)
+    if unbroken:
+        return [[x[:, :, keys[0] : keys[0] + len(keys)]] for keys in heads.keys]
+    return [[x[:, :, list(keys)]] for keys in heads.keys]
 
 
-def _sum_keys(parts: Tensor, heads: HeadShare, call: Call) -> Tensor:
-    """`[P, B, s, keys, D] -> [B, s, Hkv, D]`: gradients of a key head that several ranks read are summed."""
-    _, batch, rows, _, dim = parts.shape
-    total = parts.new_zeros((batch, rows, call.key_heads, dim), dtype=wide(parts.dtype))
+def _sum_keys(parts: list[Tensor], heads: HeadShare, call: Call) -> Tensor:
+    """`[B, s, Hkv, D]`: gradients of a key head that several ranks read are summed."""
+    if sum(heads.keys, ()) == tuple(range(call.key_heads)):
+        return torch.cat(parts, 2)
+    batch, rows, _, dim = parts[0].shape
+    total = parts[0].new_zeros((batch, rows, call.key_heads, dim), dtype=wide(parts[0].dtype))
     for part, keys in zip(parts, heads.keys, strict=True):
         for place, key in enumerate(keys):
             total[:, :, key] += part[:, :, place]
-    return total.to(parts.dtype)
+    return total.to(parts[0].dtype)
 
 
-def _join_rows(parts: Tensor, call: Call) -> Tensor:
-    """`[P, B, s, h, D] -> [B, P*s, h, D]`: the rows of the group's ranks in the order of the sequence."""
+def _join_rows(parts: list[Tensor], call: Call) -> Tensor:
+    """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
     tokens = call.plan.layout.chunk_tokens
     return torch.cat([parts[rank][:, start : start + tokens] for rank, start in _group_chunks(call)], 1)
 
 
-def _split_rows(x: Tensor, call: Call) -> Tensor:
-    """`[B, P*s, h, D] -> [P, B, s, h, D]`: each rank's own rows."""
+def _split_rows(x: Tensor, call: Call) -> list[Part]:
+    """`[B, P*s, h, D]`, each rank's own rows."""
     tokens = call.plan.layout.chunk_tokens
-    held: list[list[Tensor]] = [[] for _ in range(call.trade.ranks)]
+    held: list[Part] = [[] for _ in range(call.trade.ranks)]
     for place, (rank, _) in enumerate(_group_chunks(call)):
         held[rank].append(x[:, place * tokens : (place + 1) * tokens])
-    return torch.stack([torch.cat(chunks, 1) for chunks in held])
+    return held
 
 
 def _group_chunks(call: Call) -> list[tuple[int, int]]:

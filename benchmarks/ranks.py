@@ -1,0 +1,100 @@
+"""Two one-thread gloo ranks beside this process, which uses as many threads as there are ranks.
+
+Both sides of a comparison run in turn on the same cores, so that a noisy machine slows both; the ratio is
+what counts.
+"""
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[], Any]
+
+
+def seconds(run: Run) -> float:
+    """Wall time of one call."""
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+class Ranks:
+    """Ranks that make what they are told to, and time it or answer with it as often as asked."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self.pipes = pipes
+
+    def make(self, factory: Callable[..., Run], *arguments: Any) -> None:
+        """Have every rank call a module-level `factory`, and run what it returns once."""
+        self._ask(("make", factory, arguments))
+
+    def time(self) -> float:
+        """Seconds of the slowest rank for one run, all starting together."""
+        return max(self._ask(("time",)))
+
+    def answer(self) -> list[Any]:
+        """What one run returns, on each rank."""
+        return self._ask(("answer",))
+
+    def _ask(self, what: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(what)
+        return [pipe.recv() for pipe in self.pipes]
+
+
+@contextmanager
+def start_ranks(count: int) -> Iterator[Ranks]:
+    """Start ranks, and stop them at the end."""
+    context = multiprocessing.get_context("spawn")
+    store = tempfile.mktemp()
+    pipes, processes = [], []
+    for rank in range(count):
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, count, store, there), daemon=True)
+        process.start()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        yield Ranks(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
+    run: Run = lambda: None  # noqa: E731
+    while True:
+        kind, *rest = pipe.recv()
+        if kind == "make":
+            run = rest[0](*rest[1])
+            run()
+            pipe.send(None)
+        elif kind == "time":
+            dist.barrier()
+            pipe.send(seconds(run))
+        else:
+            pipe.send(run())
+
+
+def compare(single: Run, ranks: Ranks, rounds: int) -> dict[str, float]:
+    """Time both sides in turn: medians in milliseconds, their ratio, and the ratio of the fastest."""
+    single()
+    pairs = [(seconds(single), ranks.time()) for _ in range(rounds)]
+    alone, split = ([pair[side] * 1e3 for pair in pairs] for side in (0, 1))
+    return {
+        "single_ms": statistics.median(alone),
+        "ranks_ms": statistics.median(split),
+        "ratio": statistics.median(split) / statistics.median(alone),
+        "ratio_of_fastest": min(split) / min(alone),
+    }
