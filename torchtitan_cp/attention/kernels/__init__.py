@@ -11,13 +11,20 @@ from functools import lru_cache
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.kernels import cpu, flash, reference
+from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
 from torchtitan_cp.attention.kernels.kernel import Case, Kernel
 
 logger = logging.getLogger(__name__)
 
-# In the order in which `auto` asks them.
-KERNELS: dict[str, Kernel] = {"flash": flash.KERNEL, "cpu": cpu.KERNEL, "reference": reference.KERNEL}
+# In the order in which `auto` asks them: flash first, since it takes windows whole and grouped heads as they are.
+KERNELS: dict[str, Kernel] = {
+    "flash": flash.KERNEL,
+    "cudnn": cudnn.KERNEL,
+    "efficient": efficient.KERNEL,
+    "cpu": cpu.KERNEL,
+    "reference": reference.KERNEL,
+    "flex": flex.KERNEL,
+}
 
 
 def check_kernel(name: str) -> str:

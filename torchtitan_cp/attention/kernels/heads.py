@@ -12,3 +12,9 @@ def same_dims(*tensors: Tensor) -> list[Tensor]:
     """
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
+
+
+def sum_groups(gradient: Tensor, heads: int) -> Tensor:
+    """Gradient of `heads` key heads from that of their copies, `[B, S, Hq, D] -> [B, S, Hkv, D]`, summed in fp32."""
+    copies = gradient.shape[2] // heads
+    return gradient if copies == 1 else gradient.unflatten(2, (heads, copies)).float().sum(3)

@@ -1,0 +1,46 @@
+"""The memory-efficient kernel on CUDA, which also takes fp32, through the aten op behind SDPA."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_cp.attention.kernels.heads import sum_groups
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.tiles import FULL
+
+_FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
+_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+LSE_ROWS = 32  # the log-sum-exp is stored in whole blocks of so many queries
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    copies = q.shape[2] // k.shape[2]
+    rows = (q.transpose(1, 2), *(x.repeat_interleave(copies, 2).transpose(1, 2) for x in (k, v)))
+    out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, scale=scale)
+    return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = k.shape[2]
+    k, v = (x.repeat_interleave(q.shape[2] // heads, 2) for x in (k, v))
+    rows = [x.transpose(1, 2) for x in (dout, q, k, v)]
+    # Without dropout the kernel never reads the random state, but the schema wants one.
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    lse = F.pad(lse.transpose(1, 2), (0, -q.shape[1] % LSE_ROWS)).contiguous()
+    kept = (out.transpose(1, 2), lse, seed, offset)
+    dq, dk, dv, _ = _BACKWARD(*rows, None, *kept, 0.0, [True, True, True, False], band != FULL, scale=scale)
+    return dq.transpose(1, 2), sum_groups(dk.transpose(1, 2), heads), sum_groups(dv.transpose(1, 2), heads)
+
+
+def refusal(case: Case) -> str | None:
+    if case.device != "cuda":
+        return f"it runs on cuda, not {case.device}"
+    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it takes bfloat16, float16 and float32, not {case.dtype}"
+    return None if case.qk_dim % 8 == case.v_dim % 8 == 0 else f"it takes head dims in eights, not {case.qk_dim}"
+
+
+KERNEL = Kernel(forward, backward, refusal)

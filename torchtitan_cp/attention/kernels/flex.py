@@ -1,0 +1,182 @@
+"""flex_attention, compiled: all tiles of a step in one call, whatever the mask.
+
+The block mask is made in closed form from the tiles, for the rows of one step: of each block of queries and
+keys it is known on the host whether it is empty, full or partial, and a partial one is decided by each
+query's intervals of keys. Nothing of the size of the full sequence squared exists.
+
+flex_attention's own backward uses the log-sum-exp of its own call, and not one merged over steps. But the
+merge is differentiable, and flex passes gradients through the log-sum-exp: with w = exp(lse_step - lse), a
+step's output gets w dout and its log-sum-exp gets w (dout . (out_step - out)). So the step is run forward
+again and differentiated so; a backward costs a forward more than other kernels'.
+
+Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
+"""
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
+
+BLOCK = 128
+
+# return_lse became return_aux after torch 2.11.
+_WITH_LSE: dict[str, Any] = (
+    {"return_aux": flex.AuxRequest(lse=True)}
+    if "return_aux" in inspect.signature(flex.flex_attention).parameters
+    else {"return_lse": True}
+)
+
+
+def step_forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float) -> tuple[Tensor, Tensor]:
+    return _run(q, k, v, tiles, scale)
+
+
+def step_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: tuple[Tile, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale)
+    wide = dout.float()
+    seen = lse_step.detach() > float("-inf")
+    weight = torch.where(seen, torch.exp(lse_step.detach() - lse), 0.0).unsqueeze(-1)
+    dout_step = weight * wide
+    dlse_step = (dout_step * (out_step.detach().float() - out.float())).sum(-1)
+    dq, dk, dv = torch.autograd.grad((out_step, lse_step), leaves, (dout_step.to(out_step.dtype), dlse_step))
+    return dq, dk, dv
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    return step_forward(q, k, v, (Tile(ALL_ROWS, 0, q.shape[1], 0, k.shape[1], band),), scale)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    tiles = (Tile(ALL_ROWS, 0, q.shape[1], 0, k.shape[1], band),)
+    return step_backward(dout, q, k, v, out, lse, tiles, scale)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
+    mask, hidden = block_mask(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    out, extra = _attend(*rows, block_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2], **_WITH_LSE)
+    lse = extra if isinstance(extra, Tensor) else extra.lse
+    hidden = hidden[:, :, None]
+    out = out.transpose(1, 2).masked_fill(hidden.unsqueeze(-1), 0.0)
+    return out, lse.transpose(1, 2).float().masked_fill(hidden, float("-inf"))
+
+
+def _attend(*rows: Tensor, **options: Any) -> Any:
+    compiled = _compile() if rows[0].is_cuda else flex.flex_attention
+    return compiled(*rows, **options)
+
+
+@lru_cache(maxsize=1)
+def _compile() -> Any:
+    return torch.compile(flex.flex_attention)
+
+
+@lru_cache(maxsize=256)
+def block_mask(
+    tiles: tuple[Tile, ...], batch: int, queries: int, keys: int, device: torch.device
+) -> tuple[flex.BlockMask, Tensor]:
+    """The mask of a step's tiles, and which query rows see nothing `[1 or B, Sq]`.
+
+    Args:
+        batch: B; one row of the mask stands for all of them where no tile says otherwise.
+        queries, keys: rows of the step's q and k.
+    """
+    rows = 1 if all(tile.row == ALL_ROWS for tile in tiles) else batch
+    intervals = key_intervals(tiles, rows, queries)
+    partial, full = classify_blocks(intervals, queries, keys)
+    lower, upper = (bound.to(device) for bound in intervals.unbind(-1))
+
+    def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
+        row = b if rows > 1 else torch.zeros_like(b)
+        seen = (k_row >= lower[row, 0, q_row]) & (k_row < upper[row, 0, q_row])
+        for number in range(1, lower.shape[1]):
+            seen = seen | ((k_row >= lower[row, number, q_row]) & (k_row < upper[row, number, q_row]))
+        return seen
+
+    (counts, blocks), (full_counts, full_blocks) = (_ordered(kind, device) for kind in (partial, full))
+    mask = flex.BlockMask.from_kv_blocks(
+        counts, blocks, full_counts, full_blocks, BLOCK, mask_mod, seq_lengths=(queries, keys)
+    )
+    hidden = (intervals[..., 1] <= intervals[..., 0]).all(1).to(device)
+    return mask, hidden
+
+
+def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
+    """Each query's intervals of keys, `[rows, n, Sq, 2]` int32; n is a power of two, empty ones are (0, 0)."""
+    slots: list[list[tuple[Tile, range]]] = []
+    for tile in tiles:
+        covers = range(rows) if tile.row == ALL_ROWS else range(tile.row, tile.row + 1)
+        free = (slot for slot in slots if not any(_overlap(tile, covers, *other) for other in slot))
+        slot = next(free, None)
+        if slot is None:
+            slot = []
+            slots.append(slot)
+        slot.append((tile, covers))
+    intervals = torch.zeros(rows, 1 << max(0, len(slots) - 1).bit_length(), queries, 2, dtype=torch.int32)
+    for number, slot in enumerate(slots):
+        for tile, covers in slot:
+            query = torch.arange(tile.q_stop - tile.q_start)
+            low, high = tile.band
+            first = tile.k_start + (torch.zeros_like(query) if low is None else (query + low).clamp_min(0))
+            last = torch.full_like(query, tile.k_stop)
+            if high is not None:
+                last = torch.minimum(last, tile.k_start + query + high + 1)
+            rows_of_tile = slice(covers.start, covers.stop)
+            intervals[rows_of_tile, number, tile.q_start : tile.q_stop] = torch.stack([first, last], -1).to(torch.int32)
+    return intervals
+
+
+def _overlap(tile: Tile, covers: range, other: Tile, other_covers: range) -> bool:
+    """Whether two tiles share a query row."""
+    apart = other.q_stop <= tile.q_start or tile.q_stop <= other.q_start
+    return not apart and covers.start < other_covers.stop and other_covers.start < covers.stop
+
+
+def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """(partial, full) blocks, `[rows, 1, Sq/128, Sk/128]` bool each."""
+    rows, count = intervals.shape[:2]
+    missing = -queries % BLOCK
+    padded = torch.cat([intervals, intervals.new_zeros(rows, count, missing, 2)], 2)
+    lower, upper = padded.unflatten(2, (-1, BLOCK)).unbind(-1)  # [rows, n, blocks, 128]
+    filled = upper > lower
+    big = torch.iinfo(torch.int32).max
+    reach = (torch.where(filled, lower, big).amin(-1), torch.where(filled, upper, 0).amax(-1))
+    every = filled.all(-1)
+    whole = (torch.where(every, lower.amax(-1), big), torch.where(every, upper.amin(-1), 0))
+    starts = torch.arange(0, keys, BLOCK)
+    touched = ((reach[0].unsqueeze(-1) < starts + BLOCK) & (reach[1].unsqueeze(-1) > starts)).any(1)
+    inside = (whole[0].unsqueeze(-1) <= starts) & (whole[1].unsqueeze(-1) >= starts + BLOCK)
+    full = inside.any(1)
+    return (touched & ~full).unsqueeze(1), full.unsqueeze(1)
+
+
+def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(how many, which) blocks of keys for each block of queries, as BlockMask wants them."""
+    counts = blocks.sum(-1).to(torch.int32)
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts.to(device), order.contiguous().to(device)
+
+
+def refusal(case: Case) -> str | None:
+    if case.device != "cuda":
+        return f"it has a backward on cuda only, not on {case.device}"
+    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it does not take {case.dtype}"
+    return None if min(case.qk_dim, case.v_dim) >= 16 else "it takes head dims from 16"
+
+
+KERNEL = Kernel(forward, backward, refusal, bands=True, step_forward=step_forward, step_backward=step_backward)
