@@ -4,6 +4,7 @@
 #   ./run_train.sh [--section.key=value ...]           train_configs/quickstart.toml
 #   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          anything else
 #   ./run_train.sh --help                               every key
+#   ./run_train.sh --verify-parity                      the first step, with parallelism and on one rank, side by side
 #
 #   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)
 #   NPROC          ranks on this node                   (default: one per GPU; 2 without a GPU)

@@ -12,11 +12,12 @@ from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.health import NonFiniteError
 from torchtitan_cp.parallel import start_ranks, stop_ranks
 from torchtitan_cp.parallel.failure import LostRankError, name_lost_ranks
+from torchtitan_cp.parity import verify_parity
 from torchtitan_cp.preflight import preflight
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
 
-BAD_INPUT, HALTED, LOST_RANK = 2, 3, 4
+BAD_INPUT, HALTED, LOST_RANK, PARITY_BROKEN = 2, 3, 4, 5
 
 
 def main(arguments: list[str]) -> int:
@@ -29,6 +30,14 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("config", nargs="?", default="train_configs/quickstart.toml", help="TOML file")
     parser.add_argument("--check", type=int, metavar="RANKS", help="only say whether it would run on so many ranks")
+    parser.add_argument(
+        "--verify-parity",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="LENGTH",
+        help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
+    )
     options, overrides = parser.parse_known_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
@@ -39,7 +48,12 @@ def main(arguments: list[str]) -> int:
             print(f"{options.config}: {preflight(config, options.check)}")
             return 0
         with name_lost_ranks(config.job.timeout_seconds):
-            Trainer(config, start_ranks(config.job.timeout_seconds)).run()
+            world = start_ranks(config.job.timeout_seconds)
+            if options.verify_parity is not None:
+                holds = verify_parity(config, world, options.verify_parity)
+                stop_ranks()
+                return 0 if holds else PARITY_BROKEN
+            Trainer(config, world).run()
             stop_ranks()
     except (UserError, ContextParallelError) as error:
         return _complain(rank, f"{options.config}: {error}", BAD_INPUT)

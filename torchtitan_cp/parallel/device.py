@@ -1,9 +1,13 @@
 """Every question about the device, asked in one place; the rest of the code is the same on CPU and GPU."""
 
+import ctypes
+import gc
 import os
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,10 +29,29 @@ class Device:
         return f"cpu, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a rank"
 
     def peak_memory_bytes(self) -> int:
-        """Most memory used so far: allocated on a GPU, resident in the process on a CPU."""
+        """Most memory used since the last reset: allocated on a GPU, resident in the process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = _from_proc("/proc/self/status", "VmHWM")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+    def reset_peak_memory(self) -> None:
+        """Count the peak from what is used now; where a CPU's system cannot, it goes on from the start."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            # Freed memory that the process still holds would hide what is taken next.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def free_memory_bytes(self) -> int:
+        """Memory that could still be taken: of the GPU, or of the machine."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        free = _from_proc("/proc/meminfo", "MemAvailable")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
 
     def rng_state(self) -> Tensor:
         """State of the device's random generator, uint8."""
@@ -43,6 +66,15 @@ class Device:
     def move(self, x: Tensor) -> Tensor:
         """A host tensor on the device, without waiting for the copy."""
         return x.to(self.device, non_blocking=True)
+
+
+def _from_proc(path: str, name: str) -> int | None:
+    """A line of Linux's process files in bytes; None where there are none."""
+    with suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def find_device(local_rank: int = 0) -> Device:
