@@ -20,7 +20,7 @@ def draw_lengths(kind: str, total: int, documents: int, seed: int) -> tuple[int,
     weights = {
         "uniform cuts": [generator.expovariate(1) for _ in range(documents)],
         "log-normal": [generator.lognormvariate(0, 1.5) for _ in range(documents)],
-        "5 % long": [1000.0 if number % 20 == 0 else 1.0 for number in range(documents)],
+        "5 % long": [20.0 if number % 20 == 0 else 1.0 for number in range(documents)],
         "one long": [1e6 if number == documents // 2 else 1.0 for number in range(documents)],
     }[kind]
     scale = (total - documents) / sum(weights)

@@ -1,5 +1,6 @@
 """A number that is not finite on one rank stops the step on all, and poisons nothing."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def train_with_fault(path: Path, where: str, steps: int, *overrides: str) -> tup
     trainer._update_or_skip = watched  # type: ignore[method-assign, assignment]
     trainer.run()
     text = (trainer.folder / "metrics.jsonl").read_text()
-    lines = [__import__("json").loads(line) for line in text.splitlines()]
+    lines = [json.loads(line) for line in text.splitlines()]
     return losses(lines), snapshots  # type: ignore[return-value]
 
 

@@ -57,7 +57,7 @@ class Data:
         "python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst]",
         choices=("python-stdlib", "text", "jsonl"),
     )
-    path: str = key("", "folder or glob of the text or jsonl source")
+    path: str = key("", "file, folder or glob of the text or jsonl source")
     text_field: str = key("text", "field of a JSONL line that holds the text")
     document: str = key(
         "file",
