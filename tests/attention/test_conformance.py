@@ -400,3 +400,39 @@ def test_largest_logits_are_those_of_the_full_sequence_on_every_rank(
     want = scores.masked_fill(~allowed(MASKS[mask], S)[:, None], float("-inf")).amax((0, 2, 3))
     for got in ranks(4)(run_largest_logits, strategy, mask):
         torch.testing.assert_close(got, want)
+
+
+def run_softcap(strategy: str) -> list[Tensor]:
+    cp = make_cp(strategy, "balanced")
+    q, k, v, dout = inputs("GQA 4:1", "16/16", torch.float64)
+    plan = cp.plan(S, MASKS["documents"])
+    local = [plan.shard(x).detach().requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*local, plan, scale=SCALE, softcap=1.5)
+    out.backward(plan.shard(dout))
+    return [plan.unshard(x) for x in (out.detach(), *(x.grad for x in local))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_a_soft_cap_bends_the_scores_before_the_mask(ranks: Callable[[int], RankPool], strategy: str) -> None:
+    leaves = [x.requires_grad_() for x in inputs("GQA 4:1", "16/16", torch.float64)[:3]]
+    q, k, v = leaves
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(4, 2)) * SCALE
+    hidden = ~allowed(MASKS["documents"], S)[:, None]
+    weights = (1.5 * torch.tanh(scores / 1.5)).masked_fill(hidden, float("-inf")).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(4, 2))
+    out.backward(inputs("GQA 4:1", "16/16", torch.float64)[3])
+    want = [out.detach(), *(leaf.grad for leaf in leaves)]
+    for got, reference in zip(ranks(2)(run_softcap, strategy)[0], want, strict=True):
+        assert worst(got, reference)[0] < 1e-10  # type: ignore[arg-type]
+
+
+def refuse_softcap() -> str:
+    cp = make_cp("ring", "zigzag", "cpu")
+    q = torch.zeros(1, S // 2, 2, 8)
+    with pytest.raises(PlanError) as error:
+        cp.attention(q, q, q, cp.plan(S), softcap=2.0)
+    return str(error.value)
+
+
+def test_a_kernel_without_a_soft_cap_is_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
+    assert "kernel 'cpu' cannot run this: it has no logit soft-cap; use reference" in ranks(2)(refuse_softcap)[0]

@@ -162,25 +162,30 @@ def test_flex_blocks_and_mask_are_those_of_the_tiles(mask: AttentionMask, layout
             assert (dense.expand_as(exact) | ~exact).all(), "a block with an allowed pair is visited"
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("mask", MASKS)
-def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, flex_on_cpu: None) -> None:
+def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, softcap: float, flex_on_cpu: None) -> None:
     plan = make_plan(512, mask=mask, ranks=2, rank=1, layout="zigzag")
     tensors = [x.double() for x in draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)]
-    kernel, tiles = KERNELS["flex"], plan.steps[0].tiles
+    kernel, reference, tiles = KERNELS["flex"], KERNELS["reference"], plan.steps[0].tiles
+    if softcap:
+        assert kernel.softcapped
+        assert reference.softcapped
+        kernel, reference = kernel.softcapped(softcap), reference.softcapped(softcap)
     assert kernel.step_forward
     assert kernel.step_backward
     q, k, v, dout = tensors
     merged = RunningSoftmax((*q.shape[:3], 16), q.dtype, q.device)
-    add_outputs(merged, tiles, q, k, v, KERNELS["reference"], 0.2)
+    add_outputs(merged, tiles, q, k, v, reference, 0.2)
     # Keys of an earlier step, so that the log-sum-exp is not of this step alone.
     merged.add((slice(None), slice(None)), torch.randn_like(q), torch.randn(q.shape[:3], dtype=q.dtype))
     out, lse = merged.result()
     sums = tuple(GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
-    add_gradients(sums, tiles, k, v, (dout, q, out, lse), KERNELS["reference"], 0.2)  # type: ignore[arg-type]
+    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, 0.2)  # type: ignore[arg-type]
     for got, want in zip(kernel.step_backward(dout, q, k, v, out, lse, tiles, 0.2), sums, strict=True):
         assert (got - want.total()).norm() < 1e-5 * want.total().norm()
     alone = RunningSoftmax((*q.shape[:3], 16), q.dtype, q.device)
-    add_outputs(alone, tiles, q, k, v, KERNELS["reference"], 0.2)
+    add_outputs(alone, tiles, q, k, v, reference, 0.2)
     step_out, step_lse = kernel.step_forward(q, k, v, tiles, 0.2)
     assert (step_out - alone.result()[0]).norm() < 1e-5 * step_out.norm()
     torch.testing.assert_close(step_lse.double(), alone.result()[1], rtol=1e-5, atol=1e-5)

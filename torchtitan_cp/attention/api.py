@@ -95,9 +95,10 @@ class ContextParallel:
         scale: float | None = None,
         sinks: Tensor | None = None,
         qkv_format: str = "bshd",
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attention of the local queries over the full sequence; see `attend`."""
-        return attend(q, k, v, plan, scale, sinks, qkv_format)
+        return attend(q, k, v, plan, scale, sinks, qkv_format, softcap)
 
     def largest_logits(
         self, q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
@@ -172,6 +173,7 @@ def attend(
     scale: float | None = None,
     sinks: Tensor | None = None,
     qkv_format: str = "bshd",
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
 
@@ -183,6 +185,7 @@ def attend(
         scale: of the scores; default Dqk ** -0.5.
         sinks: `[Hq]` a logit per head that every query attends to besides its keys, with a value of zero.
             Its gradient is that of this rank's queries: sum it over the ranks, as of any parameter.
+        softcap: above 0, scores s become softcap tanh(s / softcap), where a kernel can (reference, flex).
         qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
 
     Returns:
@@ -193,14 +196,14 @@ def attend(
     """
     if qkv_format != "bshd":
         into, back = _formats(qkv_format)
-        return back(attend(into(q), into(k), into(v), plan, scale, sinks))
+        return back(attend(into(q), into(k), into(v), plan, scale, sinks, softcap=softcap))
     check_shapes(q, k, v, plan, sinks)
     strategy = plan.strategy
     if strategy == "auto":
         strategy, _ = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
     trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention(q, k, v, sinks, plan.handle, scale, strategy, trade_ranks)[0]
+    return attention(q, k, v, sinks, plan.handle, scale, softcap, strategy, trade_ranks)[0]
 
 
 def _formats(name: str) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from torchtitan_cp.attention.mask import AttentionMask, Span
 from torchtitan_cp.attention.tiles import count_pairs
 
 FINEST_CHUNKS = 8
-EVEN_ENOUGH = 1.01
+CHUNK_COST = 0.005
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
 def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     """Cut finer, and deal the chunks out so that every rank has the same area of the mask.
 
-    The coarsest of 1, 2, 4 or 8 chunks a rank that brings the busiest rank within 1 % of the mean is
-    taken, since larger chunks make larger tiles; else the one that comes nearest. The chunks are dealt
+    Of 1, 2, 4 and 8 chunks a rank, the one is taken whose busiest rank has the least to do, where each
+    chunk more counts as half a percent of work: larger chunks make larger tiles. The chunks are dealt
     largest first, each to the rank with the least so far that has room (Graham's LPT rule, 1969).
 
     Raises:
@@ -110,7 +110,6 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     _check_divisible(sequence_length, ranks, f"cp = {ranks}")
     finest = next(n for n in (FINEST_CHUNKS, 4, 2, 1) if sequence_length % (n * ranks) == 0)
     areas = chunk_areas(sequence_length // (finest * ranks), finest * ranks, mask, sequence_length)
-    mean = sum(areas) / ranks
     best: tuple[float, Layout] | None = None
     for held in (1, 2, 4, 8):
         if held > finest:
@@ -118,10 +117,9 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
         width = finest // held
         merged = [sum(areas[start : start + width]) for start in range(0, len(areas), width)]
         dealt, busiest = _deal(merged, ranks)
-        if best is None or busiest < best[0]:
-            best = (busiest, Layout(sequence_length // (held * ranks), dealt))
-        if busiest <= EVEN_ENOUGH * mean:
-            break
+        cost = busiest * (1 + CHUNK_COST * held)
+        if best is None or cost < best[0]:
+            best = (cost, Layout(sequence_length // (held * ranks), dealt))
     assert best is not None
     return best[1]
 

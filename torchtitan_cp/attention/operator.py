@@ -38,11 +38,11 @@ def _announce(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
     logger.info("attention strategy %s on %d ranks: %s", name, ranks, why)
 
 
-def _call(plan: Plan, q: Tensor, v: Tensor, key_heads: int, scale: float) -> Call:
+def _call(plan: Plan, q: Tensor, v: Tensor, key_heads: int, scale: float, softcap: float) -> Call:
     ring, trade = find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks)
     return Call(
         plan=plan,
-        kernel=choose_kernel(plan.kernel, q, v),
+        kernel=choose_kernel(plan.kernel, q, v, softcap),
         scale=scale,
         key_heads=key_heads,
         ring=ring,
@@ -52,13 +52,21 @@ def _call(plan: Plan, q: Tensor, v: Tensor, key_heads: int, scale: float) -> Cal
 
 @torch.library.custom_op("torchtitan_cp::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, strategy: str, trade_ranks: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    handle: Tensor,
+    scale: float,
+    softcap: float,
+    strategy: str,
+    trade_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, what an all-to-all of `trade_ranks` made and keeps)."""
     plan = plan_of(handle)
     if plan.strategy == "auto":
         _announce(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    call = _call(resolved(plan, strategy), q, v, k.shape[2], scale)
+    call = _call(resolved(plan, strategy), q, v, k.shape[2], scale, softcap)
     out, lse, residuals = STRATEGIES[strategy].forward(q, k, v, sinks, call)
     if trade_ranks == 1:
         return out, lse, []
@@ -67,7 +75,15 @@ def attention(
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, strategy: str, trade_ranks: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    handle: Tensor,
+    scale: float,
+    softcap: float,
+    strategy: str,
+    trade_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
@@ -93,12 +109,13 @@ def attention_backward(
     sinks: Tensor | None,
     handle: Tensor,
     scale: float,
+    softcap: float,
     strategy: str,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
-    call = _call(resolved(plan_of(handle), strategy), kept.q, kept.v, key_heads, scale)
+    call = _call(resolved(plan_of(handle), strategy), kept.q, kept.v, key_heads, scale, softcap)
     dq, dk, dv, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
     if sinks is None or dsinks is None:
         return dq, dk, dv, dout.new_empty(0)
@@ -112,6 +129,7 @@ def _(
     sinks: Tensor | None,
     handle: Tensor,
     scale: float,
+    softcap: float,
     strategy: str,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,7 +144,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sinks, handle, ctx.scale, ctx.strategy, _ = inputs
+    q, k, v, sinks, handle, ctx.scale, ctx.softcap, ctx.strategy, _ = inputs
     out, lse, kept = output
     ctx.key_heads = k.shape[2]
     ctx.save_for_backward(handle, sinks, *(kept or (q, k, v, out, lse)))
@@ -135,9 +153,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[
 def _differentiate(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     handle, sinks, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
-        dout, residuals, sinks, handle, ctx.scale, ctx.strategy, ctx.key_heads
+        dout, residuals, sinks, handle, ctx.scale, ctx.softcap, ctx.strategy, ctx.key_heads
     )
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)

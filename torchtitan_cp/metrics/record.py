@@ -37,6 +37,11 @@ class StepRecord:
     skipped: bool = False
 
     @property
+    def stage_number(self) -> int:
+        """The stage's place from 1, as the console counts."""
+        return self.stage_index + 1
+
+    @property
     def perplexity(self) -> float | None:
         """exp(loss); None where that overflows."""
         return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None

@@ -23,7 +23,7 @@ TAGS = {
     "step_seconds": "speed/step_seconds",
     "data_wait_seconds": "speed/data_wait_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
-    "stage_index": "curriculum/stage",
+    "stage_number": "curriculum/stage",
     "seq_len": "curriculum/seq_len",
     "cp": "curriculum/cp",
     "tokens": "curriculum/tokens_seen",

@@ -34,19 +34,20 @@ def check_kernel(name: str) -> str:
     return name
 
 
-def choose_kernel(name: str, q: Tensor, v: Tensor) -> Kernel:
-    """The kernel `name`, or for "auto" the first that can run these tensors.
+def choose_kernel(name: str, q: Tensor, v: Tensor, softcap: float = 0.0) -> Kernel:
+    """The kernel `name`, or for "auto" the first that can run these tensors; with a softcap, one that caps scores.
 
     Raises:
         PlanError: an unknown kernel, or one that cannot; the message says why and which can.
     """
-    return _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1]))
+    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0))
+    return kernel.softcapped(softcap) if softcap and kernel.softcapped else kernel
 
 
 @lru_cache(maxsize=256)
 def _choose(name: str, case: Case) -> Kernel:
     check_kernel(name)
-    refusals = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
+    refusals = {other: _refusal(kernel, case) for other, kernel in KERNELS.items()}
     able = [other for other, refusal in refusals.items() if refusal is None]
     if name == "auto" and able:
         passed_over = "; ".join(f"{other}: {why}" for other, why in refusals.items() if why)
@@ -56,6 +57,12 @@ def _choose(name: str, case: Case) -> Kernel:
     if name == "auto" or refusals[name]:
         raise PlanError(f"attention kernel {name!r} cannot run this: {why}", fix=f"use {' or '.join(able)}")
     return KERNELS[name]
+
+
+def _refusal(kernel: Kernel, case: Case) -> str | None:
+    if case.softcap and kernel.softcapped is None:
+        return "it has no logit soft-cap"
+    return kernel.refusal(case)
 
 
 __all__ = ["KERNELS", "Kernel", "check_kernel", "choose_kernel"]

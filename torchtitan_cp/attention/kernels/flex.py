@@ -13,7 +13,8 @@ Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
 
 import inspect
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,16 +35,26 @@ _WITH_LSE: dict[str, Any] = (
 )
 
 
-def step_forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, tiles, scale)
+def step_forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    return _run(q, k, v, tiles, scale, softcap)
 
 
 def step_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: tuple[Tile, ...], scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: tuple[Tile, ...],
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale)
+        out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale, softcap)
     wide = dout.float()
     seen = lse_step.detach() > float("-inf")
     weight = torch.where(seen, torch.exp(lse_step.detach() - lse), 0.0).unsqueeze(-1)
@@ -64,11 +75,16 @@ def backward(
     return step_backward(dout, q, k, v, out, lse, tiles, scale)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
     mask, hidden = block_mask(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
     rows = [x.transpose(1, 2) for x in (q, k, v)]
-    out, extra = _attend(*rows, block_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2], **_WITH_LSE)
+    options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2], **_WITH_LSE}
+    if softcap:
+        options["score_mod"] = lambda score, b, h, q_row, k_row: softcap * torch.tanh(score / softcap)
+    out, extra = _attend(*rows, **options)
     lse = extra if isinstance(extra, Tensor) else extra.lse
     hidden = hidden[:, :, None]
     out = out.transpose(1, 2).masked_fill(hidden.unsqueeze(-1), 0.0)
@@ -179,4 +195,17 @@ def refusal(case: Case) -> str | None:
     return None if min(case.qk_dim, case.v_dim) >= 16 else "it takes head dims from 16"
 
 
-KERNEL = Kernel(forward, backward, refusal, bands=True, step_forward=step_forward, step_backward=step_backward)
+def softcapped(cap: float) -> Kernel:
+    forward_capped, backward_capped = partial(step_forward, softcap=cap), partial(step_backward, softcap=cap)
+    return replace(KERNEL, step_forward=forward_capped, step_backward=backward_capped)
+
+
+KERNEL = Kernel(
+    forward,
+    backward,
+    refusal,
+    bands=True,
+    step_forward=step_forward,
+    step_backward=step_backward,
+    softcapped=softcapped,
+)

@@ -25,12 +25,14 @@ class Case(NamedTuple):
         device: type, as in torch.device.
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
+        softcap: scores are capped.
     """
 
     device: str
     dtype: torch.dtype
     qk_dim: int
     v_dim: int
+    softcap: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Kernel:
         bands: it takes any band; else it is given full rectangles and causal squares only.
         step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
             any mask; rows no tile reaches have out 0 and lse -inf.
+        softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it has none.
     """
 
     forward: Forward
@@ -53,3 +56,4 @@ class Kernel:
     bands: bool = False
     step_forward: StepForward | None = None
     step_backward: StepBackward | None = None
+    softcapped: "Callable[[float], Kernel] | None" = None
