@@ -32,12 +32,12 @@ def on_ranks(strategy: str, layout: str, lengths: tuple[int, ...], kv_heads: int
     return lambda: torch.autograd.grad(cp.attention(q, k, v, plan), (q, k, v), dout)
 
 
-def measure(ranks: Ranks, single: Run, area: int, rounds: int) -> tuple[float, float]:
-    """(ideal, measured) milliseconds, medians of alternating rounds."""
+def measure(ranks: Ranks, single: Run, area: int, rounds: int) -> tuple[float, float, float]:
+    """(ideal, measured) milliseconds of the fastest rounds, and the median of the rounds' own ratios."""
     ideal_pairs = IDEAL_LENGTH * (IDEAL_LENGTH + 1) // 2
     pairs = [(seconds(single) * area / ideal_pairs, ranks.time()) for _ in range(rounds)]
-    ideal, measured = (statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1))
-    return ideal, measured
+    ideal, measured = (min(pair[side] for pair in pairs) * 1e3 for side in (0, 1))
+    return ideal, measured, statistics.median(measured / ideal for ideal, measured in pairs)
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def main() -> None:
 
     print(f"torch {torch.__version__}, {platform.machine()}, {options.seq_len} tokens, H {HEADS}/{options.kv_heads},")
     print(f"D {HEAD_DIM}, fp32, causal, forward + backward on {RANKS} ranks; median of {options.rounds} rounds\n")
-    print("| documents | longest | strategy | layout | ideal, ms | 2 ranks, ms | time over ideal |")
-    print("|---|---|---|---|---|---|---|")
+    print("| documents | longest | strategy | layout | ideal, ms | 2 ranks, ms | time over ideal | of the fastest |")
+    print("|---|---|---|---|---|---|---|---|")
     single = one_process(IDEAL_LENGTH, options.kv_heads, torch.float32)
     single()
     rows = []
@@ -64,7 +64,7 @@ def main() -> None:
             for strategy in options.strategies:
                 for layout in ("balanced", "zigzag"):
                     ranks.make(on_ranks, strategy, layout, lengths, options.kv_heads)
-                    ideal, measured = measure(ranks, single, area, options.rounds)
+                    ideal, measured, ratio = measure(ranks, single, area, options.rounds)
                     row = {
                         "documents": f"{count} {kind}",
                         "longest": max(lengths),
@@ -72,12 +72,13 @@ def main() -> None:
                         "layout": layout,
                         "ideal_ms": ideal,
                         "ranks_ms": measured,
-                        "over_ideal": measured / ideal,
+                        "over_ideal": ratio,
+                        "over_ideal_of_fastest": measured / ideal,
                     }
                     rows.append(row)
                     print(
                         f"| {count} {kind} | {max(lengths)} | {strategy} | {layout} | {ideal:.0f} | {measured:.0f} | "
-                        f"{measured / ideal:.2f} |",
+                        f"{ratio:.2f} | {measured / ideal:.2f} |",
                         flush=True,
                     )
     if options.json:
