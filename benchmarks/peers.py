@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096])
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help=f"of {HEADS} query heads")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(RANKS)
@@ -125,7 +126,7 @@ def main() -> None:
     with start_ranks(RANKS) as ranks:
         for seq_len in options.lengths:
             for kv_heads in options.kv_heads:
-                for name in ("ring", "all_to_all", *PEERS):
+                for name in ("ring", "all_to_all", *options.peers):
                     figures = measure(ranks, name, seq_len, kv_heads, options.rounds)
                     label = name if name in PEERS else f"torchtitan_cp {name}"
                     if isinstance(figures, str):
