@@ -213,6 +213,10 @@ def run_refusals() -> list[str]:
         with pytest.raises(PlanError) as refused, context_parallel(make_cp(), buffers, dims):
             pass
         messages.append(str(refused.value))
+    twice = torch.zeros(1, S)
+    with pytest.raises(PlanError), context_parallel(make_cp(), [twice, twice], [1, 1]):
+        pass
+    assert twice.shape == (1, S), "restored when sharding itself fails"
     kept = torch.zeros(1, S)
     with context_parallel(make_cp(), [kept], [1], {kept}):
         scaled_dot_product_attention(q, q, q, is_causal=True)

@@ -60,10 +60,10 @@ def context_parallel(
     kept = no_restore_buffers or set()
     whole = [buffer.detach().view(buffer.shape) for buffer in buffers]
     catcher = _Catcher(cp, plans, mask)
-    with torch.no_grad():
-        for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
-            buffer.set_(layout_plan.shard(buffer, dim).contiguous())  # type: ignore[call-overload]
     try:
+        with torch.no_grad():
+            for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
+                buffer.set_(layout_plan.shard(buffer, dim).contiguous())  # type: ignore[call-overload]
         with _catching(catcher.attend):
             yield layout_plan
         if not catcher.calls:
