@@ -3,22 +3,26 @@
 The bodies run here with the kernels of the CPU, and on a GPU with those of CUDA.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from tests.attention.oracle import allowed
-from torchtitan_cp.attention import AttentionMask, PlanError, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, choose_kernel, flex
+from torchtitan_cp.attention import AttentionMask, PlanError, attend, make_plan
+from torchtitan_cp.attention.kernels import KERNELS, _choose, choose_kernel, flash, flex
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
 CUDA = pytest.mark.cuda
@@ -37,6 +41,8 @@ TILES = {
     "a window's band": (128, 200, Band(-20, 40)),
     "later keys": (96, 96, Band(0, None)),
     "keys before": (64, 200, Band(None, 136)),
+    "more queries than keys, early": (160, 40, Band(None, 8)),
+    "more queries than keys, late": (160, 40, Band(-130, None)),
 }
 HEADS = [(4, 4), (8, 2), (4, 1)]
 DIMS = [(64, 64), (128, 64), (128, 128)]
@@ -189,6 +195,94 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, softcap: float,
     step_out, step_lse = kernel.step_forward(q, k, v, tiles, 0.2)
     assert (step_out - alone.result()[0]).norm() < 1e-5 * step_out.norm()
     torch.testing.assert_close(step_lse.double(), alone.result()[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_flex_runs_inside_the_operator_where_autograd_is_off(
+    compiled: bool, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], refusal=lambda case: None))
+    _choose.cache_clear()
+    mask = AttentionMask(document_lengths=((100, 156),))
+
+    def run(kernel: str, compiled: bool) -> list[Tensor]:
+        plan = make_plan(256, mask=mask, ranks=1, rank=0, kernel=kernel)
+        q, k, v, dout = draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        # Not the leaves themselves: a tensor with a history must reach the operator as well.
+        block = lambda q, k, v: attend(q * 1.5, k, v, plan) * 2  # noqa: E731
+        out = (torch.compile(block, fullgraph=True) if compiled else block)(*leaves)
+        out.backward(dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+    for got, want in zip(run("flex", compiled), run("reference", False), strict=True):
+        assert error(got, want.double()) < 2e-6
+    _choose.cache_clear()
+
+
+def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention.flex_attention, backend=graphs, fullgraph=True)
+    monkeypatch.setattr(flex, "_attend", lambda *rows, **options: compiled(*rows, **options))
+    generator = torch.Generator().manual_seed(3)
+    for number in range(6):
+        cuts = sorted(int(x) for x in 1 + torch.randperm(1022, generator=generator)[: 2 + number])
+        documents = tuple(stop - start for start, stop in pairwise([0, *cuts, 1024]))
+        for mask in (AttentionMask(document_lengths=(documents,)), AttentionMask(window=(64 + 5 * number, -1))):
+            for step in make_plan(1024, mask=mask, ranks=4, rank=1, layout="zigzag").steps:
+                keys = sum(stop - start for start, stop in step.receive)
+                if step.tiles:
+                    q, k, v, _ = draw(256, keys, (4, 2), (16, 16), "cpu", torch.float32)
+                    flex.step_forward(q, k, v, step.tiles, 0.2)
+    assert graphs.frame_count <= 4, "the first shapes, any length of keys, one and many intervals"
+
+
+def read_by_flash(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """`[Sq, Sk]` the pairs that FlashAttention-2 (its mha_fwd and set_params_fprop) makes of a window."""
+    left, right = (-1 if side >= keys else side for side in (left, right))
+    if left < 0 <= right:
+        left = keys
+    if right < 0 <= left:
+        right = keys
+    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
+    everything = torch.ones(queries, keys, dtype=torch.bool)
+    return everything if left < 0 and right < 0 else (distance >= -left) & (distance <= right)
+
+
+@given(st.integers(1, 24), st.integers(1, 24), *2 * [st.none() | st.integers(-30, 30)])
+@settings(max_examples=2000, deadline=None)
+def test_flash_takes_the_bands_that_it_reads_as_they_are_meant(
+    queries: int, keys: int, low: int | None, high: int | None
+) -> None:
+    band = Band(low, high)
+    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
+    meant = torch.ones(queries, keys, dtype=torch.bool)
+    if low is not None:
+        meant &= distance >= low
+    if high is not None:
+        meant &= distance <= high
+    assume(meant.any(1).all())
+    if flash.takes_band(queries, keys, band):
+        window = flash._window(queries, keys, band)
+        assert torch.equal(read_by_flash(queries, keys, *window.values()), meant)
+    square = queries == keys and band in (FULL, CAUSAL)
+    assert flash.takes_band(queries, keys, band) or not square
+
+
+def test_tiles_of_a_window_that_flash_misreads_reach_it_in_parts() -> None:
+    """The window ends inside a later piece, so its tile has more queries than keys, and a bounded side."""
+    mask = AttentionMask(causal=False, window=(90, 90), document_lengths=((130, 126),))
+    misread = 0
+    for rank in range(4):
+        for step in make_plan(256, mask=mask, ranks=4, rank=rank, layout="zigzag").steps:
+            for tile, _ in plain_tiles(step.tiles, KERNELS["flash"]):
+                assert flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+            misread += any(
+                not flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+                for tile in step.tiles
+            )
+    assert misread, "this mask has such tiles"
 
 
 CASES = {

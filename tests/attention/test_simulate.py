@@ -10,6 +10,7 @@ from tests.attention.oracle import allowed, attention_with_gradients, attention_
 from tests.attention.test_plan import cases
 from torchtitan_cp.attention import AttentionMask, PlanError, simulate
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
+from torchtitan_cp.attention.kernels.kernel import any_band
 
 
 def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
@@ -63,7 +64,7 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monk
             raise ValueError("out of order")
         return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
 
-    broken = Kernel(failing, KERNELS["reference"].backward, lambda case: None, bands=True)
+    broken = Kernel(failing, KERNELS["reference"].backward, lambda case: None, takes_band=any_band)
     monkeypatch.setitem(KERNELS, "broken", broken)
     with pytest.raises(ValueError, match="out of order"):
         simulate(*inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")

@@ -43,6 +43,19 @@ def _window(queries: int, keys: int, band: Band) -> dict[str, int]:
     }
 
 
+def takes_band(queries: int, keys: int, band: Band) -> bool:
+    """Whether the kernel reads this band as it is meant.
+
+    It takes a side that is negative or at least as long as the keys for unbounded, and an unbounded right
+    side beside a bounded left one for as long as the keys: with more queries than keys, too short.
+    """
+    window = _window(queries, keys, band)
+    left, right = window["window_size_left"], window["window_size_right"]
+    if band.high is None:
+        return band.low is None or left >= keys or queries <= keys + 1
+    return 0 <= right < keys and (band.low is None or left >= 0)
+
+
 def refusal(case: Case) -> str | None:
     if case.device != "cuda":
         return f"it runs on cuda, not {case.device}"
@@ -52,4 +65,4 @@ def refusal(case: Case) -> str | None:
     return None if widest <= 256 and widest % 8 == 0 else f"it takes head dims up to 256 in eights, not {widest}"
 
 
-KERNEL = Kernel(forward, backward, refusal, bands=True)
+KERNEL = Kernel(forward, backward, refusal, takes_band=takes_band)

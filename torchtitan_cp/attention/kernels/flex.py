@@ -13,6 +13,7 @@ Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel, any_band
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
 
@@ -38,7 +39,8 @@ _WITH_LSE: dict[str, Any] = (
 def step_forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, tiles, scale, softcap)
+    with _above_autograd(), torch.no_grad():
+        return _run(q, k, v, tiles, scale, softcap)
 
 
 def step_backward(
@@ -52,16 +54,30 @@ def step_backward(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale, softcap)
-    wide = dout.float()
-    seen = lse_step.detach() > float("-inf")
-    weight = torch.where(seen, torch.exp(lse_step.detach() - lse), 0.0).unsqueeze(-1)
-    dout_step = weight * wide
-    dlse_step = (dout_step * (out_step.detach().float() - out.float())).sum(-1)
-    dq, dk, dv = torch.autograd.grad((out_step, lse_step), leaves, (dout_step.to(out_step.dtype), dlse_step))
+    with _above_autograd():
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale, softcap)
+        seen = lse_step.detach() > float("-inf")
+        weight = torch.where(seen, torch.exp(lse_step.detach() - lse), 0.0).unsqueeze(-1)
+        dout_step = weight * dout.float()
+        dlse_step = (dout_step * (out_step.detach().float() - out.float())).sum(-1)
+        dq, dk, dv = torch.autograd.grad((out_step, lse_step), leaves, (dout_step.to(out_step.dtype), dlse_step))
     return dq, dk, dv
+
+
+def _above_autograd() -> Any:
+    """A context in which autograd and vmap work: an operator of torch.library runs with both switched off."""
+    return torch._C._ForceDispatchKeyGuard(*_dispatch_keys_of_a_new_thread())
+
+
+@lru_cache(maxsize=1)
+def _dispatch_keys_of_a_new_thread() -> tuple[Any, Any]:
+    """Which dispatch keys are included and excluded where nothing has been switched yet."""
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(
+            lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+        ).result()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
@@ -98,7 +114,8 @@ def _attend(*rows: Tensor, **options: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _compile() -> Any:
-    return torch.compile(flex.flex_attention)
+    # Whole or not at all: what it falls back to beyond the limit of recompilations holds every score.
+    return torch.compile(flex.flex_attention, fullgraph=True)
 
 
 @lru_cache(maxsize=256)
@@ -204,7 +221,7 @@ KERNEL = Kernel(
     forward,
     backward,
     refusal,
-    bands=True,
+    takes_band=any_band,
     step_forward=step_forward,
     step_backward=step_backward,
     softcapped=softcapped,

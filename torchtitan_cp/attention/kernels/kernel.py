@@ -35,6 +35,10 @@ class Case(NamedTuple):
     softcap: bool = False
 
 
+def any_band(queries: int, keys: int, band: Band) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A local attention kernel.
@@ -44,7 +48,8 @@ class Kernel:
         backward: (dout, q, k, v, out, lse, band, scale) -> (dq, dk, dv), where out and lse are those of
             the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
         refusal: why it cannot run a case, or None.
-        bands: it takes any band; else it is given full rectangles and causal squares only.
+        takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
+            rectangles and causal squares; a tile it does not take is given to it in parts of these shapes.
         step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
             any mask; rows no tile reaches have out 0 and lse -inf.
         softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it has none.
@@ -53,7 +58,7 @@ class Kernel:
     forward: Forward
     backward: Backward
     refusal: Callable[[Case], str | None]
-    bands: bool = False
+    takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     step_forward: StepForward | None = None
     step_backward: StepBackward | None = None
     softcapped: "Callable[[float], Kernel] | None" = None

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import Case, Kernel, any_band
 from torchtitan_cp.attention.mask import Band
 
 
@@ -71,7 +71,7 @@ def refusal(case: Case) -> str | None:
 
 
 def softcapped(cap: float) -> Kernel:
-    return Kernel(partial(forward, softcap=cap), partial(backward, softcap=cap), refusal, bands=True)
+    return Kernel(partial(forward, softcap=cap), partial(backward, softcap=cap), refusal, takes_band=any_band)
 
 
-KERNEL = Kernel(forward, backward, refusal, bands=True, softcapped=softcapped)
+KERNEL = Kernel(forward, backward, refusal, takes_band=any_band, softcapped=softcapped)

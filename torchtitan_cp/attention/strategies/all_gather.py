@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan_cp.attention.codec import find_codec
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import in_global_order
+from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 from torchtitan_cp.attention.transfer import Pending
@@ -22,6 +23,8 @@ HEAD_GROUPS = 4
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
+    if call.plan.ranks == 1:
+        return ring.forward(q, k, v, sinks, call)
     outputs, sums = [], []
     for queries, _, (k_full, v_full) in gathered_groups(k, v, q.shape[2], call):
         q_group = q[:, :, queries]
@@ -37,6 +40,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
 def backward(
     dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if call.plan.ranks == 1:
+        return ring.backward(dout, residuals, sinks, call)
     q, k, v, out, lse = residuals
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scattering: tuple[slice, Pending] | None = None
@@ -71,7 +76,7 @@ def gathered_groups(
     """Yields (query heads, key heads, (k, v) of the full sequence), the next group already travelling."""
     codec, group = find_codec(call.plan.kv_transfer), call.ring
     heads, per_key = k.shape[2], query_heads // k.shape[2]
-    groups = min(HEAD_GROUPS, heads) if call.plan.ranks > 1 else 1
+    groups = min(HEAD_GROUPS, heads)
     edges = [heads * number // groups for number in range(groups + 1)]
 
     def start(number: int) -> Pending:
@@ -85,12 +90,17 @@ def gathered_groups(
         if number + 1 < groups:
             arriving = start(number + 1)
         keys = slice(edges[number], edges[number + 1])
-        k_like, v_like = k[:, :, keys], v[:, :, keys]
-        shards = [codec.decode(message, k.shape[1], k_like, v_like) for message in messages]
-        k_full, v_full = (
-            torch.cat(in_global_order([shard[which] for shard in shards], call.plan.layout, 1), 1) for which in (0, 1)
-        )
-        yield slice(keys.start * per_key, keys.stop * per_key), keys, (k_full, v_full)
+        both = whole(messages, k[:, :, keys], v[:, :, keys], call)
+        del messages
+        yield slice(keys.start * per_key, keys.stop * per_key), keys, both
+
+
+def whole(messages: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """K and V of the full sequence from every rank's message, for the heads of this rank's k and v."""
+    codec, layout = find_codec(call.plan.kv_transfer), call.plan.layout
+    shards = [codec.decode(message, k.shape[1], k, v) for message in messages]
+    k_full, v_full = (torch.cat(in_global_order([shard[which] for shard in shards], layout, 1), 1) for which in (0, 1))
+    return k_full, v_full
 
 
 def by_rank(dk: Tensor, dv: Tensor, call: Call) -> Tensor:

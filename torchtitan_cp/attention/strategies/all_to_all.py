@@ -62,6 +62,8 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShare:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
+    if call.trade.ranks == 1:
+        return ring.forward(q, k, v, sinks, call)
     heads = share_heads(q.shape[2], k.shape[2], call.trade.ranks)
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
     q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _exchange(parts, call))
@@ -76,11 +78,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
 def backward(
     dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if call.trade.ranks == 1:
+        return ring.backward(dout, residuals, sinks, call)
     heads = share_heads(dout.shape[2], call.key_heads, call.trade.ranks)
-    (douts,) = _exchange([_queries_by_rank(dout, heads)], call)
-    own_sinks = _own_sinks(sinks, heads, call)
-    dq_rows, dk_rows, dv_rows, dsinks = ring.backward(_join_rows(douts, call), residuals, own_sinks, call)
-    dq, dk, dv = _exchange([_split_rows(x, call) for x in (dq_rows, dk_rows, dv_rows)], call)
+    dout_rows = _join_rows(_exchange([_queries_by_rank(dout, heads)], call)[0], call)
+    *gradients, dsinks = ring.backward(dout_rows, residuals, _own_sinks(sinks, heads, call), call)
+    del dout_rows
+    # No other name holds the gradients, so that they are gone once they are in the message.
+    parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
+    dq, dk, dv = _exchange(parts, call)
     if dsinks is not None:
         first = call.trade.rank * heads.share
         everyone = dsinks.new_zeros(heads.query_heads + heads.padding)
@@ -98,6 +104,9 @@ Part = list[Tensor]
 def _exchange(tensors: list[list[Part]], call: Call) -> list[list[Tensor]]:
     """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
 
+    Args:
+        tensors: per tensor, its parts; emptied once they are in the message.
+
     Returns:
         per tensor, what each rank gave, `[B, s, h, D]`, views of the message.
     """
@@ -114,6 +123,8 @@ def _exchange(tensors: list[list[Part]], call: Call) -> list[list[Tensor]]:
     for rank in range(call.trade.ranks):
         for parts, room in zip(tensors, views(rank, message), strict=True):
             torch.cat(parts[rank], 1, out=room)
+    tensors.clear()
+    del parts
     received = call.trade.all_to_all(message)
     return [list(parts) for parts in zip(*(views(rank, received) for rank in range(call.trade.ranks)), strict=True)]
 

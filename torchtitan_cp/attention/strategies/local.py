@@ -64,11 +64,13 @@ def add_gradients(
 
 def plain_tiles(tiles: tuple[Tile, ...], kernel: Kernel) -> list[tuple[Tile, bool]]:
     """Tiles as the kernel takes them, each with whether its rows must be given in reverse."""
-    if kernel.bands:
-        return [(tile, False) for tile in tiles]
     plain = []
     for tile in tiles:
-        for part in dense_parts(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band):
+        queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+        if kernel.takes_band(queries, keys, tile.band):
+            plain.append((tile, False))
+            continue
+        for part in dense_parts(queries, keys, tile.band):
             q_rows = (tile.q_start + part.q_start, tile.q_start + part.q_stop)
             k_rows = (tile.k_start + part.k_start, tile.k_start + part.k_stop)
             plain.append((Tile(tile.row, *q_rows, *k_rows, CAUSAL if part.causal else FULL), part.flipped))
