@@ -80,6 +80,7 @@ class Training:
     micro_batch_sequences: int = key(1, "sequences a data-parallel rank runs at once", least=1)
     max_grad_norm: float = key(1.0, "gradients are clipped to this global norm; 0 never clips", least=0)
     loss_chunk_tokens: int = key(1024, "tokens whose logits exist at one time", least=1)
+    z_loss: float = key(0.0, "times logsumexp(logits)^2 of each token is added to the loss, e.g. 1e-4", least=0)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ Imports `config` at most.
 
 from torchtitan_cp.optimizer.adamw import build_optimizer
 from torchtitan_cp.optimizer.clip import scale_gradients, shard_square_norm
-from torchtitan_cp.optimizer.loss import IGNORED, chunked_cross_entropy
+from torchtitan_cp.optimizer.loss import IGNORED, VocabularyShard, chunked_cross_entropy
 from torchtitan_cp.optimizer.schedule import LearningRates
 
 __all__ = [
     "IGNORED",
     "LearningRates",
+    "VocabularyShard",
     "build_optimizer",
     "chunked_cross_entropy",
     "scale_gradients",

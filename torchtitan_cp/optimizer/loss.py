@@ -1,62 +1,127 @@
 """Output layer and cross-entropy together, a stretch of the sequence at a time: full logits never exist."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 
 IGNORED = -100
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Which rows of the output matrix this rank holds.
+
+    Attributes:
+        group: the ranks that hold all rows between them, each row once.
+        first: vocabulary index of the first row held here.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    *,
+    vocabulary: VocabularyShard | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Sum of the losses of a shard, and the loss of each token.
 
     Logits and their gradient are made chunk by chunk in fp32, both in the forward pass, so that they need
     not be made again: memory is chunk_tokens x V and one V x E gradient, whatever the length. Source: the
     fused linear cross-entropy of Liger Kernel (Hsu et al., 2024).
 
+    With a `vocabulary` shard, `hidden` and `labels` are the same on all ranks of its group, and so are both
+    results. Each chunk costs one all-gather of two numbers a token. The gradient of `hidden` is then this
+    rank's PART, from its own rows: the sum over the group is the true one, and whoever gathered `hidden`
+    sums it.
+
     Args:
         hidden: `[B, S/cp, E]`.
-        weight: output matrix `[V, E]`.
-        labels: `[B, S/cp]` int64; IGNORED tokens count nothing.
+        weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, of any number, none too.
+        labels: `[B, S/cp]` int64; IGNORED tokens count nothing, and a label that is no row makes the loss infinite.
         chunk_tokens: tokens whose logits exist at one time.
+        vocabulary: where the rows lie that other ranks hold; None where all are here.
+        z_loss: the sum, and so the gradient, gets z_loss * logsumexp(logits)^2 of each counted token, which
+            keeps logits from drifting. The losses of the tokens stay pure cross-entropy. Source: PaLM
+            (Chowdhery et al., 2022).
 
     Returns:
         (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, vocabulary, z_loss)
     rows = hidden.flatten(0, 1).split(chunk_tokens)
     chunks = zip(rows, labels.flatten().split(chunk_tokens), strict=True)
-    losses = torch.cat([_losses(_logits(row, weight), label) for row, label in chunks])
-    return losses.sum(), losses.view(labels.shape)
+    measured = [_measure(_logits(row, weight), label, vocabulary) for row, label in chunks]
+    losses, squares = (torch.cat([getattr(m, name) for m in measured]) for name in ("losses", "squares"))
+    return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
+
+
+class _Measured(NamedTuple):
+    """Of a chunk's tokens: loss and squared logsumexp (0 where ignored), logsumexp, and the label's row if here."""
+
+    losses: Tensor
+    squares: Tensor
+    log_sums: Tensor
+    row: Tensor
+    is_here: Tensor
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows @ weight.t()).float()
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+def _measure(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None) -> _Measured:
+    """Reduce logits `[tokens, V_local]` over the whole vocabulary."""
+    row = labels - (vocabulary.first if vocabulary else 0)
+    is_here = (row >= 0) & (row < logits.shape[-1])
+    row = (row * is_here).unsqueeze(-1)
+    log_sums, targets = logits.logsumexp(-1), torch.full(labels.shape, -torch.inf, device=logits.device)
+    if logits.shape[-1]:
+        targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1))
+    if vocabulary:
+        parts = torch.stack([log_sums, targets])
+        gathered = parts.new_empty(dist.get_world_size(vocabulary.group) * 2, len(labels))
+        dist.all_gather_into_tensor(gathered, parts, group=vocabulary.group)
+        log_sums, targets = gathered[0::2].logsumexp(0), gathered[1::2].amax(0)
+    kept = labels != IGNORED
+    losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
+    return _Measured(losses, squares, log_sums, row, is_here)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        vocabulary: VocabularyShard | None,
+        z_loss: float,
+    ) -> tuple[Tensor, Tensor]:
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        z_sum = losses.new_zeros(())
         d_rows = torch.empty_like(rows)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(rows[chunk], weight)
-            log_sums = logits.logsumexp(-1, keepdim=True)
-            kept = (targets[chunk] != IGNORED).unsqueeze(-1)
-            target = targets[chunk].clamp_min(0).unsqueeze(-1)
-            losses[chunk] = ((log_sums - logits.gather(-1, target)) * kept).squeeze(-1)
-            d_logits = logits.sub_(log_sums).exp_().mul_(kept)
-            d_logits.scatter_add_(-1, target, -kept.float())
+            losses[chunk], squares, log_sums, row, is_here = _measure(logits, targets[chunk], vocabulary)
+            z_sum += squares.sum()
+            slope = (1 + 2 * z_loss * log_sums) * (targets[chunk] != IGNORED)
+            d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
+            if len(weight):
+                d_logits.scatter_add_(-1, row, -is_here.float().unsqueeze(-1))
             d_logits = d_logits.to(rows.dtype)
             d_rows[chunk] = d_logits @ weight
             d_weight += d_logits.t() @ rows[chunk]
@@ -64,12 +129,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         per_token = losses.view(labels.shape)
         ctx.mark_non_differentiable(per_token)
-        return losses.sum(), per_token
+        return losses.sum() + z_loss * z_sum, per_token
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
-        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None
+        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None, None
