@@ -12,12 +12,14 @@ class Architecture:
     """An architecture by name.
 
     Attributes:
-        flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `head_dim`,
-            `linear_parameters()` and `problem()`.
+        flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
+            `head_dim`, `ffn_dim`, `linear_parameters()` and `problem()`.
         build: (shape, attend) -> module with `layers`, `tok_embeddings`, `set_rope`, `init_std` and
-            `forward(tokens, positions, plan, head)`.
+            `forward(tokens, positions, plan, head)`; each of `layers` has `mlp`, a function of each token alone.
+        sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
     """
 
     name: str
     flavors: Mapping[str, Any]
     build: Callable[[Any, Any], nn.Module]
+    sharding: Mapping[str, str]

@@ -29,6 +29,31 @@ LAYOUTS = {
         ["--parallel.cp=4", "--context_parallel.strategy=hybrid", "--context_parallel.layout=balanced"],
     ),
     "CP 2, recomputed": (2, ["--parallel.cp=2", "--activation.checkpoint=full"]),
+    "CP 2, attention saved": (2, ["--parallel.cp=2", "--activation.checkpoint=attention_saved"]),
+    "CP 2, selective, compiled": (
+        2,
+        ["--parallel.cp=2", "--activation.checkpoint=selective", "--compile.enable=true"],
+    ),
+    "CP 2, MLP in 3 tiles, recomputed": (
+        2,
+        ["--parallel.cp=2", "--activation.checkpoint=full", "--activation.mlp_tiles=3"],
+    ),
+    "TP 2": (2, ["--parallel.tp=2"]),
+    "HSDP 2 x FSDP 2": (4, ["--parallel.dp_replicate=2"]),
+    "CP 2 x TP 2": (4, ["--parallel.cp=2", "--parallel.tp=2"]),
+    "CP 2 x TP 2, all-to-all, attention saved": (
+        4,
+        [
+            "--parallel.cp=2",
+            "--parallel.tp=2",
+            "--context_parallel.strategy=all_to_all",
+            "--activation.checkpoint=attention_saved",
+        ],
+    ),
+    "HSDP 2 x CP 2 x TP 2, MLP in 2 tiles": (
+        8,
+        ["--parallel.dp_replicate=2", "--parallel.cp=2", "--parallel.tp=2", "--activation.mlp_tiles=2"],
+    ),
     "FSDP 2, two sequences at once": (2, ["--training.micro_batch_sequences=2"]),
 }
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_cp import registry
 from torchtitan_cp.config import Config, ConfigError
@@ -159,7 +160,7 @@ def _parallel_step(trainer: Trainer, stage: StagePlan) -> Step:
         report = trainer.gradients(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    attention = {key: shape.plan.unshard(out).float().cpu() for key, out in outputs.items()}
+    attention = {key: shape.plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
     gradients = {key: _whole(p.grad) for key, p in trainer.model.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad(set_to_none=True)
     return Step(report.loss, attention, gradients, int(peak))
@@ -232,6 +233,12 @@ def _whole(x: Any) -> Tensor:
     """A parameter or gradient of all ranks, fp32 on the host. Collective."""
     full = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full.detach().float().cpu()
+
+
+def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
+    """An attention output with the heads of the tensor-parallel ranks beside its own, `[B, S/cp, Hq, D]`."""
+    mesh = trainer.meshes.tp
+    return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False).full_tensor()
 
 
 def _rows(parallel: Step, exact: Step, rounded: Step, dtype: torch.dtype) -> Iterator[Row]:

@@ -6,6 +6,7 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import resolve_stages, rope_frequencies
 from torchtitan_cp.data import check_corpus, check_tokenizer
+from torchtitan_cp.parallel import check_shape
 
 
 def preflight(config: Config, ranks: int) -> str:
@@ -22,6 +23,7 @@ def preflight(config: Config, ranks: int) -> str:
     """
     degrees = check_config(config, ranks)
     shape = registry.shape_of(config.model)
+    check_shape(shape, degrees.tp)
     stages = resolve_stages(config, degrees)
     settings = config.context_parallel
     for stage in stages:

@@ -27,12 +27,13 @@ from torchtitan_cp.metrics.console import StageSummary
 from torchtitan_cp.optimizer import (
     IGNORED,
     LearningRates,
+    VocabularyShard,
     build_optimizer,
     chunked_cross_entropy,
     scale_gradients,
     shard_square_norm,
 )
-from torchtitan_cp.parallel import Meshes, World, parallelize
+from torchtitan_cp.parallel import Meshes, World, check_shape, parallelize, vocabulary_part
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class Trainer:
         )
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
-        self.meshes = Meshes(self.device.device.type, degrees.fsdp)
+        check_shape(shape, degrees.tp)
+        self.meshes = Meshes(self.device.device.type, degrees)
         self.model = self._build_model(shape)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.learning_rates = LearningRates(
@@ -81,15 +83,10 @@ class Trainer:
     def _build_model(self, shape: Any) -> nn.Module:
         """The network, sharded and filled. Its attention follows the plan that comes with each batch."""
         self.shape = shape
+        architecture = registry.architecture(self.config.model)
         with torch.device("meta"):
-            model = registry.architecture(self.config.model).build(shape, attend)
-        parallelize(
-            model,
-            self.meshes.fsdp,
-            compute_dtype=self.compute_dtype,
-            recompute=self.config.activation.checkpoint == "full",
-            seed=self.config.training.seed,
-        )
+            model = architecture.build(shape, attend)
+        parallelize(model, self.meshes, architecture.sharding, self.config)
         return model
 
     def run(self) -> None:
@@ -157,6 +154,7 @@ class Trainer:
             f"{config.model.architecture} {config.model.flavor}: {parameters:,} parameters on {self.world.size} x "
             f"{self.device.name}, {self.device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
+            f"{self.meshes.describe()}\n"
             f"train {self.stream.store.tokens:,} tokens in {self.stream.store.documents:,} documents"
         )
 
@@ -216,8 +214,9 @@ class Trainer:
 
     def _exchange_of(self, shape: StepShape) -> str:
         """The strategy, and for `auto` what it came to."""
-        plan, heads = shape.plan, (self.shape.n_heads, self.shape.n_kv_heads)
-        return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)[0]
+        tp = self.config.parallel.tp
+        plan, heads = shape.plan, (self.shape.n_heads // tp, self.shape.n_kv_heads // tp)
+        return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.step % interval == 0
@@ -246,26 +245,29 @@ class Trainer:
         tokens = self._count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device.device)
         for batch in micro_batches:
-            batch_sum, _ = self._loss(batch)
+            batch_sum, token_losses = self._loss(batch)
             (batch_sum / tokens).backward()
-            loss_sum += batch_sum.detach()
+            loss_sum += token_losses.sum()
         gradient, square_norm = self.probe.take(self.device.device), shard_square_norm(self.model.parameters())
+        loss_sum = loss_sum if self.meshes.counts else torch.zeros_like(loss_sum)
         return exchange(loss_sum, tokens, gradient, square_norm, self.device.peak_memory_bytes())
 
     def _count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
         """Unmasked tokens of the step over every rank, at least 1."""
         count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-        tokens = torch.tensor(count, dtype=torch.int64, device=self.device.device)
+        tokens = torch.tensor(count if self.meshes.counts else 0, dtype=torch.int64, device=self.device.device)
         dist.all_reduce(tokens)
         return tokens.clamp_min(1)
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(summed loss, loss of each token `[B, S/cp]`) of a micro-batch on this rank."""
+        """(sum to differentiate, loss of each token `[B, S/cp]`) of a micro-batch on this rank."""
         tokens, labels, positions = (self.device.move(x) for x in (batch.tokens, batch.labels, batch.positions))
-        chunk = self.config.training.loss_chunk_tokens
+        chunk, z_loss = self.config.training.loss_chunk_tokens, self.config.training.z_loss
 
         def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
-            return chunked_cross_entropy(hidden, output.weight, labels, chunk)
+            hidden, weight, group, first = vocabulary_part(hidden, output.weight)
+            vocabulary = VocabularyShard(group, first) if group else None
+            return chunked_cross_entropy(hidden, weight, labels, chunk, vocabulary=vocabulary, z_loss=z_loss)
 
         return self.model(tokens, positions, batch.plan, head)
 
@@ -335,7 +337,7 @@ class Trainer:
 
         def summed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
             count = (batch.labels != IGNORED).sum().to(self.device.device)
-            return self._loss(batch)[0], count
+            return self._loss(batch)[1].sum() * self.meshes.counts, count * self.meshes.counts
 
         loss = mean_loss(self.model, batches, summed)
         _, labels = self.held_out.sequence(0, rounds * shape.tokens)

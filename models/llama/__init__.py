@@ -3,7 +3,8 @@
 from models.architecture import Architecture
 from models.llama.flavors import FLAVORS, LlamaShape
 from models.llama.model import Llama
+from models.llama.sharding import SHARDING
 
-ARCHITECTURE = Architecture("llama", FLAVORS, Llama)
+ARCHITECTURE = Architecture("llama", FLAVORS, Llama, SHARDING)
 
-__all__ = ["ARCHITECTURE", "FLAVORS", "Llama", "LlamaShape"]
+__all__ = ["ARCHITECTURE", "FLAVORS", "SHARDING", "Llama", "LlamaShape"]

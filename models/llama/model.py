@@ -99,7 +99,10 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(shape)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plan)
+        return self.mlp(hidden + self.attention(self.attention_norm(hidden), cos, sin, plan))
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        """The second half, a function of each token alone."""
         return hidden + self.feed_forward(self.ffn_norm(hidden))
 
 

@@ -383,6 +383,26 @@ def test_layers_of_one_model_may_differ_in_mask_and_strategy_on_one_layout(ranks
     assert ranks(2)(run_layers) == [[True, True]] * 2
 
 
+def run_other_neighbours(strategy: str) -> list[float]:
+    """The same plan on pairs of neighbours, then on pairs of ranks two apart: nothing of the first may be kept."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    pair = dist.get_rank()
+    errors = []
+    for axis, number in (("inner", pair // 2), ("outer", pair % 2)):
+        cp = ContextParallel(mesh[axis], strategy)
+        tensors = [x + number for x in inputs("GQA 4:1", "16/16", torch.float64)]
+        got = run(cp, tensors, MASKS["causal"])[0]
+        want = attention_with_gradients(*tensors, MASKS["causal"], SCALE)[0]
+        errors.append(((got - want).norm() / want.norm()).item())
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring", "all_gather", "all_to_all"])
+def test_equal_plans_on_other_ranks_do_not_share_groups(ranks: Callable[[int], RankPool], strategy: str) -> None:
+    for errors in ranks(4)(run_other_neighbours, strategy):
+        assert max(errors) < 1e-10
+
+
 def run_largest_logits(strategy: str, mask: str) -> Tensor:
     cp = make_cp(strategy, "balanced")
     q, k, _, _ = inputs("6 heads of 2", "16/16", torch.float32)

@@ -1,34 +1,56 @@
 """What is done to a model before it trains changes where things are, and none of its numbers."""
 
+import dataclasses
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from models.llama import Llama, LlamaShape
+from models.llama import SHARDING, Llama, LlamaShape
 from tests.ranks import RankPool
-from torchtitan_cp.parallel import Meshes, parallelize
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.parallel import Meshes, check_shape, parallelize, vocabulary_part
 
-SHAPE = LlamaShape(32, 2, 4, 2, 8, 48, vocab_size=64)
+SHAPE = LlamaShape(32, 2, 4, 2, 8, 48, vocab_size=61)
+BASE = Config()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: object) -> Tensor:
     rows = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def run_step(recompute: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights, and the gradients of a sum over every rank's tokens."""
+def config(**sections: dict[str, object]) -> Config:
+    """fp32, with keys of sections replaced."""
+    sections.setdefault("training", {}).update(seed=5, compute_dtype="float32")
+    replaced = {name: dataclasses.replace(getattr(BASE, name), **keys) for name, keys in sections.items()}
+    return dataclasses.replace(BASE, **replaced)
+
+
+def run_step(
+    replicate: int, tp: int, tied: bool, sections: dict[str, dict[str, object]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights, and the gradients of a sum over every rank's tokens, whole."""
+    degrees = Degrees(1, replicate, dist.get_world_size() // (replicate * tp), 1, tp)
+    meshes = Meshes("cpu", degrees)
     with torch.device("meta"):
-        model = Llama(SHAPE, attend)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize(model, mesh, compute_dtype=torch.float32, recompute=recompute, seed=5)
+        model = Llama(dataclasses.replace(SHAPE, tie_embeddings=tied), attend)
+    parallelize(model, meshes, SHARDING, config(**sections))
     model.set_rope([1.0] * 4, 1.0, torch.device("cpu"))
-    tokens = torch.arange(4 * 16).view(4, 16).chunk(dist.get_world_size())[dist.get_rank()]
-    model(tokens, torch.arange(16), None).square().sum().backward()
+    parts, index = dist.get_world_size() // tp, dist.get_rank() // tp
+    tokens = (torch.arange(4 * 16) % 61).view(4, 16).chunk(parts)[index]
+
+    def head(hidden: Tensor, output: nn.Linear) -> Tensor:
+        whole, weight, group, first = vocabulary_part(hidden, output.weight)
+        assert (group is None) == (tp == 1)
+        assert torch.equal(weight, output.weight.full_tensor()[first : first + len(weight)] if group else weight)  # type: ignore[operator]
+        return (whole @ weight.t()).square().sum()
+
+    model(tokens, torch.arange(16), None, head).backward()
     named = dict(model.named_parameters())
     return (
         {name: p.full_tensor().detach() for name, p in named.items()},  # type: ignore[attr-defined]
@@ -36,22 +58,60 @@ def run_step(recompute: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     )
 
 
+# [ranks, dp_replicate, tp, sections]
+LAYOUTS = {
+    "FSDP 2": (2, 1, 1, {}),
+    "FSDP 4": (4, 1, 1, {}),
+    "HSDP 2 x 2": (4, 2, 1, {}),
+    "replicas only": (2, 2, 1, {}),
+    "TP 2": (2, 1, 2, {}),
+    "FSDP 2 x TP 2": (4, 1, 2, {}),
+    "HSDP 2 x TP 2": (4, 2, 2, {}),
+    "full": (1, 1, 1, {"activation": {"checkpoint": "full"}}),
+    "full on FSDP 2": (2, 1, 1, {"activation": {"checkpoint": "full"}}),
+    "selective": (2, 1, 1, {"activation": {"checkpoint": "selective"}}),
+    "attention saved, on TP 2": (2, 1, 2, {"activation": {"checkpoint": "attention_saved"}}),
+    "MLP in 3 tiles": (2, 1, 1, {"activation": {"mlp_tiles": 3}}),
+    "MLP in 3 tiles, recomputed, on FSDP 2 x TP 2": (4, 1, 2, {"activation": {"mlp_tiles": 3, "checkpoint": "full"}}),
+    "weights never freed, 2 gathered ahead": (2, 1, 1, {"parallel": {"fsdp_reshard": "never", "fsdp_prefetch": 2}}),
+    "compiled": (1, 1, 1, {"compile": {"enable": True}}),
+    "compiled, selective, on FSDP 2": (
+        2,
+        1,
+        1,
+        {"compile": {"enable": True}, "activation": {"checkpoint": "selective"}},
+    ),
+    "compiled, on TP 2": (2, 1, 2, {"compile": {"enable": True}}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Callable[[int], RankPool]) -> dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return {tied: ranks(1)(run_step, 1, 1, tied, {})[0] for tied in (False, True)}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_the_same_on_any_layout_and_gradients_are_summed_and_not_averaged(
     ranks: Callable[[int], RankPool],
+    plain: dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]],
+    layout: str,
+    tied: bool,
 ) -> None:
-    weights, gradients = ranks(1)(run_step, False)[0]
-    for size, recompute in ((2, False), (4, False), (1, True), (2, True)):
-        split_weights, split_gradients = ranks(size)(run_step, recompute)[0]
-        for name, want in weights.items():
-            assert torch.equal(split_weights[name], want), name
-            error = (split_gradients[name] - gradients[name]).norm() / gradients[name].norm()
-            assert error < 1e-5, (name, size, recompute)
+    size, replicate, tp, sections = LAYOUTS[layout]
+    weights, gradients = plain[tied]
+    split_weights, split_gradients = ranks(size)(run_step, replicate, tp, tied, sections)[0]
+    assert split_weights.keys() == weights.keys()
+    for name, want in weights.items():
+        assert torch.equal(split_weights[name], want), name
+        error = (split_gradients[name] - gradients[name]).norm() / gradients[name].norm()
+        assert error < 1e-5, (name, error)
 
 
 def run_fill() -> dict[str, float]:
     with torch.device("meta"):
         model = Llama(LlamaShape(128, 2, 4, 2, 32, 256, vocab_size=512), attend)
-    parallelize(model, init_device_mesh("cpu", (1,)), compute_dtype=torch.float32, recompute=False, seed=5)
+    parallelize(model, Meshes("cpu", Degrees(1, 1, 1, 1, 1)), SHARDING, config())
     return {name: p.full_tensor().std().item() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
@@ -64,14 +124,28 @@ def test_weights_start_with_the_deviation_that_the_model_gives(ranks: Callable[[
     assert deviations["layers.0.attention.wq.weight"] != deviations["layers.1.attention.wq.weight"]
 
 
-def run_meshes() -> list[list[int]]:
-    meshes = Meshes("cpu", 4)
+def run_meshes() -> tuple[list[list[int]], list[int], bool]:
+    meshes = Meshes("cpu", Degrees(1, 1, 4, 1, 2))
     groups = [meshes.for_cp(degree)["cp"].mesh.tolist() for degree in (1, 2, 4)]
     assert meshes.for_cp(2) is meshes.for_cp(2), "made once"
-    return [*groups, meshes.for_hybrid(4, 2).mesh.flatten().tolist()]
+    return (
+        [*groups, meshes.for_hybrid(4, 2).mesh.flatten().tolist()],
+        meshes.parameters["tp"].mesh.tolist(),
+        meshes.counts,
+    )
 
 
-def test_neighbouring_ranks_share_a_sequence(ranks: Callable[[int], RankPool]) -> None:
-    answers = ranks(4)(run_meshes)
-    assert answers[0] == [[0], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
-    assert answers[3] == [[3], [2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+def test_tensor_parallel_ranks_are_neighbours_and_context_parallel_ranks_come_next(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    answers = ranks(8)(run_meshes)
+    assert answers[0] == ([[0], [0, 2], [0, 2, 4, 6], [0, 2, 4, 6]], [0, 1], True)
+    assert answers[7] == ([[7], [5, 7], [1, 3, 5, 7], [1, 3, 5, 7]], [6, 7], False)
+
+
+def test_heads_that_tensor_parallelism_cannot_deal_out_are_refused_with_the_degrees_that_can() -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)tp = 4 does not divide the model's n_kv_heads = 2.*use tp 1 or 2, and context"
+    ):
+        check_shape(SHAPE, 4)
+    check_shape(SHAPE, 2)

@@ -8,11 +8,13 @@ from torchtitan_cp.attention.api import ContextParallel, attend, make_plan
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.intercept import context_parallel
 from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.simulate import Simulation, simulate
 from torchtitan_cp.attention.strategies import choose_strategy
 
 __all__ = [
+    "OPERATOR",
     "AttentionMask",
     "ContextParallel",
     "ContextParallelError",

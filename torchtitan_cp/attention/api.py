@@ -200,7 +200,7 @@ def attend(
     check_shapes(q, k, v, plan, sinks)
     strategy = plan.strategy
     if strategy == "auto":
-        strategy, _ = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
+        strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
     trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return attention(q, k, v, sinks, plan.handle, scale, softcap, strategy, trade_ranks)[0]

@@ -27,7 +27,7 @@ def keep(plan: Any) -> Tensor:
     global _last_number
     with _lock:
         number = _numbers.get(plan)
-        if number is None or _plans[number].groups != plan.groups:
+        if number is None:
             _last_number += 1
             number = _numbers[plan] = _last_number
             _plans[number] = plan

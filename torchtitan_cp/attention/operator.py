@@ -13,7 +13,7 @@ from torchtitan_cp.attention.kernels import choose_kernel
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import wide
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals, choose_strategy
+from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals, choose_strategy, explain_strategy
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.attention.transfer import Groups, find_groups
 
@@ -34,8 +34,8 @@ def resolved(plan: Plan, strategy: str) -> Plan:
 @lru_cache(maxsize=256)
 def _announce(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
     """Say once what `auto` chose, and why."""
-    name, why = choose_strategy(query_heads, key_heads, ranks, band)
-    logger.info("attention strategy %s on %d ranks: %s", name, ranks, why)
+    case = (query_heads, key_heads, ranks, band)
+    logger.info("attention strategy %s on %d ranks: %s", choose_strategy(*case), ranks, explain_strategy(*case))
 
 
 def _call(plan: Plan, q: Tensor, v: Tensor, key_heads: int, scale: float, softcap: float) -> Call:
@@ -159,3 +159,6 @@ def _differentiate(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)
+
+# What a policy of selective activation checkpointing compares with, to keep an attention instead of running it again.
+OPERATOR = torch.ops.torchtitan_cp.attention.default

@@ -9,7 +9,7 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,7 +80,7 @@ class Plan:
     kernel: str = "auto"
     all_to_all_ranks: int = 1
     kv_transfer: str = "exact"
-    groups: Groups | None = field(default=None, compare=False)
+    groups: Groups | None = None
 
     def __post_init__(self) -> None:
         self.__dict__["handle"] = keep(self)

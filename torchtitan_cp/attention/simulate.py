@@ -75,7 +75,7 @@ def simulate(
     """
     mask = mask or AttentionMask()
     if strategy == "auto":
-        strategy = "hybrid" if all_to_all_ranks > 1 else choose_strategy(q.shape[2], k.shape[2], ranks, mask.band)[0]
+        strategy = "hybrid" if all_to_all_ranks > 1 else choose_strategy(q.shape[2], k.shape[2], ranks, mask.band)
     plans = tuple(
         resolved(
             make_plan(

@@ -31,14 +31,6 @@ def _check_available(config: Config) -> None:
     """Refuse by name what this version knows of and does not do."""
     absent = {
         "parallel.pp": (config.parallel.pp > 1, "pipeline parallelism", "set it to 1"),
-        "parallel.tp": (config.parallel.tp > 1, "tensor parallelism", "set it to 1"),
-        "parallel.dp_replicate": (config.parallel.dp_replicate > 1, "HSDP replication", "use dp_shard"),
-        "activation.checkpoint": (
-            config.activation.checkpoint not in ("none", "full"),
-            f"{config.activation.checkpoint!r}",
-            "use none or full",
-        ),
-        "compile.enable": (config.compile.enable, "torch.compile of blocks", "set it to false"),
     }
     for name, (asked, what, fix) in absent.items():
         if asked:
@@ -66,6 +58,13 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
         raise ConfigError(
             f"{where}.seq_len = {stage.seq_len} is not divisible by 2 x cp = {2 * cp}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + 2 * cp}, or another cp",
+        )
+    if stage.seq_len // cp % degrees.tp:
+        unit = 2 * cp * degrees.tp
+        raise ConfigError(
+            f"{where}.seq_len = {stage.seq_len} leaves a context-parallel rank {stage.seq_len // cp} tokens, which "
+            f"tp = {degrees.tp} does not divide",
+            fix=f"use {-(-stage.seq_len // unit) * unit}, or another tp",
         )
     if stage.rope.kind == "llama3" and stage.rope.high_freq_factor <= stage.rope.low_freq_factor:
         raise ConfigError(f"{where}.rope: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")

@@ -10,6 +10,8 @@ STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+RESHARD = ("always", "never")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
 
 
@@ -78,6 +80,9 @@ class Training:
         "bfloat16", "dtype of forward and backward; weights and reductions are fp32", choices=("float32", "bfloat16")
     )
     micro_batch_sequences: int = key(1, "sequences a data-parallel rank runs at once", least=1)
+    reduce_dtype: str = key(
+        "float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16")
+    )
     max_grad_norm: float = key(1.0, "gradients are clipped to this global norm; 0 never clips", least=0)
     loss_chunk_tokens: int = key(1024, "tokens whose logits exist at one time", least=1)
     z_loss: float = key(0.0, "times logsumexp(logits)^2 of each token is added to the loss, e.g. 1e-4", least=0)
@@ -113,7 +118,12 @@ class Parallel:
     dp_replicate: int = key(1, "replicas of the sharded model (HSDP)")
     dp_shard: int = key(-1, "data-parallel ranks that shard the parameters")
     cp: int = key(1, "context-parallel ranks; a stage may set its own")
-    tp: int = key(1, "tensor-parallel ranks")
+    tp: int = key(1, "tensor-parallel ranks; they share a node")
+    fsdp_reshard: str = key(
+        "always", "free a block's gathered weights after its forward, or never (until backward)", choices=RESHARD
+    )
+    fsdp_prefetch: int = key(1, "blocks whose weights are gathered ahead", least=1)
+    fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory (CUDA)")
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,11 @@ class Activation:
 
     checkpoint: str = key(
         "none",
-        "none keeps all; full keeps each block's input and recomputes the rest",
+        "none keeps all; full each block's input; attention_saved also the attention's output; selective also "
+        "matrix products; the rest is recomputed",
         choices=("none", "full", "selective", "attention_saved"),
     )
+    mlp_tiles: int = key(1, "stretches of the sequence in which a block's MLP runs, one after the other", least=1)
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,7 @@ class Compile:
     """torch.compile of the blocks."""
 
     enable: bool = key(False, "compile each block")
+    mode: str = key("default", "as torch.compile's", choices=COMPILE_MODES)
 
 
 @dataclass(frozen=True)

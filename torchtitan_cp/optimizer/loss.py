@@ -89,9 +89,9 @@ def _measure(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None)
         targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1))
     if vocabulary:
         parts = torch.stack([log_sums, targets])
-        gathered = parts.new_empty(dist.get_world_size(vocabulary.group) * 2, len(labels))
-        dist.all_gather_into_tensor(gathered, parts, group=vocabulary.group)
-        log_sums, targets = gathered[0::2].logsumexp(0), gathered[1::2].amax(0)
+        gathered = parts.new_empty(dist.get_world_size(vocabulary.group), *parts.shape)
+        dist.all_gather(list(gathered), parts, group=vocabulary.group)
+        log_sums, targets = gathered[:, 0].logsumexp(0), gathered[:, 1].amax(0)
     kept = labels != IGNORED
     losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
     return _Measured(losses, squares, log_sums, row, is_here)

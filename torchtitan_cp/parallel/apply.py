@@ -1,53 +1,73 @@
-"""What is done to a plain model before it trains, in this order: recompute, shard, allocate, fill."""
+"""What is done to a plain model before it trains: split tensors, recompute, compile, shard, allocate, fill."""
 
 import hashlib
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchtitan_cp.config import Config
+from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.tensor import part_of, shard_tensors
 
 
-def parallelize(
-    model: nn.Module, fsdp_mesh: DeviceMesh, *, compute_dtype: torch.dtype, recompute: bool, seed: int
-) -> None:
-    """Make a model on the meta device ready to train on a mesh, in place.
+def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], config: Config) -> None:
+    """Make a model on the meta device ready to train, in place.
 
     Args:
-        model: has `layers` and `init_std`; see models/architecture.py.
-        fsdp_mesh: 1-D, the ranks its parameters are sharded over.
-        compute_dtype: of forward and backward; parameters, gradients and reductions are fp32.
-        recompute: keep only each block's input, and run the block again in backward.
-        seed: of the weights, which are the same on every layout.
+        model: has `layers` with `mlp`, and `init_std`; see models/architecture.py.
+        meshes: of the run.
+        roles: the architecture's plan for tensor parallelism.
+        config: its [parallel], [activation], [compile] and [training] say how.
     """
-    if recompute:
-        recompute_blocks(model)
-    shard(model, fsdp_mesh, compute_dtype)
-    model.to_empty(device=fsdp_mesh.device_type)
-    fill(model, seed)
+    if meshes.tp:
+        shard_tensors(model, roles, meshes.tp)
+    tile_mlps(model, config.activation.mlp_tiles)
+    recompute_blocks(model, config.activation.checkpoint)
+    if config.compile.enable:
+        compile_blocks(model, config.compile.mode)
+    shard(model, meshes.fsdp, config)
+    model.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else meshes.device_type)
+    fill(model, config.training.seed)
 
 
-def recompute_blocks(model: nn.Module) -> None:
-    """Checkpoint each block. The forward is replaced, not the module, so that names stay."""
+def compile_blocks(model: nn.Module, mode: str) -> None:
+    """Compile each block whole; blocks of one kind share what is compiled, and another length makes it dynamic."""
     for layer in model.layers:  # type: ignore[union-attr]
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = torch.compile(layer.forward, fullgraph=True, mode=mode)
 
 
-def shard(model: nn.Module, fsdp_mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, config: Config) -> None:
     """FSDP2 by block. Gradients are summed and never averaged: the loss is divided once, by all its tokens."""
     # Inputs are not cast: rotary cos and sin stay fp32 beside a bf16 residual stream.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.training.compute_dtype),
+        reduce_dtype=getattr(torch, config.training.reduce_dtype),
+        cast_forward_inputs=False,
+    )
+    offload = CPUOffloadPolicy() if config.parallel.fsdp_cpu_offload else OffloadPolicy()
+    again = config.parallel.fsdp_reshard == "always"
     for layer in model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=fsdp_mesh, mp_policy=policy)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo has no scaled sum, which a divide factor would otherwise ask for.
             module.set_force_sum_reduction_for_comms(True)
+    prefetch(model, config.parallel.fsdp_prefetch)
+
+
+def prefetch(model: nn.Module, blocks: int) -> None:
+    """Gather the weights of the next `blocks` blocks while one computes; FSDP2 by itself gathers one."""
+    layers = list(model.layers)  # type: ignore[arg-type]
+    for index, layer in enumerate(layers if blocks > 1 else ()):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + blocks])
+        layer.set_modules_to_backward_prefetch(layers[max(0, index - blocks) : index][::-1])
 
 
 @torch.no_grad()
@@ -66,8 +86,5 @@ def fill(model: nn.Module, seed: int) -> None:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest[:7], "big"))
             nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank has drawn the same values, so nothing is sent.
-            parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None))
-        else:
-            parameter.copy_(values)
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own.copy_(part_of(values, parameter))

@@ -1,37 +1,78 @@
-"""Meshes of a run: one that shards the parameters for good, and one for each context-parallel degree."""
+"""Meshes of a run: one that the parameters are placed on for good, and one for each context-parallel degree."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan_cp.config.degrees import Degrees
 
 
 class Meshes:
     """Hands out meshes over all ranks of the job.
 
-    Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product no stage changes; a
-    stage with another CP degree only gets other groups, made when it starts and kept.
+    Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context
+    parallelism, then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product
+    no stage changes; a stage with another CP degree only gets other groups, made when it starts and kept.
 
     Args:
         device_type: "cpu" or "cuda".
-        fsdp: ranks the parameters are sharded over: all of them in this version.
+        degrees: of every axis.
+
+    Attributes:
+        parameters: (dp_replicate, fsdp, tp).
     """
 
-    def __init__(self, device_type: str, fsdp: int) -> None:
-        self.device_type, self.fsdp_degree = device_type, fsdp
-        self.fsdp = init_device_mesh(device_type, (fsdp,), mesh_dim_names=("fsdp",))
+    def __init__(self, device_type: str, degrees: Degrees) -> None:
+        self.device_type, self.degrees = device_type, degrees
+        sizes = (degrees.dp_replicate, degrees.fsdp, degrees.tp)
+        self.parameters = init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "fsdp", "tp"))
         self._by_cp: dict[int, DeviceMesh] = {}
         self._hybrid: dict[tuple[int, int], DeviceMesh] = {}
 
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """Ranks that FSDP2 shards over; 2-D with the replicas first where there are any."""
+        return self.parameters["dp_replicate", "fsdp"] if self.degrees.dp_replicate > 1 else self.parameters["fsdp"]
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        """This rank's tensor-parallel peers; None if it has none."""
+        return self.parameters["tp"] if self.degrees.tp > 1 else None
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's tokens and losses go into sums over the job: its peers in tp have the same ones."""
+        return self.parameters.get_local_rank("tp") == 0
+
     def for_cp(self, degree: int) -> DeviceMesh:
-        """The 2-D mesh (dp, cp) with this CP degree; neighbours in rank share a sequence. Collective."""
+        """The mesh (dp, cp, tp) with this CP degree. Collective."""
         if degree not in self._by_cp:
-            shape = (self.fsdp_degree // degree, degree)
-            self._by_cp[degree] = init_device_mesh(self.device_type, shape, mesh_dim_names=("dp", "cp"))
+            self._by_cp[degree] = init_device_mesh(
+                self.device_type, (*self._data(degree), self.degrees.tp), mesh_dim_names=("dp", "cp", "tp")
+            )
         return self._by_cp[degree]
 
     def for_hybrid(self, degree: int, all_to_all_ranks: int) -> DeviceMesh:
         """The same CP ranks as a 2-D mesh (ring, all-to-all), for the hybrid exchange. Collective."""
         key = (degree, all_to_all_ranks)
         if key not in self._hybrid:
-            shape = (self.fsdp_degree // degree, degree // all_to_all_ranks, all_to_all_ranks)
-            names = ("dp", "ring", "all_to_all")
+            dp, cp = self._data(degree)
+            shape = (dp, cp // all_to_all_ranks, all_to_all_ranks, self.degrees.tp)
+            names = ("dp", "ring", "all_to_all", "tp")
             self._hybrid[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
         return self._hybrid[key]["ring", "all_to_all"]
+
+    def _data(self, cp: int) -> tuple[int, int]:
+        """(groups that hold different sequences, cp)."""
+        return self.degrees.dp_replicate * self.degrees.fsdp // cp, cp
+
+    def describe(self) -> str:
+        """The axes and who talks to whom, from this rank's place."""
+        axes = {"dp_replicate": self.degrees.dp_replicate, "dp_shard x cp": self.degrees.fsdp, "tp": self.degrees.tp}
+        names = {"dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
+        lines = [f"mesh {' x '.join(f'{name} {size}' for name, size in axes.items())}, outermost first"]
+        for name, size in axes.items():
+            if size > 1:
+                peers = self.parameters[names[name]].mesh.tolist()
+                lines.append(
+                    f"  rank 0 shares {name} with ranks {', '.join(map(str, peers[1:9]))}" + " ..." * (size > 9)
+                )
+        return "\n".join(lines)

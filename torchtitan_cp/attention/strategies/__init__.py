@@ -21,24 +21,36 @@ def check_strategy(name: str) -> str:
     return name
 
 
-def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> tuple[str, str]:
-    """What `auto` means on a 1-D mesh: (name, why).
+def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:
+    """What `auto` means on a 1-D mesh.
 
     A window keeps the ring's messages to the neighbours. Without one the ring carries about three quarters
     of P - 1 shards of K and V, all-to-all one shard of q, k, v and out whatever P is, but it needs heads that
     divide, and nothing hides its messages: it is taken where it carries less than half.
     """
+    # A compiler traces this, with sizes that it may not know: no text here.
+    if ranks == 1 or band.low is not None or query_heads % ranks or key_heads % ranks:
+        return "ring"
+    return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
+
+
+def explain_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:
+    """Why `choose_strategy` chooses what it does."""
     if ranks == 1:
-        return "ring", "one rank has nothing to exchange"
+        return "one rank has nothing to exchange"
     if band.low is not None:
-        return "ring", f"a window of {-band.low} tokens leaves little to carry"
+        return f"a window of {-band.low} tokens leaves little to carry"
     if query_heads % ranks or key_heads % ranks:
-        return "ring", f"{query_heads} and {key_heads} heads do not divide by {ranks} ranks"
-    ring_volume = 0.75 * (ranks - 1) * 2 * key_heads
-    traded_volume = (ranks - 1) / ranks * 2 * (query_heads + key_heads)
-    if traded_volume < 0.5 * ring_volume:
-        return "all_to_all", f"it carries {traded_volume / ring_volume:.0%} of the ring's volume"
-    return "ring", f"all_to_all would carry {traded_volume / ring_volume:.0%} of its volume, with nothing to hide it"
+        return f"{query_heads} and {key_heads} heads do not divide by {ranks} ranks"
+    share = _traded_share(query_heads, key_heads, ranks)
+    if share < 0.5:
+        return f"it carries {share:.0%} of the ring's volume"
+    return f"all_to_all would carry {share:.0%} of its volume, with nothing to hide it"
 
 
-__all__ = ["STRATEGIES", "Call", "Residuals", "Strategy", "check_strategy", "choose_strategy"]
+def _traded_share(query_heads: int, key_heads: int, ranks: int) -> float:
+    """What all_to_all carries over what the ring carries."""
+    return (query_heads + key_heads) / (0.75 * ranks * key_heads)
+
+
+__all__ = ["STRATEGIES", "Call", "Residuals", "Strategy", "check_strategy", "choose_strategy", "explain_strategy"]

@@ -1,0 +1,15 @@
+"""Which module takes which part in tensor parallelism, as data; `torchtitan_cp/parallel/tensor.py` knows the roles."""
+
+SHARDING = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather",
+    "layers.*.attention.w[qkv]": "column",
+    "layers.*.attention.wo": "row",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w[13]": "column",
+    "layers.*.feed_forward.w2": "row",
+    "norm": "sequence",
+    "output": "output",
+}

@@ -1,0 +1,74 @@
+"""What is kept between forward and backward: recomputation of blocks, all or in part, and the MLP in tiles.
+
+A forward is replaced and not the module, so that parameters keep their names.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan_cp.attention import OPERATOR
+
+Forward = Callable[..., Any]
+
+# Their outputs cost more to compute than to keep; what lies between them is recomputed.
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def recompute_blocks(model: nn.Module, kind: str) -> None:
+    """Keep each block's input, and run the block again in backward.
+
+    Args:
+        kind: `none` keeps everything; `full` the block's input alone; `attention_saved` also the attention's
+            output and log-sum-exp, so that attention is never run twice; `selective` also every matrix product.
+    """
+    if kind == "none":
+        return
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.forward = recomputed(layer.forward, None if kind == "full" else partial(_contexts, kind))
+
+
+def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
+    """A forward that keeps its inputs and, of what is inside, what `contexts` says; nothing without it."""
+    options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
+
+    def run(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return run
+
+
+def _contexts(kind: str) -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, kind))
+
+
+def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    kept = operator is OPERATOR or (kind == "selective" and operator in PRODUCTS)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def tile_mlps(model: nn.Module, tiles: int) -> None:
+    """Run each block's MLP and its norm on one stretch of the sequence after the other.
+
+    Of a stretch only its input is kept, so the wide activations exist for one stretch at a time, forward and
+    backward. A block's weights stay gathered meanwhile and their gradients are reduced once, however many
+    tiles there are; every rank has as many. Source: ALST (Bekman et al., 2025).
+    """
+    if tiles > 1:
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.mlp = tiled(layer.mlp, tiles)
+
+
+def tiled(forward: Callable[[Tensor], Tensor], tiles: int) -> Callable[[Tensor], Tensor]:
+    """A function of each token alone, `[B, s, E] -> [B, s, E]`, a stretch at a time."""
+    each = recomputed(forward)
+
+    def run(hidden: Tensor) -> Tensor:
+        stretch = -(-hidden.shape[1] // tiles)
+        return torch.cat([each(part) for part in hidden.split(stretch, 1)], 1)
+
+    return run
