@@ -31,6 +31,7 @@ from torchtitan_cp.optimizer import (
     build_optimizer,
     chunked_cross_entropy,
     scale_gradients,
+    set_learning_rates,
     shard_square_norm,
 )
 from torchtitan_cp.parallel import Meshes, World, check_shape, parallelize, vocabulary_part
@@ -70,7 +71,7 @@ class Trainer:
         check_shape(shape, degrees.tp)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.model = self._build_model(shape)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, compute_dtype=self.compute_dtype)
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
@@ -282,8 +283,7 @@ class Trainer:
             return True
         self.policy.finite()
         scale_gradients(self.model.parameters(), report.grad_norm, self.config.training.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rates(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return False

@@ -8,7 +8,15 @@ import pytest
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
-from torchtitan_cp.config.sections import Curriculum, Parallel, Rope, Stage, Training
+from torchtitan_cp.config.sections import (
+    Curriculum,
+    Optimizer,
+    Parallel,
+    ParameterGroup,
+    Rope,
+    Stage,
+    Training,
+)
 
 STAGE = Stage(seq_len=1024, steps=10, global_batch_tokens=8192)
 
@@ -94,3 +102,15 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         check_dump_folder(str(tmp_path / "file" / "run"))
     check_dump_folder(str(tmp_path / "new" / "run"))
     assert list((tmp_path / "new" / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("match", "wanted"),
+    [
+        ("layers.(", "optimizer.groups[1].match = 'layers.(' is no regular expression: missing )"),
+        ("", "optimizer.groups[1] has no match"),
+    ],
+)
+def test_a_rule_for_parameters_that_is_no_regular_expression_is_refused(match: str, wanted: str) -> None:
+    optimizer = Optimizer(groups=(ParameterGroup("norm"), ParameterGroup(match)))
+    assert wanted in refuse(config_with(optimizer=optimizer), 1)

@@ -6,6 +6,7 @@ import pytest
 
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.reference import as_markdown, sections
+from torchtitan_cp.config.sections import ParameterGroup
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -138,3 +139,13 @@ def test_every_key_says_what_it_means_and_the_reference_is_current() -> None:
         assert about.endswith(".")
         assert all(key.help for key in keys)
     assert (REPOSITORY / "docs" / "config.md").read_text() == as_markdown(), "run python -m torchtitan_cp.config"
+
+
+def test_rules_for_parameters_are_tables_of_the_file(tmp_path: Path) -> None:
+    text = (
+        "[[optimizer.groups]]\nmatch = 'norm'\nlr_scale = 0.5\n[[optimizer.groups]]\nmatch = 'output'\nweight_decay = 0"
+    )
+    rules = load_config(write(tmp_path, text)).optimizer.groups
+    assert rules == (ParameterGroup("norm", lr_scale=0.5), ParameterGroup("output", weight_decay=0.0))
+    message = message_of(tmp_path, "[[optimizer.groups]]\nmath = 'norm'")
+    assert "unknown key optimizer.groups[0].math\n  fix: did you mean match?" in message

@@ -1,6 +1,7 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
         ConfigError: the first thing found wrong, with the way to mend it.
     """
     _check_available(config)
+    _check_groups(config)
     degrees = resolve_degrees(config.parallel, ranks)
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
@@ -35,6 +37,18 @@ def _check_available(config: Config) -> None:
     for name, (asked, what, fix) in absent.items():
         if asked:
             raise ConfigError(f"{name} asks for {what}, which this version does not have", fix=fix)
+
+
+def _check_groups(config: Config) -> None:
+    for index, rule in enumerate(config.optimizer.groups):
+        try:
+            re.compile(rule.match)
+        except re.error as error:
+            problem = f".match = {rule.match!r} is no regular expression: {error}"
+        else:
+            problem = "" if rule.match else " has no match"
+        if problem:
+            raise ConfigError(f"optimizer.groups[{index}]{problem}", fix="write e.g. match = 'tok_embeddings|output'")
 
 
 def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:

@@ -89,15 +89,42 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """AdamW and its numbers."""
+class ParameterGroup:
+    """Parameters with numbers of their own."""
 
-    name: str = key("adamw", "optimizer by name", choices=("adamw",))
+    match: str = key("", "regular expression found anywhere in a parameter's name")
+    lr_scale: float = key(1.0, "times the learning rate of the step", least=0)
+    weight_decay: float | None = key(None, "default: as without the rule", least=0)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Who updates the parameters, and its numbers."""
+
+    name: str = key(
+        "adamw",
+        "muon orthogonalises the steps of the blocks' matrices; all else is AdamW's",
+        choices=("adamw", "muon"),
+    )
     lr: float = key(3e-4, "peak learning rate", least=0)
     beta1: float = key(0.9, "decay of the first moment", least=0)
     beta2: float = key(0.95, "decay of the second moment", least=0)
     eps: float = key(1e-8, "added to the root of the second moment", least=0)
     weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", least=0)
+    muon_momentum: float = key(0.95, "muon: share of the old momentum kept in a step", least=0)
+    implementation: str = key(
+        "fused", "how AdamW with float32 state runs; 8bit compiles its own", choices=("fused", "foreach", "for-loop")
+    )
+    state: str = key(
+        "float32",
+        "AdamW's moments; 8bit (package torchao) resumes on other ranks if shards are whole blocks of 256 values",
+        choices=("float32", "8bit"),
+    )
+    offload_state: bool = key(False, "CUDA: keep the state in host memory between steps, copied in and out of each")
+    groups: tuple[ParameterGroup, ...] = key(
+        (),
+        "[[optimizer.groups]] tables of match (a regex), lr_scale and weight_decay; the first that matches rules",
+    )
 
 
 @dataclass(frozen=True)

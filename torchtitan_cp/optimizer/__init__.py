@@ -3,7 +3,7 @@
 Imports `config` at most.
 """
 
-from torchtitan_cp.optimizer.adamw import build_optimizer
+from torchtitan_cp.optimizer.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optimizer.clip import scale_gradients, shard_square_norm
 from torchtitan_cp.optimizer.loss import IGNORED, VocabularyShard, chunked_cross_entropy
 from torchtitan_cp.optimizer.schedule import LearningRates
@@ -15,5 +15,6 @@ __all__ = [
     "build_optimizer",
     "chunked_cross_entropy",
     "scale_gradients",
+    "set_learning_rates",
     "shard_square_norm",
 ]
