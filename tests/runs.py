@@ -102,5 +102,7 @@ def first_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch
     shape = trainer.enter_stage(trainer.stages[0])
     report = trainer.gradients(read_step(trainer.stream, 0, shape))
     assert not report.findings
-    gradients = {name: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}  # type: ignore[union-attr]
-    return report.loss, gradients
+    own = {n: p.grad.full_tensor() for part in trainer.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
+    stages: list[Any] = [None] * trainer.meshes.pp.size()
+    dist.all_gather_object(stages, own, group=trainer.meshes.pp.get_group())
+    return report.loss, {name: gradient for stage in stages for name, gradient in stage.items()}

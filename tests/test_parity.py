@@ -108,7 +108,7 @@ def plain_first_gradients(path: Path) -> tuple[float, dict[str, Tensor]]:
 
     model = Llama(shape, attend).double()
     with torch.no_grad():
-        for (_, ours), theirs in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
+        for (_, ours), theirs in zip(trainer.parts[0].named_parameters(), model.parameters(), strict=True):
             theirs.copy_(ours.full_tensor())  # type: ignore[attr-defined]
     model.set_rope(*rope_frequencies(trainer.stages[0].rope, shape.head_dim), torch.device("cpu"))
     sequences = [trainer.stream.sequence(start, 128) for start in range(0, 512, 128)]

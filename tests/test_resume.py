@@ -64,13 +64,28 @@ def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
     assert losses(lines) == straight
 
 
-@pytest.mark.parametrize(("size", "cp"), [(2, 1), (1, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "cp", "degrees"),
+    [
+        (2, 1, []),
+        (1, 1, []),
+        (4, 2, []),
+        (4, 2, ["--parallel.tp=2"]),
+        (2, 1, ["--parallel.pp=2"]),
+        (4, 2, ["--parallel.dp_replicate=2"]),
+    ],
+)
 def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
-    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], size: int, cp: int
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], size: int, cp: int, degrees: list[str]
 ) -> None:
-    """Stopped at CP 2 in the second stage; goes on with FSDP 2, one rank, FSDP 2 x CP 2."""
-    folder = stopped_copy(run_toml, f"other-{size}-{cp}", 10)
-    lines = ranks(size)(train, run_toml, f"--job.dump_folder={folder}", f"--curriculum.stages[1].cp={cp}")[0]
+    """Stopped at CP 2 in the second stage; goes on on other ranks, stops, and ends where it began."""
+    name = f"other-{size}-{cp}-{''.join(degrees)}"
+    folder = f"--job.dump_folder={stopped_copy(run_toml, name, 10)}"
+    away = [f"--curriculum.stages[1].cp={cp}", "--checkpoint.interval=4", *degrees]
+    lines = ranks(size)(train, run_toml, folder, *away)[0]
+    assert losses(lines) == pytest.approx(straight, rel=1e-4)
+    shutil.rmtree(run_toml.parent / name / "checkpoints" / "step-14")
+    lines = ranks(2)(train, run_toml, folder)[0]
     assert losses(lines) == pytest.approx(straight, rel=1e-4)
 
 

@@ -36,7 +36,14 @@ REPOSITORY = Path(__file__).parents[1]
             ["--parallel.cp=2", "--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=3"],
             "all_to_all_ranks = 3 does not fit strategy 'hybrid' on 2 ranks",
         ),
-        (["--parallel.tp=2"], "parallel.tp asks for tensor parallelism, which this version does not have"),
+        (
+            ["--parallel.tp=2", "--model.overrides.n_kv_heads=1"],
+            "parallel.tp = 2 does not divide the model's n_kv_heads",
+        ),
+        (
+            ["--parallel.pp=2", "--model.overrides.n_layers=1"],
+            "a pipeline of 2 ranks x 1 stages is longer than the model",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(

@@ -7,7 +7,7 @@ the comparison is with another implementation and not with the same one on fewer
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
         if layout in seen:
             continue
         seen.add(layout)
-        comparisons.append(_compare(trainer, _short(stage, config, length)))
+        comparisons.append(_compare(trainer, _short(trainer, stage, length)))
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
@@ -116,12 +116,14 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     return all(comparison.holds for comparison in comparisons)
 
 
-def _short(stage: StagePlan, config: Config, length: int) -> StagePlan:
-    """The stage's layout at a short length, one micro-batch a rank."""
-    unit = stage.cp * (8 if config.context_parallel.layout == "balanced" else 2)
+def _short(trainer: Trainer, stage: StagePlan, length: int) -> StagePlan:
+    """The stage's layout at a short length, one micro-batch a rank, or one for each rank of the pipeline."""
+    config = trainer.config
+    unit = stage.cp * trainer.meshes.degrees.tp * (8 if config.context_parallel.layout == "balanced" else 2)
     seq_len = length or min(-(-SHORT_TOKENS // unit) * unit, stage.seq_len)
-    sequences = stage.dp * stage.micro_batch_sequences
-    return dataclasses.replace(stage, seq_len=seq_len, micro_batches=1, global_batch_tokens=seq_len * sequences)
+    micro_batches = trainer.meshes.pp.size()
+    tokens = seq_len * stage.dp * stage.micro_batch_sequences * micro_batches
+    return dataclasses.replace(stage, seq_len=seq_len, micro_batches=micro_batches, global_batch_tokens=tokens)
 
 
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
@@ -132,7 +134,7 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
             "parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences
         )
     parallel = _parallel_step(trainer, stage)
-    weights = {key: _whole(p) for key, p in trainer.model.named_parameters()}
+    weights = _whole(trainer, lambda p: p)
     rows: list[Row] = []
     single_peak = 0
     if trainer.world.rank == 0:
@@ -156,13 +158,15 @@ def _parallel_step(trainer: Trainer, stage: StagePlan) -> Step:
     batches = read_step(trainer.stream, 0, shape)
     trainer.device.reset_peak_memory()
     before = trainer.device.peak_memory_bytes()
-    with _watch_attention(trainer.model) as outputs:
+    with _watch_attention(trainer.parts) as outputs:
         report = trainer.gradients(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    attention = {key: shape.plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
-    gradients = {key: _whole(p.grad) for key, p in trainer.model.named_parameters() if p.grad is not None}
-    trainer.optimizer.zero_grad(set_to_none=True)
+    own = {key: shape.plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
+    attention = _of_all_stages(trainer, own)
+    gradients = _whole(trainer, lambda p: p.grad)
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad(set_to_none=True)
     return Step(report.loss, attention, gradients, int(peak))
 
 
@@ -178,7 +182,7 @@ def _single_step(trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor],
     tokens, labels, positions = (device.move(x) for x in (batch.tokens, batch.labels, batch.positions))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
-    with _watch_attention(model) as outputs:
+    with _watch_attention([model]) as outputs:
         logits = model(tokens, positions, None).float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -192,7 +196,7 @@ def _all_sequences(trainer: Trainer, stage: StagePlan) -> MicroBatch:
     """The step's sequences of all ranks, uncut, those of data-parallel rank 0 first."""
     read = [
         trainer.stream.sequence(row * stage.seq_len, stage.seq_len)
-        for row in range(stage.dp * stage.micro_batch_sequences)
+        for row in range(stage.dp * stage.micro_batch_sequences * stage.micro_batches)
     ]
     tokens, labels = (torch.stack([torch.from_numpy(row[part]) for row in read]) for part in (0, 1))
     return MicroBatch(tokens, labels, torch.arange(stage.seq_len), None)  # type: ignore[arg-type]
@@ -205,7 +209,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, plan: object) -> Tensor:
 
 
 @contextmanager
-def _watch_attention(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Outputs of every attention that was handed in, `[B, S/cp, Hq, D]`, by module name, of the next forward."""
     outputs: dict[str, Tensor] = {}
     watched: list[tuple[Any, Callable[..., Tensor]]] = []
@@ -218,7 +222,7 @@ def _watch_attention(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
         return attended
 
-    for name, module in model.named_modules():
+    for name, module in (entry for part in parts for entry in part.named_modules()):
         if hasattr(module, "attend"):
             watched.append((module, module.attend))
             module.attend = watch(name, module.attend)
@@ -229,10 +233,20 @@ def _watch_attention(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             module.attend = attend
 
 
-def _whole(x: Any) -> Tensor:
-    """A parameter or gradient of all ranks, fp32 on the host. Collective."""
-    full = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return full.detach().float().cpu()
+def _whole(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """What `get` finds of each parameter, of all ranks, fp32 on the host. Collective."""
+    found = {name: get(p) for part in trainer.parts for name, p in part.named_parameters()}
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
+    return _of_all_stages(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
+
+
+def _of_all_stages(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name of every rank of this one's pipeline. Collective."""
+    if trainer.pipeline is None:
+        return own
+    stages: list[Any] = [None] * trainer.pipeline.ranks
+    dist.all_gather_object(stages, own, group=trainer.pipeline.group)
+    return {name: x for stage in stages for name, x in stage.items()}
 
 
 def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
@@ -282,7 +296,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _check_fits(trainer: Trainer) -> None:
     """Refuse a model whose unsharded weights, gradients and comparison do not fit beside the sharded ones."""
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = trainer.parameter_count
     copies = 5 if trainer.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
     needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()
     if needed > free:

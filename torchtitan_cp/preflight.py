@@ -6,7 +6,8 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import resolve_stages, rope_frequencies
 from torchtitan_cp.data import check_corpus, check_tokenizer
-from torchtitan_cp.parallel import check_shape
+from torchtitan_cp.metrics import layer_costs
+from torchtitan_cp.parallel import check_shape, plan_stages
 
 
 def preflight(config: Config, ranks: int) -> str:
@@ -25,6 +26,7 @@ def preflight(config: Config, ranks: int) -> str:
     shape = registry.shape_of(config.model)
     check_shape(shape, degrees.tp)
     stages = resolve_stages(config, degrees)
+    plan_stages(config.parallel, degrees.pp, layer_costs(shape, max(stage.seq_len for stage in stages)))
     settings = config.context_parallel
     for stage in stages:
         make_plan(

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torchtitan_cp.data import TokenStream, prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
 from torchtitan_cp.health import GradientProbe, Policy, StepReport, exchange
-from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token
+from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token, layer_costs
 from torchtitan_cp.metrics.console import StageSummary
 from torchtitan_cp.optimizer import (
     IGNORED,
@@ -34,7 +34,17 @@ from torchtitan_cp.optimizer import (
     set_learning_rates,
     shard_square_norm,
 )
-from torchtitan_cp.parallel import Meshes, World, check_shape, parallelize, vocabulary_part
+from torchtitan_cp.parallel import (
+    Hidden,
+    Meshes,
+    Pipeline,
+    World,
+    bubble_share,
+    check_shape,
+    parallelize,
+    plan_stages,
+    vocabulary_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,25 +80,42 @@ class Trainer:
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
         self.meshes = Meshes(self.device.device.type, degrees)
-        self.model = self._build_model(shape)
-        self.optimizer = build_optimizer(self.model, config.optimizer, compute_dtype=self.compute_dtype)
+        self._build_parts(shape)
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
-        self.probe = GradientProbe(self.model.tok_embeddings)  # type: ignore[arg-type]
+        self.probe = GradientProbe(next(iter(self.parts[0].layers.values())))  # type: ignore[operator]
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
         identity = {"model": dataclasses.asdict(shape), "data": corpus.fingerprint, "seed": config.training.seed}
         self.progress = Progress(ranks=world.size, identity=identity, block_tokens=block_tokens)
         self.validation_losses: tuple[float, float] | None = None
 
-    def _build_model(self, shape: Any) -> nn.Module:
-        """The network, sharded and filled. Its attention follows the plan that comes with each batch."""
-        self.shape = shape
-        architecture = registry.architecture(self.config.model)
-        with torch.device("meta"):
-            model = architecture.build(shape, attend)
-        parallelize(model, self.meshes, architecture.sharding, self.config)
-        return model
+    def _build_parts(self, shape: Any) -> None:
+        """This rank's parts of the network, sharded and filled: all of it, or its stages of the pipeline.
+
+        The attention follows the plan that comes with each batch.
+        """
+        self.shape, settings, mesh = shape, self.config.parallel, self.meshes.pp
+        architecture, ranks = registry.architecture(self.config.model), mesh.size()
+        costs = layer_costs(shape, max(stage.seq_len for stage in self.stages))
+        self.layers = plan_stages(settings, ranks, costs)
+        self.parts = nn.ModuleList()
+        for number in self.layers.of(mesh.get_local_rank()):
+            with torch.device("meta"):
+                part = architecture.build(shape, attend)
+                whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
+                part.keep(*self.layers.layers[number])  # type: ignore[operator]
+            parallelize(part, self.meshes, architecture.sharding, self.config)
+            self.parts.append(part)
+        self.parameter_count = sum(whole.values())
+        self.optimizers = [
+            build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=whole)
+            for part in self.parts
+        ]
+        self.pipeline = None
+        if ranks > 1:
+            schedule, device = settings.pp_schedule, self.device.device
+            self.pipeline = Pipeline(list(self.parts), self.layers, mesh, schedule, device, tied=shape.tie_embeddings)
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
@@ -125,7 +152,7 @@ class Trainer:
                 saved.block_tokens,
             )
         state = self.checkpoints.load(
-            path, self.model, self.optimizer, ranks=saved.ranks, rng_state=self.device.rng_state()
+            path, self.parts, self.optimizers, ranks=saved.ranks, rng_state=self.device.rng_state()
         )
         if state is not None:
             self.device.set_rng_state(state)
@@ -150,10 +177,10 @@ class Trainer:
                 interval=config.metrics.interval,
             )
             self.writer.text("config", f"```toml\n{to_toml(config)}\n```", self.progress.step)
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.console.say(
-            f"{config.model.architecture} {config.model.flavor}: {parameters:,} parameters on {self.world.size} x "
-            f"{self.device.name}, {self.device.backend}, compute in {config.training.compute_dtype}\n"
+            f"{config.model.architecture} {config.model.flavor}: {self.parameter_count:,} parameters on "
+            f"{self.world.size} x {self.device.name}, {self.device.backend}, "
+            f"compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
             f"{self.meshes.describe()}\n"
             f"train {self.stream.store.tokens:,} tokens in {self.stream.store.documents:,} documents"
@@ -192,7 +219,8 @@ class Trainer:
             cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
         )
         frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim)
-        self.model.set_rope(frequencies, factor, self.device.device)  # type: ignore[operator]
+        for part in self.parts:
+            part.set_rope(frequencies, factor, self.device.device)  # type: ignore[operator]
         return StepShape(
             stage.seq_len,
             stage.micro_batches,
@@ -209,6 +237,11 @@ class Trainer:
             f"attention by {self._exchange_of(shape)}, rope theta {stage.rope.theta:g}, "
             f"steps {stage.first_step + 1} to {stage.last_step}"
         )
+        if self.pipeline:
+            per_rank, settings = len(self.parts), self.config.parallel
+            bubble = bubble_share(settings, self.pipeline.ranks, per_rank, stage.micro_batches)
+            layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
+            about += f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
         self.console.say(about)
         if self.writer:
             self.writer.text("stage", about, self.progress.step)
@@ -245,23 +278,38 @@ class Trainer:
         """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
         tokens = self._count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device.device)
-        for batch in micro_batches:
-            batch_sum, token_losses = self._loss(batch)
-            (batch_sum / tokens).backward()
-            loss_sum += token_losses.sum()
-        gradient, square_norm = self.probe.take(self.device.device), shard_square_norm(self.model.parameters())
-        loss_sum = loss_sum if self.meshes.counts else torch.zeros_like(loss_sum)
+
+        def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
+            result = self._forward(forward, state, batch)
+            if isinstance(result, Tensor):
+                return result
+            loss_sum.add_(result[1].sum())
+            return result[0] / tokens
+
+        if self.pipeline:
+            self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
+        else:
+            for batch in micro_batches:
+                run(self.parts[0], None, batch).backward()
+        counted = self.pipeline.counted if self.pipeline else self.parts.parameters()
+        square_norm = shard_square_norm(counted, self.world.size // self.meshes.pp.size())
+        gradient = self.probe.take(self.device.device)
+        loss_sum *= self.meshes.counts_losses
         return exchange(loss_sum, tokens, gradient, square_norm, self.device.peak_memory_bytes())
 
     def _count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
         """Unmasked tokens of the step over every rank, at least 1."""
         count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-        tokens = torch.tensor(count if self.meshes.counts else 0, dtype=torch.int64, device=self.device.device)
+        tokens = torch.tensor(count if self.meshes.counts_tokens else 0, dtype=torch.int64, device=self.device.device)
         dist.all_reduce(tokens)
         return tokens.clamp_min(1)
 
-    def _loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(sum to differentiate, loss of each token `[B, S/cp]`) of a micro-batch on this rank."""
+    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Any:
+        """A part's forward on a micro-batch, from the hidden states before it or from the tokens.
+
+        Returns:
+            of the last part (sum to differentiate, loss of each token `[B, S/cp]`), else hidden states.
+        """
         tokens, labels, positions = (self.device.move(x) for x in (batch.tokens, batch.labels, batch.positions))
         chunk, z_loss = self.config.training.loss_chunk_tokens, self.config.training.z_loss
 
@@ -270,23 +318,33 @@ class Trainer:
             vocabulary = VocabularyShard(group, first) if group else None
             return chunked_cross_entropy(hidden, weight, labels, chunk, vocabulary=vocabulary, z_loss=z_loss)
 
-        return self.model(tokens, positions, batch.plan, head)
+        return forward(tokens if state is None else state, positions, batch.plan, head)
+
+    def _hidden(self, batch: MicroBatch) -> Hidden:
+        """What travels between stages of the pipeline."""
+        sequences, length = batch.tokens.shape
+        return Hidden((sequences, length // self.config.parallel.tp, self.shape.dim), self.compute_dtype)
 
     def _update_or_skip(self, stage: StagePlan, report: StepReport, lr: float) -> bool:
         """Let the optimizer run, unless a number is not finite on any rank. Returns whether it was skipped."""
         if report.findings:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
             where = f"step {self.progress.step + 1} (stage {stage.index + 1}, {stage.name})"
             message = self.policy.trip(where, report.findings)
             if self.world.rank == 0:
                 logger.warning(message)
             return True
         self.policy.finite()
-        scale_gradients(self.model.parameters(), report.grad_norm, self.config.training.max_grad_norm)
-        set_learning_rates(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        scale_gradients(self.parts.parameters(), report.grad_norm, self.config.training.max_grad_norm)
+        for optimizer in self.optimizers:
+            set_learning_rates(optimizer, lr)
+            optimizer.step()
+        self._forget_gradients()
         return False
+
+    def _forget_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def _tell(
         self, stage: StagePlan, report: StepReport, *, lr: float, waited: float, seconds: float, skipped: bool
@@ -337,9 +395,14 @@ class Trainer:
 
         def summed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
             count = (batch.labels != IGNORED).sum().to(self.device.device)
-            return self._loss(batch)[1].sum() * self.meshes.counts, count * self.meshes.counts
+            if self.pipeline:
+                result = self.pipeline.evaluate(batch, self._hidden(batch), self._forward)
+            else:
+                result = self._forward(self.parts[0], None, batch)
+            loss = torch.zeros_like(count) if result is None else result[1].sum()
+            return loss * self.meshes.counts_losses, count * self.meshes.counts_tokens
 
-        loss = mean_loss(self.model, batches, summed)
+        loss = mean_loss(self.parts, batches, summed)
         _, labels = self.held_out.sequence(0, rounds * shape.tokens)
         unigram = unigram_loss(self.unigram_counts, labels)
         self.validation_losses = (loss, unigram)
@@ -352,7 +415,7 @@ class Trainer:
             self.writer.validation(step, loss, unigram)
 
     def _save(self) -> None:
-        self.checkpoints.save(self.progress, self.model, self.optimizer, self.device.rng_state())
+        self.checkpoints.save(self.progress, self.parts, self.optimizers, self.device.rng_state())
 
     # A run's end ---------------------------------------------------------------------------------------------
 

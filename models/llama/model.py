@@ -30,12 +30,27 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
-        self.layers = nn.ModuleList(Block(shape, attend) for _ in range(shape.n_layers))
+        # By number, so that a stage of a pipeline keeps the names of the layers it has.
+        self.layers = nn.ModuleDict({str(number): Block(shape, attend) for number in range(shape.n_layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.rope: tuple[Tensor, float] | None = None
+        self.opens = self.closes = True
+
+    def keep(self, first: int, stop: int) -> None:
+        """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
+
+        An output tied to the embedding keeps the embedding's weight, under the embedding's name.
+        """
+        for number in [*range(first), *range(stop, self.shape.n_layers)]:
+            del self.layers[str(number)]
+        self.opens, self.closes = first == 0, stop == self.shape.n_layers
+        if not self.closes:
+            del self.norm, self.output
+        if not self.opens and not (self.closes and self.shape.tie_embeddings):
+            del self.tok_embeddings
 
     def set_rope(self, inverse_frequencies: Sequence[float], attention_factor: float, device: torch.device) -> None:
         """Use these rotary frequencies from the next forward on.
@@ -52,18 +67,20 @@ class Llama(nn.Module):
         """Run the network.
 
         Args:
-            tokens: `[B, S/cp]` int64.
+            tokens: `[B, S/cp]` int64; where the first layers are not kept, hidden states `[B, S/cp, E]`.
             positions: `[S/cp]` or `[B, S/cp]` int64, position of each token for RoPE.
             plan: passed to attention.
             head: (hidden `[B, S/cp, E]`, output layer) -> result; lets a loss make its logits in chunks.
 
         Returns:
-            logits `[B, S/cp, V]`, or what `head` returns.
+            logits `[B, S/cp, V]`, or what `head` returns; where the last layers are not kept, hidden states.
         """
-        hidden = self.tok_embeddings(tokens)
+        hidden = self.tok_embeddings(tokens) if self.opens else tokens
         cos, sin = self._rotations(positions)
-        for layer in self.layers:
+        for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, plan)
+        if not self.closes:
+            return hidden
         hidden = self.norm(hidden)
         return head(hidden, self.output) if head else self.output(hidden)
 

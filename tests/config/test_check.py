@@ -9,6 +9,7 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import (
+    Compile,
     Curriculum,
     Optimizer,
     Parallel,
@@ -83,11 +84,35 @@ def test_no_stage_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sections", "wanted"),
     [
-        ({"parallel": Parallel(pp=2)}, "parallel.pp asks for pipeline parallelism, which this version does not have"),
+        (
+            {"parallel": Parallel(pp=2, pp_schedule="zbv_zero_bubble"), "compile": Compile(enable=True)},
+            "takes the backward of a block apart, which a compiled block cannot\n  fix: use gpipe, 1f1b, interleaved",
+        ),
+        (
+            {"parallel": Parallel(pp=2), "training": Training(micro_batch_sequences=8)},
+            "makes 1 micro-batches, which 1f1b cannot deal to 2 pipeline ranks\n  fix: use 16384 for 2 micro-batches",
+        ),
+        (
+            {"parallel": Parallel(tp=2, dp_shard=1)},
+            "seq_len = 1025 leaves a context-parallel rank 1025 tokens, which tp = 2 does not divide\n  fix: use 1028",
+        ),
     ],
 )
-def test_what_this_version_lacks_is_refused_by_name(sections: dict[str, object], wanted: str) -> None:
-    assert wanted in refuse(config_with(**sections), 2)
+def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
+    sections: dict[str, object], wanted: str
+) -> None:
+    odd = dataclasses.replace(STAGE, seq_len=1025, global_batch_tokens=1025)
+    stages = (odd,) if "1025" in wanted else ()
+    assert wanted in refuse(config_with(*stages, **sections), 2)
+
+
+def test_interleaved_schedules_want_whole_rounds() -> None:
+    stage = dataclasses.replace(STAGE, global_batch_tokens=5 * 1024)
+    looped = Parallel(pp=2, dp_shard=1, pp_schedule="interleaved_1f1b")
+    message = refuse(config_with(stage, parallel=looped), 2)
+    assert "makes 5 micro-batches, which interleaved_1f1b cannot deal" in message
+    assert "fix: use 6144 for 6 micro-batches" in message
+    check_config(config_with(stage, parallel=dataclasses.replace(looped, pp_schedule="1f1b")), 2)
 
 
 def test_a_cp_of_minus_one_takes_every_rank() -> None:

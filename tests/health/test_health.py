@@ -27,7 +27,7 @@ def test_a_loss_names_its_rank_and_not_what_it_spoiled() -> None:
 
 def test_a_backward_names_its_rank_before_the_reduction_hides_it() -> None:
     rows = [[10.0, 4.0, 0.5, math.inf, 1.0], [10.0, 4.0, math.inf, math.inf, 1.0]]
-    assert diagnose(rows) == ["rank 1: the gradient at the embeddings is inf, the loss is finite"]
+    assert diagnose(rows) == ["rank 1: the gradient at its first layer is inf, the loss is finite"]
 
 
 def test_a_weight_gradient_that_overflows_alone_is_still_found() -> None:
@@ -36,19 +36,19 @@ def test_a_weight_gradient_that_overflows_alone_is_still_found() -> None:
 
 
 def test_the_probe_sees_the_largest_gradient_over_all_backwards_and_forgets_it() -> None:
-    embeddings = nn.Embedding(5, 3)
-    probe = GradientProbe(embeddings)
+    embeddings, layer = nn.Embedding(5, 3), nn.Identity()
+    probe = GradientProbe(layer)
     for scale in (1.0, -7.0, 2.0):
-        (embeddings(torch.tensor([[1, 2]])) * scale).sum().backward()
+        (layer(embeddings(torch.tensor([[1, 2]]))) * scale).sum().backward()
     assert probe.take(torch.device("cpu")).item() == 7.0
     assert probe.take(torch.device("cpu")).item() == 0.0
 
 
 def test_the_probe_passes_nan_on_whatever_comes_after() -> None:
-    embeddings = nn.Embedding(5, 3)
-    probe = GradientProbe(embeddings)
+    embeddings, layer = nn.Embedding(5, 3), nn.Identity()
+    probe = GradientProbe(layer)
     for scale in (math.nan, 1.0):
-        (embeddings(torch.tensor([[1, 2]])) * scale).sum().backward()
+        (layer(embeddings(torch.tensor([[1, 2]]))) * scale).sum().backward()
     assert math.isnan(probe.take(torch.device("cpu")).item())
 
 

@@ -131,7 +131,7 @@ def run_meshes() -> tuple[list[list[int]], list[int], bool]:
     return (
         [*groups, meshes.for_hybrid(4, 2).mesh.flatten().tolist()],
         meshes.parameters["tp"].mesh.tolist(),
-        meshes.counts,
+        meshes.counts_tokens,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from torchtitan_cp.config import ConfigError
 
@@ -27,6 +28,10 @@ NAME = re.compile(r"step-(\d+)")
 PARTIAL = ".partial"
 PROGRESS_FILE = "progress.json"
 FINISHED_MARK = ".metadata"
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+Parts = Iterable[nn.Module]
+Optimizers = Iterable[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ class Checkpoints:
                 found.append((int(match[1]), path))
         return sorted(found)
 
-    def save(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, rng_state: Tensor) -> Path:
+    def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, rng_state: Tensor) -> Path:
         """Write a checkpoint of this step; all ranks call. Older ones beyond `keep` go afterwards.
 
         Args:
+            parts: this rank's parts of the model, whose parameters bear the names they have in the whole.
+            optimizers: of each.
             rng_state: this rank's random state, uint8.
         """
         final = self.folder / f"step-{progress.step}"
@@ -85,7 +92,7 @@ class Checkpoints:
                 shutil.rmtree(stale, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = _state(model, optimizer)
+        state = _state(parts, optimizers)
         state["rng"] = {f"rank{dist.get_rank()}": rng_state}
         dcp.save(state, checkpoint_id=partial)
         if dist.get_rank() == 0:
@@ -104,10 +111,8 @@ class Checkpoints:
         path = complete[-1][1]
         return path, Progress(**json.loads((path / PROGRESS_FILE).read_text()))
 
-    def load(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, ranks: int, rng_state: Tensor
-    ) -> Tensor | None:
-        """Fill model and optimizer from a checkpoint written by any number of ranks; all ranks call.
+    def load(self, path: Path, parts: Parts, optimizers: Optimizers, *, ranks: int, rng_state: Tensor) -> Tensor | None:
+        """Fill parts and optimizers from a checkpoint written by any number of ranks; all ranks call.
 
         Args:
             ranks: that wrote it.
@@ -116,19 +121,34 @@ class Checkpoints:
         Returns:
             this rank's random state if as many ranks wrote it, else None.
         """
-        state = _state(model, optimizer)
+        state = _state(parts, optimizers)
         same_ranks = ranks == dist.get_world_size()
         name = f"rank{dist.get_rank()}"
         if same_ranks:
             state["rng"] = {name: torch.empty_like(rng_state)}
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            # Of one part, of which only the names are asked for.
+            own = _state([part], [optimizer])
+            values = {kind: {name: state[kind][name] for name in own[kind]} for kind in own}
+            set_state_dict(
+                part,
+                optimizer,
+                model_state_dict=values["model"],
+                optim_state_dict=values["optimizer"],
+                options=BY_NAME,
+            )
         return state["rng"][name] if same_ranks else None
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
+    """Everything by the name it has in the whole model, whatever parts a rank has."""
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        model_state, optimizer_state = get_state_dict(part, optimizer, options=BY_NAME)
+        state["model"].update(model_state)
+        state["optimizer"].update(optimizer_state)
+    return state
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:

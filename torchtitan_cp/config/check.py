@@ -5,7 +5,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from torchtitan_cp.config.degrees import Degrees, resolve_degrees
+from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Config, Stage
 
@@ -19,7 +19,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     Raises:
         ConfigError: the first thing found wrong, with the way to mend it.
     """
-    _check_available(config)
+    _check_pipeline(config)
     _check_groups(config)
     degrees = resolve_degrees(config.parallel, ranks)
     if not config.curriculum.stages:
@@ -29,14 +29,14 @@ def check_config(config: Config, ranks: int) -> Degrees:
     return degrees
 
 
-def _check_available(config: Config) -> None:
-    """Refuse by name what this version knows of and does not do."""
-    absent = {
-        "parallel.pp": (config.parallel.pp > 1, "pipeline parallelism", "set it to 1"),
-    }
-    for name, (asked, what, fix) in absent.items():
-        if asked:
-            raise ConfigError(f"{name} asks for {what}, which this version does not have", fix=fix)
+def _check_pipeline(config: Config) -> None:
+    schedule = config.parallel.pp_schedule
+    if config.parallel.pp > 1 and config.compile.enable and SCHEDULES[schedule].splits_backward:
+        plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
+        raise ConfigError(
+            f"parallel.pp_schedule = {schedule!r} takes the backward of a block apart, which a compiled block cannot",
+            fix=f"use {plain}, or compile.enable = false",
+        )
 
 
 def _check_groups(config: Config) -> None:
@@ -89,6 +89,23 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} is not a multiple of "
             f"seq_len {stage.seq_len} x {sequences} sequences run at once (data-parallel ranks x micro-batch)",
             fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
+        )
+    _check_micro_batches(config, stage, where, degrees)
+
+
+def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
+    """Every schedule but GPipe wants a micro-batch for each pipeline rank, and the interleaved ones whole rounds."""
+    if degrees.pp == 1:
+        return
+    unit = stage.seq_len * degrees.stage_dp(stage) * config.training.micro_batch_sequences
+    count, schedule = stage.global_batch_tokens // unit, config.parallel.pp_schedule
+    rounds = max(1, count // degrees.pp) if schedule.startswith("interleaved") else 1
+    if schedule != "gpipe" and (count < degrees.pp or count % rounds):
+        wanted = max(degrees.pp, -(-count // degrees.pp) * degrees.pp)
+        raise ConfigError(
+            f"{where}.global_batch_tokens = {stage.global_batch_tokens} makes {count} micro-batches, which "
+            f"{schedule} cannot deal to {degrees.pp} pipeline ranks",
+            fix=f"use {wanted * unit} for {wanted} micro-batches, or fewer pipeline ranks",
         )
 
 

@@ -6,6 +6,31 @@ from dataclasses import dataclass
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Parallel, Stage
 
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """A schedule of torch.distributed.pipelining.
+
+    Attributes:
+        torch_name: what torch calls it.
+        stages_per_rank: how many it has at least; exactly so many where `most` is the same.
+        most: how many it takes, None for any.
+        splits_backward: gradients of weights are made apart from those of inputs (zero bubble).
+    """
+
+    torch_name: str
+    stages_per_rank: int = 1
+    most: int | None = 1
+    splits_backward: bool = False
+
+
+SCHEDULES = {
+    "gpipe": PipelineSchedule("GPipe"),
+    "1f1b": PipelineSchedule("1F1B"),
+    "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", 2, None),
+    "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, None, splits_backward=True),
+    "zbv_zero_bubble": PipelineSchedule("ZBVZeroBubble", 2, 2, splits_backward=True),
+}
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 

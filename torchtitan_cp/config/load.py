@@ -105,9 +105,10 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     if origin is types.UnionType:
         return build(typing.get_args(kind)[0], value, where=where, file=file)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{file}: {where} must be a list, got {value!r}", fix=f"write it as [[{where}]] tables")
         item = typing.get_args(kind)[0]
+        if not isinstance(value, list):
+            fix = f"write it as [[{where}]] tables" if dataclasses.is_dataclass(item) else "write it in brackets"
+            raise ConfigError(f"{file}: {where} must be a list, got {value!r}", fix=fix)
         return tuple(build(item, entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
     plain = origin or kind
     if plain is float and type(value) is int:

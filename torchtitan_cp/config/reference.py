@@ -41,7 +41,8 @@ def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
             continue
         choices = entry.metadata["choices"]
         help_text = entry.metadata["help"] + (f" ({' | '.join(choices)})" if choices else "")
-        yield Key(prefix + entry.name, (typing.get_origin(kind) or kind).__name__, _default(entry), help_text)
+        name = "list" if typing.get_origin(kind) is tuple else (typing.get_origin(kind) or kind).__name__
+        yield Key(prefix + entry.name, name, _default(entry), help_text)
 
 
 def _default(entry: Any) -> str:
@@ -49,7 +50,7 @@ def _default(entry: Any) -> str:
         return ""
     if entry.default is dataclasses.MISSING:
         return "{}"
-    value = entry.default
+    value = list(entry.default) if isinstance(entry.default, tuple) else entry.default
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value!r}"
 
 

@@ -10,7 +10,8 @@ STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
-RESHARD = ("always", "never")
+RESHARD = ("auto", "always", "never")
+PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
 
@@ -141,13 +142,18 @@ class LRScheduler:
 class Parallel:
     """Degrees of the mesh; their product is the number of ranks. -1 takes what is left (one key at most)."""
 
-    pp: int = key(1, "pipeline stages")
+    pp: int = key(1, "pipeline ranks")
+    pp_schedule: str = key("1f1b", "order of forwards and backwards in the pipeline", choices=PP_SCHEDULES)
+    pp_stages_per_rank: int = key(0, "stages of one pipeline rank; 0: as few as the schedule takes", least=0)
+    pp_split: tuple[int, ...] = key((), "first layer of every stage but the first; default: split by cost")
     dp_replicate: int = key(1, "replicas of the sharded model (HSDP)")
     dp_shard: int = key(-1, "data-parallel ranks that shard the parameters")
     cp: int = key(1, "context-parallel ranks; a stage may set its own")
     tp: int = key(1, "tensor-parallel ranks; they share a node")
     fsdp_reshard: str = key(
-        "always", "free a block's gathered weights after its forward, or never (until backward)", choices=RESHARD
+        "auto",
+        "whether a block's gathered weights are freed after its forward; auto: always, and never in a pipeline",
+        choices=RESHARD,
     )
     fsdp_prefetch: int = key(1, "blocks whose weights are gathered ahead", least=1)
     fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory (CUDA)")

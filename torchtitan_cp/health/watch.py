@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 
 class GradientProbe:
-    """Largest absolute gradient that reaches the embeddings on this rank, before any reduction.
+    """Largest absolute gradient that reaches the first layer's input on this rank, before any reduction.
 
     A non-finite value anywhere in a rank's backward flows down the residual stream to here, while the
     parameters' gradients are summed over ranks before anybody can look at them.
 
     Args:
-        embeddings: the module whose output opens the residual stream.
+        layer: the first of the rank's layers; its first input is the residual stream.
     """
 
-    def __init__(self, embeddings: nn.Module) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self.largest: Tensor | None = None
-        embeddings.register_forward_hook(self._watch_output)
+        layer.register_forward_pre_hook(self._watch_input)
 
-    def _watch_output(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self._see)
+    def _watch_input(self, module: nn.Module, inputs: Any) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(self._see)
 
     def _see(self, gradient: Tensor) -> None:
         largest = gradient.detach().abs().amax().double()
@@ -68,7 +68,9 @@ def exchange(
         peak_memory_bytes: of this rank.
     """
     memory = torch.tensor(peak_memory_bytes, device=loss_sum.device)
-    own = torch.stack([x.double() for x in (loss_sum, tokens, largest_gradient, shard_square_norm, memory)])
+    own = torch.stack(
+        [x.to(loss_sum.device).double() for x in (loss_sum, tokens, largest_gradient, shard_square_norm, memory)]
+    )
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     rows = torch.stack(gathered).tolist()
@@ -88,11 +90,11 @@ def diagnose(rows: list[list[float]]) -> list[str]:
         if not math.isfinite(loss_sum):
             findings.append(f"rank {rank}: the loss is {loss_sum}")
         elif not math.isfinite(largest_gradient):
-            findings.append(f"rank {rank}: the gradient at the embeddings is {largest_gradient}, the loss is finite")
+            findings.append(f"rank {rank}: the gradient at its first layer is {largest_gradient}, the loss is finite")
     shards = [(rank, row[3]) for rank, row in enumerate(rows) if not math.isfinite(row[3])]
     if shards and not findings:
         findings.append(
             f"gradient norm of the shards on rank {', '.join(str(rank) for rank, _ in shards)} is {shards[0][1]}, "
-            "while losses and the gradients at the embeddings are finite: a weight's gradient overflowed"
+            "while losses and the gradients at the first layers are finite: a weight's gradient overflowed"
         )
     return findings

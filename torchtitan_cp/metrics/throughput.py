@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,6 +37,22 @@ def flops_per_token(linear_parameters: int, layers: int, heads: int, head_dim: i
     Source: Kaplan et al., 2020, and appendix B of PaLM (Chowdhery et al., 2022), with the causal half.
     """
     return 6.0 * linear_parameters + 6.0 * layers * heads * head_dim * seq_len
+
+
+def layer_costs(shape: Any, seq_len: int) -> list[float]:
+    """FLOPs a token of each layer, with the embedding's in the first and the output's in the last.
+
+    Args:
+        shape: with `dim`, `vocab_size`, `n_layers`, `n_heads`, `head_dim`, `linear_parameters()`.
+    """
+    output = shape.dim * shape.vocab_size
+    layer = flops_per_token(
+        (shape.linear_parameters() - output) // shape.n_layers, 1, shape.n_heads, shape.head_dim, seq_len
+    )
+    costs = [layer] * shape.n_layers
+    costs[0] += shape.dim  # a look-up: one addition a number in backward
+    costs[-1] += 6.0 * output
+    return costs
 
 
 def find_peak(device: torch.device, name: str, dtype: torch.dtype, stated_tflops: float) -> Peak:

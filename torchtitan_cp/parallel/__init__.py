@@ -7,6 +7,20 @@ visible in `apply.py`.
 from torchtitan_cp.parallel.apply import parallelize
 from torchtitan_cp.parallel.device import Device, World, start_ranks, stop_ranks
 from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.pipeline import Hidden, Pipeline, bubble_share, plan_stages
 from torchtitan_cp.parallel.tensor import check_shape, vocabulary_part
 
-__all__ = ["Device", "Meshes", "World", "check_shape", "parallelize", "start_ranks", "stop_ranks", "vocabulary_part"]
+__all__ = [
+    "Device",
+    "Hidden",
+    "Meshes",
+    "Pipeline",
+    "World",
+    "bubble_share",
+    "check_shape",
+    "parallelize",
+    "plan_stages",
+    "start_ranks",
+    "stop_ranks",
+    "vocabulary_part",
+]

@@ -28,7 +28,7 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
     """
     if kind == "none":
         return
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = recomputed(layer.forward, None if kind == "full" else partial(_contexts, kind))
 
 
@@ -59,7 +59,7 @@ def tile_mlps(model: nn.Module, tiles: int) -> None:
     tiles there are; every rank has as many. Source: ALST (Bekman et al., 2025).
     """
     if tiles > 1:
-        for layer in model.layers:  # type: ignore[union-attr]
+        for layer in model.layers.values():  # type: ignore[operator]
             layer.mlp = tiled(layer.mlp, tiles)
 
 

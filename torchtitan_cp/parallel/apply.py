@@ -1,6 +1,7 @@
 """What is done to a plain model before it trains: split tensors, recompute, compile, shard, allocate, fill."""
 
 import hashlib
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,8 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.tensor import part_of, shard_tensors
+
+logger = logging.getLogger(__name__)
 
 
 def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], config: Config) -> None:
@@ -30,28 +33,37 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
     recompute_blocks(model, config.activation.checkpoint)
     if config.compile.enable:
         compile_blocks(model, config.compile.mode)
-    shard(model, meshes.fsdp, config)
-    model.to_empty(device="cpu" if config.parallel.fsdp_cpu_offload else meshes.device_type)
+    on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
+    if config.parallel.fsdp_cpu_offload and not on_host:
+        logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
+    shard(model, meshes.fsdp, config, on_host)
+    model.to_empty(device="cpu" if on_host else meshes.device_type)
     fill(model, config.training.seed)
 
 
 def compile_blocks(model: nn.Module, mode: str) -> None:
     """Compile each block whole; blocks of one kind share what is compiled, and another length makes it dynamic."""
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = torch.compile(layer.forward, fullgraph=True, mode=mode)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: Config) -> None:
-    """FSDP2 by block. Gradients are summed and never averaged: the loss is divided once, by all its tokens."""
+def shard(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> None:
+    """FSDP2 by block. Gradients are summed and never averaged: the loss is divided once, by all its tokens.
+
+    Args:
+        on_host: weights, gradients and so the optimizer's state live in host memory.
+    """
     # Inputs are not cast: rotary cos and sin stay fp32 beside a bf16 residual stream.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.compute_dtype),
         reduce_dtype=getattr(torch, config.training.reduce_dtype),
         cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy() if config.parallel.fsdp_cpu_offload else OffloadPolicy()
-    again = config.parallel.fsdp_reshard == "always"
-    for layer in model.layers:  # type: ignore[union-attr]
+    offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
+    again = config.parallel.fsdp_reshard == "always" or (
+        config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
+    )
+    for layer in model.layers.values():  # type: ignore[operator]
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     for module in model.modules():
@@ -64,7 +76,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: Config) -> None:
 
 def prefetch(model: nn.Module, blocks: int) -> None:
     """Gather the weights of the next `blocks` blocks while one computes; FSDP2 by itself gathers one."""
-    layers = list(model.layers)  # type: ignore[arg-type]
+    layers = list(model.layers.values())  # type: ignore[operator]
     for index, layer in enumerate(layers if blocks > 1 else ()):
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + blocks])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - blocks) : index][::-1])

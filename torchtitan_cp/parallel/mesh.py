@@ -17,13 +17,13 @@ class Meshes:
         degrees: of every axis.
 
     Attributes:
-        parameters: (dp_replicate, fsdp, tp).
+        parameters: (pp, dp_replicate, fsdp, tp).
     """
 
     def __init__(self, device_type: str, degrees: Degrees) -> None:
         self.device_type, self.degrees = device_type, degrees
-        sizes = (degrees.dp_replicate, degrees.fsdp, degrees.tp)
-        self.parameters = init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "fsdp", "tp"))
+        sizes = (degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp)
+        self.parameters = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
         self._by_cp: dict[int, DeviceMesh] = {}
         self._hybrid: dict[tuple[int, int], DeviceMesh] = {}
 
@@ -38,15 +38,27 @@ class Meshes:
         return self.parameters["tp"] if self.degrees.tp > 1 else None
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank's tokens and losses go into sums over the job: its peers in tp have the same ones."""
+    def pp(self) -> DeviceMesh:
+        """This rank's pipeline, itself alone if there is none."""
+        return self.parameters["pp"]
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses go into sums over the job: its peers in tp have the same ones."""
         return self.parameters.get_local_rank("tp") == 0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """The same of its tokens, which its peers in pp read as well."""
+        return self.counts_losses and self.parameters.get_local_rank("pp") == 0
+
     def for_cp(self, degree: int) -> DeviceMesh:
-        """The mesh (dp, cp, tp) with this CP degree. Collective."""
+        """The mesh (pp, dp, cp, tp) with this CP degree. Collective."""
         if degree not in self._by_cp:
             self._by_cp[degree] = init_device_mesh(
-                self.device_type, (*self._data(degree), self.degrees.tp), mesh_dim_names=("dp", "cp", "tp")
+                self.device_type,
+                (self.degrees.pp, *self._data(degree), self.degrees.tp),
+                mesh_dim_names=("pp", "dp", "cp", "tp"),
             )
         return self._by_cp[degree]
 
@@ -55,8 +67,8 @@ class Meshes:
         key = (degree, all_to_all_ranks)
         if key not in self._hybrid:
             dp, cp = self._data(degree)
-            shape = (dp, cp // all_to_all_ranks, all_to_all_ranks, self.degrees.tp)
-            names = ("dp", "ring", "all_to_all", "tp")
+            shape = (self.degrees.pp, dp, cp // all_to_all_ranks, all_to_all_ranks, self.degrees.tp)
+            names = ("pp", "dp", "ring", "all_to_all", "tp")
             self._hybrid[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
         return self._hybrid[key]["ring", "all_to_all"]
 
@@ -66,8 +78,8 @@ class Meshes:
 
     def describe(self) -> str:
         """The axes and who talks to whom, from this rank's place."""
-        axes = {"dp_replicate": self.degrees.dp_replicate, "dp_shard x cp": self.degrees.fsdp, "tp": self.degrees.tp}
-        names = {"dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
+        names = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
+        axes = {name: self.parameters[axis].size() for name, axis in names.items()}
         lines = [f"mesh {' x '.join(f'{name} {size}' for name, size in axes.items())}, outermost first"]
         for name, size in axes.items():
             if size > 1:

@@ -1,0 +1,88 @@
+"""Four dimensions together give one process's losses, gradients and gradient norm; a wide run of the parity tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.ranks import RankPool
+from tests.runs import TINY, first_gradients, losses, train, write_run
+from torchtitan_cp.parallel.pipeline import SPLITS_ANY_BACKWARD
+
+FOUR_LAYERS = TINY.replace("n_layers = 2", "n_layers = 4")
+UNTIED = "--model.overrides.tie_embeddings=false"
+
+# [number of ranks, degrees and strategies, other overrides]
+MATRIX = {
+    "PP 2, GPipe": (2, "pp=2 pp_schedule=gpipe", []),
+    "PP 2, 1F1B": (2, "pp=2", []),
+    "PP 2, 1F1B, untied": (2, "pp=2", [UNTIED]),
+    "PP 4, 1F1B": (4, "pp=4", []),
+    "PP 2, interleaved": (2, "pp=2 pp_schedule=interleaved_1f1b", []),
+    "PP 2, interleaved zero bubble": (2, "pp=2 pp_schedule=interleaved_zero_bubble", []),
+    "PP 2, ZBV": (2, "pp=2 pp_schedule=zbv_zero_bubble", []),
+    "PP 2, split by hand, recomputed": (2, "pp=2 pp_split=[3]", ["--activation.checkpoint=full"]),
+    "PP 2 x FSDP 2": (4, "pp=2", []),
+    "PP 2 x HSDP 2": (4, "pp=2 dp_replicate=2", []),
+    "PP 2 x TP 2": (4, "pp=2 tp=2", []),
+    "PP 2 x CP 2, ring, attention saved": (4, "pp=2 cp=2", ["--activation.checkpoint=attention_saved"]),
+    "PP 2 x CP 2, all-gather, interleaved": (
+        4,
+        "pp=2 cp=2 pp_schedule=interleaved_1f1b",
+        ["--context_parallel.strategy=all_gather"],
+    ),
+    "PP 2 x CP 2, all-to-all, compiled": (
+        4,
+        "pp=2 cp=2",
+        ["--context_parallel.strategy=all_to_all", "--compile.enable=true"],
+    ),
+    "PP 2 x CP 2 x TP 2": (8, "pp=2 cp=2 tp=2", []),
+    "PP 2 x FSDP 2 x TP 2, ZBV, MLP in 2 tiles": (
+        8,
+        "pp=2 tp=2 pp_schedule=zbv_zero_bubble",
+        ["--activation.mlp_tiles=2"],
+    ),
+    "PP 2 x FSDP 2 x CP 2, selective": (8, "pp=2 cp=2", ["--activation.checkpoint=selective"]),
+    "FSDP 2 x CP 2 x TP 2, balanced": (8, "cp=2 tp=2", ["--context_parallel.layout=balanced"]),
+}
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("matrix"), FOUR_LAYERS)
+
+
+References = dict[bool, tuple[list[dict[str, float]], dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def references(ranks: Callable[[int], RankPool], run_toml: Path) -> References:
+    found = {}
+    for untied in (False, True):
+        overrides = [UNTIED] * untied + [f"--job.dump_folder={run_toml.parent}/one-{untied}"]
+        lines = ranks(1)(train, run_toml, "--checkpoint.enable=false", *overrides)[0]
+        found[untied] = (lines, ranks(1)(first_gradients, run_toml, *overrides)[0][1])
+    return found
+
+
+@pytest.mark.parametrize("layout", MATRIX)
+def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
+    ranks: Callable[[int], RankPool], run_toml: Path, references: References, layout: str
+) -> None:
+    size, degrees, others = MATRIX[layout]
+    if "zero" in degrees and not SPLITS_ANY_BACKWARD:
+        pytest.skip("zero-bubble schedules need torch 2.13")
+    overrides = [f"--parallel.{degree}" for degree in degrees.split()] + others
+    want_lines, want_gradients = references[UNTIED in others]
+    loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
+    assert loss == pytest.approx(want_lines[0]["loss"], rel=1e-5)
+    assert gradients.keys() == want_gradients.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - want_gradients[name]).abs().max() / want_gradients[name].abs().max()
+        assert error < 1e-5, (name, error)
+    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
+    lines = ranks(size)(train, run_toml, folder, "--checkpoint.enable=false", *overrides)[0]
+    assert losses(lines) == pytest.approx(losses(want_lines), rel=1e-4)
+    for got, want in zip(lines, want_lines, strict=True):
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
