@@ -13,7 +13,7 @@ class Architecture:
 
     Attributes:
         flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
-            `head_dim`, `ffn_dim`, `linear_parameters()` and `problem()`.
+            `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`.
         build: (shape, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to some layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`.

@@ -102,7 +102,7 @@ def plain_first_gradients(path: Path) -> tuple[float, dict[str, Tensor]]:
     trainer = prepared(path)
     shape = dataclasses.replace(FLAVORS["debug"], **trainer.config.model.overrides, vocab_size=257)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, plan: object) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
 

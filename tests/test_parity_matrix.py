@@ -12,6 +12,8 @@ from torchtitan_cp.parallel.pipeline import SPLITS_ANY_BACKWARD
 
 FOUR_LAYERS = TINY.replace("n_layers = 2", "n_layers = 4")
 UNTIED = "--model.overrides.tie_embeddings=false"
+WINDOWS = "--model.overrides.windows=[20, 0, 50]"
+MODELS = {"": [], "untied": [UNTIED], "windows": [WINDOWS]}
 
 # [number of ranks, degrees and strategies, other overrides]
 MATRIX = {
@@ -44,6 +46,8 @@ MATRIX = {
         ["--activation.mlp_tiles=2"],
     ),
     "PP 2 x FSDP 2 x CP 2, selective": (8, "pp=2 cp=2", ["--activation.checkpoint=selective"]),
+    "PP 2 x CP 2, layers with windows": (4, "pp=2 cp=2", [WINDOWS]),
+    "CP 4, layers with windows, compiled": (4, "cp=4", [WINDOWS, "--compile.enable=true"]),
     "FSDP 2 x CP 2 x TP 2, balanced": (8, "cp=2 tp=2", ["--context_parallel.layout=balanced"]),
 }
 
@@ -53,16 +57,16 @@ def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("matrix"), FOUR_LAYERS)
 
 
-References = dict[bool, tuple[list[dict[str, float]], dict[str, Tensor]]]
+References = dict[str, tuple[list[dict[str, float]], dict[str, Tensor]]]
 
 
 @pytest.fixture(scope="module")
 def references(ranks: Callable[[int], RankPool], run_toml: Path) -> References:
     found = {}
-    for untied in (False, True):
-        overrides = [UNTIED] * untied + [f"--job.dump_folder={run_toml.parent}/one-{untied}"]
+    for name, model in MODELS.items():
+        overrides = [*model, f"--job.dump_folder={run_toml.parent}/one-{name}"]
         lines = ranks(1)(train, run_toml, "--checkpoint.enable=false", *overrides)[0]
-        found[untied] = (lines, ranks(1)(first_gradients, run_toml, *overrides)[0][1])
+        found[name] = (lines, ranks(1)(first_gradients, run_toml, *overrides)[0][1])
     return found
 
 
@@ -74,7 +78,9 @@ def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
     if "zero" in degrees and not SPLITS_ANY_BACKWARD:
         pytest.skip("zero-bubble schedules need torch 2.13")
     overrides = [f"--parallel.{degree}" for degree in degrees.split()] + others
-    want_lines, want_gradients = references[UNTIED in others]
+    want_lines, want_gradients = references[
+        next((name for name, model in MODELS.items() if model and model[0] in others), "")
+    ]
     loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
     assert loss == pytest.approx(want_lines[0]["loss"], rel=1e-5)
     assert gradients.keys() == want_gradients.keys()

@@ -49,6 +49,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         ["--parallel.cp=2"],
         ["--parallel.cp=4", "--context_parallel.strategy=hybrid", "--context_parallel.layout=balanced"],
         ["--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"],
+        ["--parallel.pp=2", "--parallel.tp=2", "--model.overrides.windows=[100, 0]"],
     ],
 )
 def test_parity_holds_on_every_layout(ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]) -> None:

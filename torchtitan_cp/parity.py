@@ -202,10 +202,15 @@ def _all_sequences(trainer: Trainer, stage: StagePlan) -> MicroBatch:
     return MicroBatch(tokens, labels, torch.arange(stage.seq_len), None)  # type: ignore[arg-type]
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, plan: object) -> Tensor:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    if not window:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    rows = torch.arange(q.shape[2], device=q.device)
+    distance = rows.unsqueeze(1) - rows
+    seen = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)
 
 
 @contextmanager

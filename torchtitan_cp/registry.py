@@ -61,9 +61,11 @@ def shape_of(model: Model) -> Any:
             fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
             raise ConfigError(f"model.overrides.{name} is no size of {model.architecture}", fix=fix)
         wanted = type(getattr(shape, name))
+        wanted = list if wanted is tuple else wanted
         if type(value) is not wanted:
             raise ConfigError(f"model.overrides.{name} must be of type {wanted.__name__}, got {value!r}")
-    shape = dataclasses.replace(shape, **model.overrides)
+    overrides = {name: tuple(value) if type(value) is list else value for name, value in model.overrides.items()}
+    shape = dataclasses.replace(shape, **overrides)
     if problem := shape.problem():
         raise ConfigError(f"model {model.flavor} with its overrides: {problem}", fix="change model.overrides")
     return shape

@@ -1,6 +1,7 @@
 """The training loop. It reads top to bottom like the way of a batch; the rooms do the work."""
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_cp import registry
-from torchtitan_cp.attention import ContextParallel, attend, choose_strategy
+from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy
 from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, to_toml
@@ -47,6 +48,11 @@ from torchtitan_cp.parallel import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def attend_layer(q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int) -> Tensor:
+    """Attention of a layer that has this window: what the model is handed."""
+    return attend(q, k, v, plans[window])
 
 
 class Trainer:
@@ -86,7 +92,9 @@ class Trainer:
         )
         self.probe = GradientProbe(next(iter(self.parts[0].layers.values())))  # type: ignore[operator]
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
-        identity = {"model": dataclasses.asdict(shape), "data": corpus.fingerprint, "seed": config.training.seed}
+        # As it comes back from a checkpoint, where a tuple is a list.
+        sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
+        identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         self.progress = Progress(ranks=world.size, identity=identity, block_tokens=block_tokens)
         self.validation_losses: tuple[float, float] | None = None
 
@@ -102,7 +110,7 @@ class Trainer:
         self.parts = nn.ModuleList()
         for number in self.layers.of(mesh.get_local_rank()):
             with torch.device("meta"):
-                part = architecture.build(shape, attend)
+                part = architecture.build(shape, attend_layer)
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
                 part.keep(*self.layers.layers[number])  # type: ignore[operator]
             parallelize(part, self.meshes, architecture.sharding, self.config)
@@ -215,7 +223,7 @@ class Trainer:
         settings = self.config.context_parallel
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
-        context_parallel = ContextParallel(
+        self.context_parallel = ContextParallel(
             cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
         )
         frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim)
@@ -227,7 +235,7 @@ class Trainer:
             stage.micro_batch_sequences,
             stage.dp,
             mesh.get_local_rank("dp"),
-            context_parallel.plan(stage.seq_len),
+            self.context_parallel.plan(stage.seq_len),
         )
 
     def _announce(self, stage: StagePlan, shape: StepShape) -> None:
@@ -318,7 +326,18 @@ class Trainer:
             vocabulary = VocabularyShard(group, first) if group else None
             return chunked_cross_entropy(hidden, weight, labels, chunk, vocabulary=vocabulary, z_loss=z_loss)
 
-        return forward(tokens if state is None else state, positions, batch.plan, head)
+        return forward(tokens if state is None else state, positions, self._layer_plans(batch.plan), head)
+
+    def _layer_plans(self, plan: Plan) -> dict[int, Plan]:
+        """The plan of each window that a layer has; all of them on the layout of the batch's own."""
+        return {
+            window: self.context_parallel.plan(
+                plan.sequence_length, dataclasses.replace(plan.mask, window=(window - 1, -1)), like=plan
+            )
+            if window
+            else plan
+            for window in set(self.shape.windows)
+        }
 
     def _hidden(self, batch: MicroBatch) -> Hidden:
         """What travels between stages of the pipeline."""
@@ -352,7 +371,11 @@ class Trainer:
         """Record the step. Nothing here changes it."""
         speed = stage.global_batch_tokens / seconds
         flops = flops_per_token(
-            self.shape.linear_parameters(), self.shape.n_layers, self.shape.n_heads, self.shape.head_dim, stage.seq_len
+            self.shape.linear_parameters(),
+            self.shape.layer_windows,
+            self.shape.n_heads,
+            self.shape.head_dim,
+            stage.seq_len,
         )
         record = StepRecord(
             step=self.progress.step,

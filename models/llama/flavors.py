@@ -17,6 +17,7 @@ class LlamaShape:
         vocab_size: V; 0 takes the tokenizer's.
         tie_embeddings: the output matrix is the embedding.
         norm_eps: added to the mean square in RMSNorm.
+        windows: keys that a query sees, itself counted, in the layers in turn; 0 is all of them.
     """
 
     dim: int
@@ -28,6 +29,12 @@ class LlamaShape:
     vocab_size: int = 0
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """The window of each layer, 0 for none."""
+        return tuple(self.windows[number % len(self.windows)] for number in range(self.n_layers))
 
     def linear_parameters(self) -> int:
         """Weights that multiply each token once: blocks and output, without the embedding look-up."""
@@ -39,6 +46,8 @@ class LlamaShape:
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)
         if min(sizes) < 1:
             return "every size must be at least 1"
+        if not self.windows or min(self.windows) < 0:
+            return f"windows = {list(self.windows)} must be one or more numbers from 0 (no window)"
         if self.n_heads % self.n_kv_heads:
             return f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}"
         return f"head_dim = {self.head_dim} is odd, and RoPE turns pairs" if self.head_dim % 2 else None

@@ -1,7 +1,8 @@
 """Llama: RMSNorm, rotary attention with grouped heads, SwiGLU. Plain modules that know no ranks.
 
-The attention itself is a callable handed in, (q, k, v, plan) -> out; the model passes `plan` through
-unread. Names follow the published checkpoints of Meta. Source: Touvron et al., 2023; Dubey et al., 2024.
+The attention itself is a callable handed in, (q, k, v, plan, window) -> out; the model passes `plan` through
+unread, and says which window the layer has. Names follow the published checkpoints of Meta. Source: Touvron
+et al., 2023; Dubey et al., 2024.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from models.llama.flavors import LlamaShape
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Any, int], Tensor]
 Head = Callable[[Tensor, nn.Linear], Any]
 
 
@@ -22,8 +23,8 @@ class Llama(nn.Module):
 
     Args:
         shape: sizes; vocab_size must be set.
-        attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan)
-            -> `[B, S/cp, Hq, D]`.
+        attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan, window)
+            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all.
     """
 
     def __init__(self, shape: LlamaShape, attend: Attend) -> None:
@@ -31,7 +32,10 @@ class Llama(nn.Module):
         self.shape = shape
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
         # By number, so that a stage of a pipeline keeps the names of the layers it has.
-        self.layers = nn.ModuleDict({str(number): Block(shape, attend) for number in range(shape.n_layers)})
+        windows = shape.layer_windows
+        self.layers = nn.ModuleDict(
+            {str(number): Block(shape, attend, windows[number]) for number in range(len(windows))}
+        )
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
@@ -108,10 +112,10 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """One layer: attention and SwiGLU, each behind its norm, each added to the residual stream."""
 
-    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+    def __init__(self, shape: LlamaShape, attend: Attend, window: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape, attend)
+        self.attention = Attention(shape, attend, window)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.feed_forward = FeedForward(shape)
 
@@ -126,9 +130,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Projections and rotation around the attention that was handed in."""
 
-    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+    def __init__(self, shape: LlamaShape, attend: Attend, window: int) -> None:
         super().__init__()
-        self.head_dim, self.attend = shape.head_dim, attend
+        self.head_dim, self.attend, self.window = shape.head_dim, attend, window
         self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
@@ -136,7 +140,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
-        return self.wo(self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, plan).flatten(-2))
+        return self.wo(self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, plan, self.window).flatten(-2))
 
 
 class FeedForward(nn.Module):

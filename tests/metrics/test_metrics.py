@@ -36,9 +36,11 @@ def record(step: int, loss: float | None = 2.0) -> StepRecord:
 
 
 def test_flops_count_six_a_weight_and_half_the_square_of_attention() -> None:
-    assert flops_per_token(10**6, 2, 4, 64, 0) == 6e6
+    assert flops_per_token(10**6, [0, 0], 4, 64, 0) == 6e6
     full_mask = 12 * 2 * 4 * 64 * 4096
-    assert flops_per_token(0, 2, 4, 64, 4096) == full_mask / 2
+    assert flops_per_token(0, [0, 0], 4, 64, 4096) == full_mask / 2
+    seen = sum(min(row + 1, 100) for row in range(4096)) / 4096
+    assert flops_per_token(0, [100], 4, 64, 4096) == pytest.approx(12 * 4 * 64 * seen, rel=2e-2)
 
 
 def test_peak_is_what_was_stated_else_the_table_else_measured() -> None:

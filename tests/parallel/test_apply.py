@@ -19,7 +19,7 @@ SHAPE = LlamaShape(32, 2, 4, 2, 8, 48, vocab_size=61)
 BASE = Config()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: object) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
     rows = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
 

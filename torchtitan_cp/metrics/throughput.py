@@ -1,6 +1,7 @@
 """FLOPs of a token and the peak of a device: what MFU divides."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,26 +31,29 @@ class Peak:
     source: str
 
 
-def flops_per_token(linear_parameters: int, layers: int, heads: int, head_dim: int, seq_len: int) -> float:
+def flops_per_token(linear_parameters: int, windows: Sequence[int], heads: int, head_dim: int, seq_len: int) -> float:
     """FLOPs of training on one token: forward and twice that backward, recomputation not counted.
 
-    6 per weight; attention's two products cost 12 x S x Hq x D a layer over a full mask, half of it causal.
-    Source: Kaplan et al., 2020, and appendix B of PaLM (Chowdhery et al., 2022), with the causal half.
+    6 per weight; attention's two products cost 12 x Hq x D a key that is seen, of which a causal token sees
+    S/2 on average, and in a window of W fewer. Source: Kaplan et al., 2020, and appendix B of PaLM
+    (Chowdhery et al., 2022), with the causal half.
+
+    Args:
+        windows: of each layer, 0 for none.
     """
-    return 6.0 * linear_parameters + 6.0 * layers * heads * head_dim * seq_len
+    keys = sum(w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows)
+    return 6.0 * linear_parameters + 12.0 * heads * head_dim * keys
 
 
 def layer_costs(shape: Any, seq_len: int) -> list[float]:
     """FLOPs a token of each layer, with the embedding's in the first and the output's in the last.
 
     Args:
-        shape: with `dim`, `vocab_size`, `n_layers`, `n_heads`, `head_dim`, `linear_parameters()`.
+        shape: with `dim`, `vocab_size`, `n_layers`, `n_heads`, `head_dim`, `layer_windows`, `linear_parameters()`.
     """
     output = shape.dim * shape.vocab_size
-    layer = flops_per_token(
-        (shape.linear_parameters() - output) // shape.n_layers, 1, shape.n_heads, shape.head_dim, seq_len
-    )
-    costs = [layer] * shape.n_layers
+    weights = (shape.linear_parameters() - output) // shape.n_layers
+    costs = [flops_per_token(weights, [w], shape.n_heads, shape.head_dim, seq_len) for w in shape.layer_windows]
     costs[0] += shape.dim  # a look-up: one addition a number in backward
     costs[-1] += 6.0 * output
     return costs
