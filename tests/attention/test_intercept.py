@@ -1,5 +1,6 @@
 """Models that know nothing of context parallelism, trained under it: plain torch and Hugging Face."""
 
+import copy
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -111,7 +112,103 @@ def run_never_reached() -> str:
 def test_a_model_whose_attention_never_reaches_sdpa_is_named(ranks: Callable[[int], RankPool]) -> None:
     pytest.importorskip("transformers")
     message = ranks(2)(run_never_reached)[0]
-    assert "LlamaForCausalLM never called scaled_dot_product_attention (its attn_implementation is 'eager')" in message
+    assert "LlamaAttention ran and never called scaled_dot_product_attention (its attn_implementation is 'ea" in message
+
+
+def run_nothing_called() -> str:
+    model, x = nn.Linear(S // 2, 4), torch.zeros(1, S)
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(), [x], [1], model=model):
+        model(x)
+    return str(error.value)
+
+
+def test_a_block_without_any_attention_names_its_model(ranks: Callable[[int], RankPool]) -> None:
+    assert "Linear never called scaled_dot_product_attention" in ranks(2)(run_nothing_called)[0]
+
+
+def run_gap(gap: str, layout: str) -> str:
+    """What would be silently wrong on a shard; the message that says so, or how far off the loss is."""
+    hf = pytest.importorskip("transformers")
+    model = hugging_face("llama")
+    if gap == "window":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 36}
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, **heads)).double()
+    if gap == "one layer eager":
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"  # type: ignore[union-attr]
+        model.model.layers[1].self_attn.config = config  # type: ignore[union-attr, index]
+
+    def loss_of_all(ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "position_ids": positions}
+        options |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": 2 * S}
+        for name in {"no positions": ["position_ids"], "no shift": ["shift_labels"]}.get(gap, []):
+            del options[name]
+        return model(ids, **options).loss
+
+    buffers = batch()
+    try:
+        with context_parallel(make_cp(layout=layout), list(buffers), [1, 1, 1]):
+            loss_of_all(*buffers)
+    except PlanError as error:
+        return str(error)
+    return "silent"
+
+
+@pytest.mark.parametrize(
+    ("gap", "message"),
+    [
+        ("one layer eager", "LlamaAttention ran and never called scaled_dot_product_attention"),
+        (
+            "no positions",
+            "arange counted 24 tokens before attention: positions within a rank's shard; put position ids",
+        ),
+        ("no shift", "shifts or cuts a buffer along its sequence, which is wrong at the edges of a shard"),
+        ("window", "MistralAttention has sliding_window = 36, and the mask of this block none"),
+    ],
+)
+def test_what_would_be_silently_wrong_on_a_shard_is_refused_by_name(
+    ranks: Callable[[int], RankPool], gap: str, message: str
+) -> None:
+    for answer in ranks(2)(run_gap, gap, "zigzag"):
+        assert message in answer
+
+
+def run_one_refuses() -> str:
+    """Only rank 0 makes a mask, as transformers may where a shard's position ids jump."""
+    q, x = torch.zeros(1, 2, S // 2, 8), torch.zeros(1, S)
+    own = torch.ones(S // 2, S // 2, dtype=torch.bool) if dist.get_rank() == 0 else None
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(layout="zigzag"), [x], [1]):
+        scaled_dot_product_attention(q, q, q, own, is_causal=own is None)
+    return str(error.value)
+
+
+def test_what_one_rank_refuses_ends_the_others_too(ranks: Callable[[int], RankPool]) -> None:
+    first, last = ranks(2)(run_one_refuses, timeout=60.0)
+    assert "attention_mask=torch.ones_like(input_ids)" in first
+    assert "another rank refused this call" in last
+
+
+def run_mistral() -> list[float]:
+    """A window told to the block equals the model's own on one process."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 36}
+    model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, **heads)).double()
+    want = loss_of(model, *batch()).item()
+    ids, labels, positions = batch()
+    with context_parallel(make_cp(), [ids, labels, positions], [1, 1, 1], mask=AttentionMask(window=(35, -1))):
+        loss = loss_of(model, ids, labels, positions).detach()
+    dist.all_reduce(loss)
+    return [loss.item(), want]
+
+
+def test_a_window_given_to_the_block_is_the_models_own(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    got, want = ranks(2)(run_mistral)[0]
+    assert got == pytest.approx(want, rel=1e-6)
 
 
 def run_own_mask() -> str:

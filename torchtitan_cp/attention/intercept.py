@@ -12,8 +12,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchtitan_cp.attention.api import ContextParallel
 from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.guard import SDPA_FIX, Guard, counts_positions
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.transfer import find_groups
 
 
 @contextmanager
@@ -51,36 +53,36 @@ def context_parallel(
 
     Raises:
         PlanError: buffers that do not fit together; a call with what a shard cannot honour (an attn_mask, a
-            dropout, another length, another causal order than `mask`'s, reentrant checkpointing); or no call at all.
+            dropout, another length, another causal order than `mask`'s, reentrant checkpointing); a module named
+            as attention that makes no call, or has a window other than `mask`'s; positions counted within the
+            shard; labels shifted within it; or no call at all.
     """
     length = _common_length(buffers, buffer_seq_dims)
     plans = {causal: cp.plan(length, replace(mask or AttentionMask(), causal=causal)) for causal in (True, False)}
     layout_plan = plans[mask.causal if mask else True]
     plans[not layout_plan.mask.causal] = cp.plan(length, plans[not layout_plan.mask.causal].mask, like=layout_plan)
     kept = no_restore_buffers or set()
+    positions = [counts_positions(buffer, dim) for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)]
     whole = [buffer.detach().view(buffer.shape) for buffer in buffers]
     catcher = _Catcher(cp, plans, mask)
     try:
         with torch.no_grad():
             for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
                 buffer.set_(layout_plan.shard(buffer, dim).contiguous())  # type: ignore[call-overload]
-        with _catching(catcher.attend):
+        shards = list(zip(buffers, buffer_seq_dims, strict=True))
+        guard = Guard(layout_plan.local_tokens, length, shards, positions, mask, lambda: catcher.calls)
+        catcher.guard = guard
+        with _catching(catcher.attend), guard.watching():
             yield layout_plan
         if not catcher.calls:
             raise PlanError(
-                f"{_name(model)} never called scaled_dot_product_attention{_implementation(model)}", fix=FIX
+                f"{_name(model)} never called scaled_dot_product_attention{_implementation(model)}", fix=SDPA_FIX
             )
     finally:
         with torch.no_grad():
             for buffer, full in zip(buffers, whole, strict=True):
                 if not any(buffer is other for other in kept):
                     buffer.set_(full)  # type: ignore[call-overload]
-
-
-FIX = (
-    "its ranks would each attend to their own shard only: choose an attention that goes through "
-    "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' in Hugging Face models)"
-)
 
 
 @contextmanager
@@ -105,6 +107,8 @@ KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")  # the last two without au
 class _Catcher:
     """Sends calls of scaled_dot_product_attention to the context-parallel attention."""
 
+    guard: Guard
+
     def __init__(self, cp: ContextParallel, plans: dict[bool, Plan], mask: AttentionMask | None) -> None:
         self.cp, self.plans, self.mask, self.calls = cp, plans, mask, 0
 
@@ -121,7 +125,35 @@ class _Catcher:
         enable_gqa: bool = False,
     ) -> Tensor:
         """The signature of torch.nn.functional.scaled_dot_product_attention, `[B, H, S/P, D]`."""
+        refusal = None
+        try:
+            self._check(query, key, value, attn_mask, dropout_p, is_causal)
+        except PlanError as error:
+            refusal = error
+        if not self.calls:
+            refusal = self._agree(refusal, query.device)
+        if refusal:
+            raise refusal
         self.calls += 1
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self.cp.attention(q, k, v, self.plans[is_causal], scale=scale).transpose(1, 2)
+
+    def _agree(self, refusal: PlanError | None, device: torch.device) -> PlanError | None:
+        """At the first call, what any rank refuses: the others would wait for its keys."""
+        plan = self.plans[True]
+        refused = torch.tensor(float(refusal is not None), device=device)
+        for group in find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks):
+            refused = group.maximum(refused)
+        if refusal or not refused:
+            return refusal
+        return PlanError("another rank refused this call; its message says why")
+
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+    ) -> None:
+        """Raise PlanError at what a shard cannot honour."""
+        if counted := self.guard.counted_positions():
+            raise counted
         if attn_mask is not None:
             raise PlanError(
                 f"scaled_dot_product_attention was given a mask {tuple(attn_mask.shape)}, which speaks of one shard",
@@ -145,8 +177,6 @@ class _Catcher:
                 "reentrant activation checkpointing would recompute attention without context parallelism",
                 fix="use torch.utils.checkpoint with use_reentrant=False",
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self.cp.attention(q, k, v, plan, scale=scale).transpose(1, 2)
 
 
 def _in_reentrant_checkpoint() -> bool:
