@@ -1,6 +1,7 @@
 """Small real runs of the Trainer for tests: a tiny Llama on real text, on the ranks of a pool."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from models import ARCHITECTURES
+from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.data.loader import MicroBatch, read_step
+from torchtitan_cp.optimizer import IGNORED
 from torchtitan_cp.parallel import start_ranks
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
@@ -100,7 +103,26 @@ def first_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch
     """On a rank: loss of the first step, and the full gradient of every parameter by name."""
     trainer = prepared(path, *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
-    report = trainer.gradients(read_step(trainer.stream, 0, shape))
+    return gradients_of(trainer, read_step(trainer.stream, 0, shape))
+
+
+def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same where each sequence is packed documents, and has other numbers of tokens that count; one has none."""
+    trainer = prepared(path, *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    mask = AttentionMask(document_lengths=((5, 70, 1, shape.seq_len - 76),))
+    shape = replace(shape, plan=trainer.context_parallel.plan(shape.seq_len, mask))
+    batches = []
+    for index, batch in enumerate(read_step(trainer.stream, 0, shape)):
+        first = (index * shape.dp + shape.dp_rank) * shape.micro_batch_sequences
+        counted = [(first + row) * 37 % shape.seq_len for row in range(shape.micro_batch_sequences)]
+        kept = batch.positions < torch.tensor(counted).unsqueeze(1)
+        batches.append(replace(batch, labels=torch.where(kept, batch.labels, IGNORED)))
+    return gradients_of(trainer, tuple(batches))
+
+
+def gradients_of(trainer: Trainer, batches: tuple[MicroBatch, ...]) -> tuple[float, dict[str, torch.Tensor]]:
+    report = trainer.gradients(batches)
     assert not report.findings
     own = {n: p.grad.full_tensor() for part in trainer.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
     stages: list[Any] = [None] * trainer.meshes.pp.size()

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from tests.ranks import RankPool
-from tests.runs import TINY, first_gradients, losses, train, write_run
+from tests.runs import TINY, first_gradients, losses, packed_gradients, train, write_run
 from torchtitan_cp.parallel.pipeline import SPLITS_ANY_BACKWARD
 
 FOUR_LAYERS = TINY.replace("n_layers = 2", "n_layers = 4")
@@ -92,3 +92,28 @@ def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
     assert losses(lines) == pytest.approx(losses(want_lines), rel=1e-4)
     for got, want in zip(lines, want_lines, strict=True):
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+
+
+PACKED = {
+    "FSDP 2": (2, "dp_shard=2", []),
+    "one rank, four sequences at once": (1, "pp=1", ["--training.micro_batch_sequences=4"]),
+    "FSDP 2, two sequences at once, no accumulation": (2, "dp_shard=2", ["--training.micro_batch_sequences=2"]),
+    "CP 2, recomputed": (2, "cp=2", ["--activation.checkpoint=full"]),
+    "CP 4, all-gather, windows": (4, "cp=4", ["--context_parallel.strategy=all_gather", WINDOWS]),
+    "PP 2 x CP 2, balanced": (4, "pp=2 cp=2", ["--context_parallel.layout=balanced"]),
+    "FSDP 2 x CP 2 x TP 2": (8, "cp=2 tp=2", []),
+}
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_packed_documents_with_unequal_counts_of_tokens_give_the_gradients_of_one_rank(
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str
+) -> None:
+    size, degrees, others = PACKED[layout]
+    overrides = [f"--parallel.{degree}" for degree in degrees.split()] + others
+    want_loss, want = ranks(1)(packed_gradients, run_toml, *[o for o in others if o == WINDOWS])[0]
+    loss, gradients = ranks(size)(packed_gradients, run_toml, *overrides)[0]
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        error = (gradient - want[name]).abs().max() / want[name].abs().max()
+        assert error < 1e-5, (name, error)
