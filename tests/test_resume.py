@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, losses, train, write_run
@@ -101,6 +102,35 @@ def test_a_partial_checkpoint_and_one_without_its_progress_are_passed_over(
     assert not (checkpoints / "step-14.partial").exists()
 
 
+def test_a_checkpoint_with_spoiled_progress_is_passed_over_and_all_spoiled_are_refused(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "spoiled", 14)
+    for step, text in ((14, "{"), (10, '{"steps": 1}'), (8, "")):
+        (folder / "checkpoints" / f"step-{step}" / "progress.json").write_text(text)
+    assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
+    for path in (folder / "checkpoints").glob("step-*"):
+        (path / "progress.json").write_text("[]")
+    with pytest.raises(RankFailure, match=r"(?s)no checkpoint in .* can be read.*move the folder away"):
+        ranks(2)(train, run_toml, f"--job.dump_folder={folder}")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_checkpoint_with_a_damaged_part_is_refused_with_the_way_to_mend_it(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], damage: str
+) -> None:
+    folder = stopped_copy(run_toml, f"part-{damage}", 10)
+    part = next((folder / "checkpoints" / "step-10").glob("__1_*.distcp"))
+    if damage == "cut":
+        part.write_bytes(part.read_bytes()[:100])
+    else:
+        part.unlink()
+    with pytest.raises(RankFailure, match=r"(?s)step-10 cannot be loaded: .*delete .*step-10 to resume from the"):
+        ranks(2)(train, run_toml, f"--job.dump_folder={folder}")
+    shutil.rmtree(folder / "checkpoints" / "step-10")
+    assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
+
+
 def test_a_finished_run_takes_no_step_and_writes_nothing(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:
@@ -149,3 +179,21 @@ def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: li
     assert wanted | {"peak_memory_bytes"} <= first.keys()
     assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 512)
     assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)
+
+
+def train_deterministically(path: Path, folder: str) -> list[float]:
+    try:
+        return losses(train(path, folder, "--training.deterministic=true", "--checkpoint.enable=false"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_kernels_give_the_same_bits_twice(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    runs = [
+        ranks(2)(train_deterministically, run_toml, f"--job.dump_folder={run_toml.parent}/bits-{number}")[0]
+        for number in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] == pytest.approx(straight, rel=1e-5)

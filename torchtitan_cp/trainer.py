@@ -44,6 +44,7 @@ from torchtitan_cp.parallel import (
     check_shape,
     parallelize,
     plan_stages,
+    use_deterministic_kernels,
     vocabulary_part,
 )
 
@@ -74,6 +75,8 @@ class Trainer:
         self.total_steps = self.stages[-1].last_step
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         torch.manual_seed(config.training.seed)
+        if config.training.deterministic:
+            use_deterministic_kernels()
 
         corpus = prepare(config.data, config.tokenizer)
         self.unigram_counts = corpus.unigram_counts

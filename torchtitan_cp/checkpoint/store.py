@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from torchtitan_cp.config import ConfigError
@@ -104,12 +105,23 @@ class Checkpoints:
         return final
 
     def read_progress(self) -> tuple[Path, Progress] | None:
-        """The newest complete checkpoint and where it stood; None if there is none."""
+        """The newest complete checkpoint whose progress can be read, and where it stood; None if there is none.
+
+        Raises:
+            ConfigError: there are some, and none can be read.
+        """
         complete = self.complete()
-        if not complete:
-            return None
-        path = complete[-1][1]
-        return path, Progress(**json.loads((path / PROGRESS_FILE).read_text()))
+        for _, path in reversed(complete):
+            try:
+                return path, Progress(**json.loads((path / PROGRESS_FILE).read_text()))
+            except (ValueError, TypeError, OSError) as error:
+                logger.warning("%s is damaged and passed over: %s: %s", path, PROGRESS_FILE, error)
+        if complete:
+            raise ConfigError(
+                f"no checkpoint in {self.folder} can be read: {PROGRESS_FILE} is damaged in each",
+                fix="move the folder away to begin anew, or give the run another job.dump_folder",
+            )
+        return None
 
     def load(self, path: Path, parts: Parts, optimizers: Optimizers, *, ranks: int, rng_state: Tensor) -> Tensor | None:
         """Fill parts and optimizers from a checkpoint written by any number of ranks; all ranks call.
@@ -120,13 +132,23 @@ class Checkpoints:
 
         Returns:
             this rank's random state if as many ranks wrote it, else None.
+
+        Raises:
+            ConfigError: a part is missing or cannot be read.
         """
         state = _state(parts, optimizers)
         same_ranks = ranks == dist.get_world_size()
         name = f"rank{dist.get_rank()}"
         if same_ranks:
             state["rng"] = {name: torch.empty_like(rng_state)}
-        dcp.load(state, checkpoint_id=path)
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise ConfigError(
+                f"{path} cannot be loaded: {type(first).__name__}: {first}",
+                fix=f"delete {path} to resume from the checkpoint before it",
+            ) from None
         for part, optimizer in zip(parts, optimizers, strict=True):
             # Of one part, of which only the names are asked for.
             own = _state([part], [optimizer])

@@ -80,6 +80,7 @@ class Training:
     compute_dtype: str = key(
         "bfloat16", "dtype of forward and backward; weights and reductions are fp32", choices=("float32", "bfloat16")
     )
+    deterministic: bool = key(False, "only kernels that give the same bits every time; slower on CUDA")
     micro_batch_sequences: int = key(1, "sequences a data-parallel rank runs at once", least=1)
     reduce_dtype: str = key(
         "float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16")

@@ -121,7 +121,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope = (1 + 2 * z_loss * log_sums) * (targets[chunk] != IGNORED)
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
             if len(weight):
-                d_logits.scatter_add_(-1, row, -is_here.float().unsqueeze(-1))
+                # One label a row: nothing is added up, and scatter_ is deterministic on CUDA, unlike scatter_add_.
+                d_logits.scatter_(-1, row, d_logits.gather(-1, row) - is_here.float().unsqueeze(-1))
             d_logits = d_logits.to(rows.dtype)
             d_rows[chunk] = d_logits @ weight
             d_weight += d_logits.t() @ rows[chunk]

@@ -108,6 +108,16 @@ def start_ranks(timeout_seconds: float) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
+def use_deterministic_kernels() -> None:
+    """Have torch refuse every kernel that may give other bits the next time, before the first is chosen.
+
+    Attention on CUDA then runs FlashAttention's deterministic backward, matrix products a fixed workspace.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 def stop_ranks() -> None:
     """Leave the process group."""
     if dist.is_initialized():

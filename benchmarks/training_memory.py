@@ -1,0 +1,130 @@
+"""Peak memory of a training step against its length: `python -m benchmarks.training_memory`.
+
+A narrow Llama with windows in every layer, so that a step's time grows with its length and not with the square. On a
+CPU the growth of the process's largest resident size, counted from a reset after freed memory was given back.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.ranks import Run, start_ranks
+from models.llama import SHARDING, Llama, LlamaShape
+from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
+from torchtitan_cp.config import Config
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.optimizer import chunked_cross_entropy
+from torchtitan_cp.parallel import Meshes, parallelize
+from torchtitan_cp.parallel.device import find_device
+
+SHAPE = LlamaShape(256, 4, 4, 2, 64, 704, vocab_size=16384, windows=(1024,))
+CHUNK = 1024
+
+# name -> (logits in chunks, [activation])
+STEPS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "naive logits": (False, {}),
+    "chunked loss": (True, {}),
+    "+ full": (True, {"checkpoint": "full"}),
+    "+ attention_saved": (True, {"checkpoint": "attention_saved"}),
+    "+ full, MLP in 8 tiles": (True, {"checkpoint": "full", "mlp_tiles": 8}),
+    "+ attention_saved, MLP in 8 tiles": (True, {"checkpoint": "attention_saved", "mlp_tiles": 8}),
+}
+
+
+def bytes_per_token(name: str) -> float:
+    """What a step keeps of a token, by docs/memory.md, in fp32."""
+    queries, keys = SHAPE.n_heads * SHAPE.head_dim, SHAPE.n_kv_heads * SHAPE.head_dim
+    chunked, activation = STEPS[name]
+    kind = activation.get("checkpoint", "none")
+    everything = 4 * SHAPE.dim + 3 * queries + 3 * keys + 4 * SHAPE.ffn_dim + SHAPE.n_heads
+    kept = {"none": everything, "full": SHAPE.dim, "attention_saved": SHAPE.dim + queries + SHAPE.n_heads}[kind]
+    # Beside the blocks: the last norm's input and output, and the gradient of the hidden states.
+    head = 3 * SHAPE.dim + (0 if chunked else 3 * SHAPE.vocab_size)
+    # One block is whole while it is recomputed; its MLP in tiles never is.
+    block = 0.0
+    if kind != "none":
+        block = everything - (4 * SHAPE.ffn_dim * (1 - 1 / activation.get("mlp_tiles", 1)))
+    # Gradients inside a block's backward: of the MLP's three wide tensors, and of the residual stream twice.
+    backward = 3 * SHAPE.ffn_dim / activation.get("mlp_tiles", 1) + 2 * SHAPE.dim
+    return 4.0 * (SHAPE.n_layers * kept + head + block + backward)
+
+
+def on_ranks(name: str, seq_len: int) -> Run:
+    """A run that answers with the bytes that a forward and backward took at most."""
+    chunked, activation = STEPS[name]
+    ranks, device = dist.get_world_size(), find_device()
+    meshes = Meshes("cpu", Degrees(1, 1, ranks, 1, 1))
+    base = Config()
+    config = dataclasses.replace(
+        base,
+        training=dataclasses.replace(base.training, compute_dtype="float32"),
+        activation=dataclasses.replace(base.activation, **activation),
+    )
+    with torch.device("meta"):
+        model = Llama(SHAPE, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    parallelize(model, meshes, SHARDING, config)
+    model.set_rope([1.0 / 10000 ** (i / 32) for i in range(32)], 1.0, device.device)
+    plan: Plan = ContextParallel(meshes.for_cp(ranks)["cp"], "ring").plan(seq_len, AttentionMask(window=(1023, -1)))
+    tokens, labels = (torch.randint(SHAPE.vocab_size, (1, plan.local_tokens)) for _ in range(2))
+
+    def head(hidden: Tensor, output: nn.Linear) -> Tensor:
+        if chunked:
+            return chunked_cross_entropy(hidden, output.weight, labels, CHUNK)[0]
+        return F.cross_entropy(output(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def run() -> int:
+        model.zero_grad(set_to_none=True)
+        device.reset_peak_memory()
+        before = device.peak_memory_bytes()
+        (model(tokens, plan.positions, plan, head) / seq_len).backward()
+        return device.peak_memory_bytes() - before
+
+    return run
+
+
+def measure(count: int, lengths: list[int], naive_up_to: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for each kind of step, with the peak at each length on `count` ranks."""
+    rows = []
+    for name in STEPS:
+        peaks: dict[int, float] = {}
+        for length in lengths:
+            if STEPS[name][0] or length // count <= naive_up_to:
+                with start_ranks(count) as ranks:
+                    ranks.make(on_ranks, name, length)
+                    peaks[length] = max(ranks.answer()) / 2**20
+        measured = sorted(peaks)
+        slope = (peaks[measured[-1]] - peaks[measured[-2]]) * 2**20 / (measured[-1] - measured[-2]) * count
+        rows.append({"ranks": count, "step": name, "mib": peaks, "bytes_per_token": slope})
+        cells = " | ".join(f"{peaks[length]:,.0f}" if length in peaks else "-" for length in lengths)
+        tell(f"| {count} | {name} | {cells} | {slope / 1024:.1f} | {bytes_per_token(name) / 1024:.1f} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536, 262144])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--naive-up-to", type=int, default=65536, help="tokens of a rank whose logits fit")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {platform.machine()}, {SHAPE}, fp32; peak MiB of the rank with most\n")
+    print("| ranks | step | " + " | ".join(f"{length // 1024}K" for length in options.lengths), end=" | ")
+    print("KiB a token of a rank | formula |\n|---|---|" + "---|" * (len(options.lengths) + 2))
+    rows = []
+    for count in options.ranks:
+        rows += measure(count, options.lengths, options.naive_up_to, lambda line: print(line, flush=True))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
