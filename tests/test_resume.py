@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, losses, train, write_run
@@ -197,3 +198,17 @@ def test_deterministic_kernels_give_the_same_bits_twice(
     ]
     assert runs[0] == runs[1]
     assert runs[0] == pytest.approx(straight, rel=1e-5)
+
+
+def train_on_own_corpus(paths: list[Path]) -> None:
+    train(paths[dist.get_rank()])
+
+
+def test_ranks_that_read_other_tokens_are_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    paths = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        paths.append(write_run(tmp_path / name))
+    (tmp_path / "other" / "corpus" / "ast.py").unlink()
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 has other tokens than rank 0.*give every node the same files"):
+        ranks(2)(train_on_own_corpus, paths)

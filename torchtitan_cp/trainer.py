@@ -16,7 +16,7 @@ from torchtitan_cp import registry
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy
 from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
-from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config import Config, ConfigError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import StagePlan, resolve_stages, rope_frequencies, stage_of
 from torchtitan_cp.data import TokenStream, prepare
@@ -79,6 +79,7 @@ class Trainer:
             use_deterministic_kernels()
 
         corpus = prepare(config.data, config.tokenizer)
+        self._check_same_corpus(corpus.fingerprint)
         self.unigram_counts = corpus.unigram_counts
         block_tokens = max(stage.seq_len for stage in self.stages)
         self.stream = TokenStream(corpus.train, block_tokens, config.training.seed)
@@ -100,6 +101,17 @@ class Trainer:
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         self.progress = Progress(ranks=world.size, identity=identity, block_tokens=block_tokens)
         self.validation_losses: tuple[float, float] | None = None
+
+    def _check_same_corpus(self, fingerprint: str) -> None:
+        """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
+        found: list[Any] = [None] * self.world.size
+        dist.all_gather_object(found, fingerprint)
+        others = [rank for rank, other in enumerate(found) if other != found[0]]
+        if others:
+            raise ConfigError(
+                f"rank {', '.join(map(str, others))} has other tokens than rank 0: corpora {sorted(set(found))}",
+                fix="give every node the same files under data.path, and delete data.cache_folder where it is older",
+            )
 
     def _build_parts(self, shape: Any) -> None:
         """This rank's parts of the network, sharded and filled: all of it, or its stages of the pipeline.

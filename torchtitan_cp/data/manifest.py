@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,14 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Size in bytes of each file of a folder but the manifest."""
-    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != MANIFEST_FILE}
+    """Size in bytes of each file of a folder but the manifest; another rank may be deleting it meanwhile."""
+    sizes = {}
+    with suppress(FileNotFoundError):
+        for path in sorted(folder.iterdir()):
+            with suppress(FileNotFoundError):
+                if path.name != MANIFEST_FILE:
+                    sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def find_damage(folder: Path) -> str:
