@@ -96,9 +96,9 @@ def measure(count: int, lengths: list[int], naive_up_to: int, tell: Callable[[st
     rows = []
     for name in STEPS:
         peaks: dict[int, float] = {}
-        for length in lengths:
-            if STEPS[name][0] or length // count <= naive_up_to:
-                with start_ranks(count) as ranks:
+        with start_ranks(count) as ranks:
+            for length in lengths:
+                if STEPS[name][0] or length // count <= naive_up_to:
                     ranks.make(on_ranks, name, length)
                     peaks[length] = max(ranks.answer()) / 2**20
         measured = sorted(peaks)

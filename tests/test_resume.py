@@ -153,6 +153,7 @@ def test_only_the_newest_checkpoints_are_kept(
     ("override", "what"),
     [
         ("--model.overrides.n_layers=1", "model"),
+        ("--optimizer.name=muon", "optimizer"),
         ("--training.seed=5", "seed"),
         ("--data.validation_fraction=0.5", "data"),
     ],

@@ -99,6 +99,7 @@ class Trainer:
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
+        identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(ranks=world.size, identity=identity, block_tokens=block_tokens)
         self.validation_losses: tuple[float, float] | None = None
 

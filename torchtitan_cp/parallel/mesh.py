@@ -80,7 +80,7 @@ class Meshes:
         """The axes and who talks to whom, from this rank's place."""
         names = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
         axes = {name: self.parameters[axis].size() for name, axis in names.items()}
-        lines = [f"mesh {' x '.join(f'{name} {size}' for name, size in axes.items())}, outermost first"]
+        lines = [f"mesh, outermost first: {', '.join(f'{name} {size}' for name, size in axes.items())}"]
         for name, size in axes.items():
             if size > 1:
                 peers = self.parameters[names[name]].mesh.tolist()
