@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
@@ -236,38 +234,6 @@ def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatc
                     q, k, v, _ = draw(256, keys, (4, 2), (16, 16), "cpu", torch.float32)
                     flex.step_forward(q, k, v, step.tiles, 0.2)
     assert graphs.frame_count <= 4, "the first shapes, any length of keys, one and many intervals"
-
-
-def read_by_flash(queries: int, keys: int, left: int, right: int) -> Tensor:
-    """`[Sq, Sk]` the pairs that FlashAttention-2 (its mha_fwd and set_params_fprop) makes of a window."""
-    left, right = (-1 if side >= keys else side for side in (left, right))
-    if left < 0 <= right:
-        left = keys
-    if right < 0 <= left:
-        right = keys
-    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
-    everything = torch.ones(queries, keys, dtype=torch.bool)
-    return everything if left < 0 and right < 0 else (distance >= -left) & (distance <= right)
-
-
-@given(st.integers(1, 24), st.integers(1, 24), *2 * [st.none() | st.integers(-30, 30)])
-@settings(max_examples=2000, deadline=None)
-def test_flash_takes_the_bands_that_it_reads_as_they_are_meant(
-    queries: int, keys: int, low: int | None, high: int | None
-) -> None:
-    band = Band(low, high)
-    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
-    meant = torch.ones(queries, keys, dtype=torch.bool)
-    if low is not None:
-        meant &= distance >= low
-    if high is not None:
-        meant &= distance <= high
-    assume(meant.any(1).all())
-    if flash.takes_band(queries, keys, band):
-        window = flash._window(queries, keys, band)
-        assert torch.equal(read_by_flash(queries, keys, *window.values()), meant)
-    square = queries == keys and band in (FULL, CAUSAL)
-    assert flash.takes_band(queries, keys, band) or not square
 
 
 def test_tiles_of_a_window_that_flash_misreads_reach_it_in_parts() -> None:

@@ -1,0 +1,42 @@
+"""What FlashAttention makes of a window, by its own rules, against what a band means."""
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchtitan_cp.attention.kernels import flash
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.tiles import CAUSAL, FULL
+
+
+def read_by_flash(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """`[Sq, Sk]` the pairs that FlashAttention-2 (its mha_fwd and set_params_fprop) makes of a window."""
+    left, right = (-1 if side >= keys else side for side in (left, right))
+    if left < 0 <= right:
+        left = keys
+    if right < 0 <= left:
+        right = keys
+    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
+    everything = torch.ones(queries, keys, dtype=torch.bool)
+    return everything if left < 0 and right < 0 else (distance >= -left) & (distance <= right)
+
+
+@given(st.integers(1, 24), st.integers(1, 24), *2 * [st.none() | st.integers(-30, 30)])
+@settings(max_examples=2000, deadline=None)
+def test_flash_takes_the_bands_that_it_reads_as_they_are_meant(
+    queries: int, keys: int, low: int | None, high: int | None
+) -> None:
+    band = Band(low, high)
+    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
+    meant = torch.ones(queries, keys, dtype=torch.bool)
+    if low is not None:
+        meant &= distance >= low
+    if high is not None:
+        meant &= distance <= high
+    assume(meant.any(1).all())
+    if flash.takes_band(queries, keys, band):
+        window = flash._window(queries, keys, band)
+        assert torch.equal(read_by_flash(queries, keys, *window.values()), meant)
+    square = queries == keys and band in (FULL, CAUSAL)
+    assert flash.takes_band(queries, keys, band) or not square
