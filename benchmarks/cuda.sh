@@ -10,7 +10,7 @@ set -uo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
 LIMIT_SECONDS=530
-PARTS=(tests kernels-causal kernels-packed kernels-long flex)
+PARTS=(tests kernels-causal kernels-packed kernels-long flex speed-1b speed-8b speed-long)
 
 run_part() {
     local out="$1/$2"
@@ -28,6 +28,13 @@ run_part() {
         flex)
             "$PYTHON" -m benchmarks.kernels --kernels flex cudnn --lengths 65536 --ranks 8 --strategies ring all_gather \
                 --masks causal log-normal --json "$out.json"
+            ;;
+        # These three need the packages of the trainer's [parallel] and [config]: tomli, tomli-w, torchdata.
+        speed-1b) "$PYTHON" -m benchmarks.training_speed --lengths 8192 32768 131072 --json "$out.json" ;;
+        speed-8b) "$PYTHON" -m benchmarks.training_speed --flavor 8B --layers 8 --lengths 8192 32768 131072 --json "$out.json" ;;
+        speed-long)
+            "$PYTHON" -m benchmarks.training_speed --lengths 262144 524288 1048576 --modes attention_saved full --tiles 16 \
+                --compile 0 --rounds 1 --json "$out.json"
             ;;
         *)
             echo "no part is called $2; there are: ${PARTS[*]}" >&2

@@ -91,10 +91,12 @@ def on_ranks(name: str, seq_len: int) -> Run:
     return run
 
 
-def measure(count: int, lengths: list[int], naive_up_to: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(
+    count: int, steps: list[str], lengths: list[int], naive_up_to: int, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """A row for each kind of step, with the peak at each length on `count` ranks."""
     rows = []
-    for name in STEPS:
+    for name in steps:
         peaks: dict[int, float] = {}
         with start_ranks(count) as ranks:
             for length in lengths:
@@ -102,7 +104,7 @@ def measure(count: int, lengths: list[int], naive_up_to: int, tell: Callable[[st
                     ranks.make(on_ranks, name, length)
                     peaks[length] = max(ranks.answer()) / 2**20
         measured = sorted(peaks)
-        slope = (peaks[measured[-1]] - peaks[measured[-2]]) * 2**20 / (measured[-1] - measured[-2]) * count
+        slope = (peaks[measured[-1]] - peaks[measured[0]]) * 2**20 / (measured[-1] - measured[0]) * count
         rows.append({"ranks": count, "step": name, "mib": peaks, "bytes_per_token": slope})
         cells = " | ".join(f"{peaks[length]:,.0f}" if length in peaks else "-" for length in lengths)
         tell(f"| {count} | {name} | {cells} | {slope / 1024:.1f} | {bytes_per_token(name) / 1024:.1f} |")
@@ -112,6 +114,7 @@ def measure(count: int, lengths: list[int], naive_up_to: int, tell: Callable[[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536, 262144])
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--naive-up-to", type=int, default=65536, help="tokens of a rank whose logits fit")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -121,7 +124,9 @@ def main() -> None:
     print("KiB a token of a rank | formula |\n|---|---|" + "---|" * (len(options.lengths) + 2))
     rows = []
     for count in options.ranks:
-        rows += measure(count, options.lengths, options.naive_up_to, lambda line: print(line, flush=True))
+        rows += measure(
+            count, options.steps, options.lengths, options.naive_up_to, lambda line: print(line, flush=True)
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 
