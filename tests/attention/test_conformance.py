@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ MASKS = {
     "documents with gaps": AttentionMask(document_lengths=((8, 40, 48),), used_lengths=((5, 40, 31),)),
 }
 HEADS = {"MHA": (4, 4), "GQA 4:1": (8, 2), "MQA": (4, 1), "3 heads": (3, 3), "6 heads of 2": (6, 2)}
-DIMS = {"16/16": (16, 16), "32/16": (32, 16), "8/24": (8, 24)}
+DIMS = {"16/16": (16, 16), "64/64": (64, 64), "128/64": (128, 64), "8/24": (8, 24)}
 EXCHANGES = ["ring", "all_gather", "all_to_all", "hybrid", "auto"]
 LAYOUTS = ["zigzag", "contiguous", "balanced"]
 NAMES = ("out", "dq", "dk", "dv")
@@ -82,7 +82,7 @@ def run_cases(strategy: str, layout: str, cases: list[Case], kernel: str = "auto
     return answers if dist.get_rank() == 0 else []
 
 
-@lru_cache
+@cache
 def expected(mask: str, heads: str, dims: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The oracle's answer to inputs as `dtype` holds them; rows of padding give nothing."""
     q, k, v, dout = inputs(heads, dims, dtype)
@@ -213,7 +213,7 @@ def test_ten_runs_are_bitwise_equal(ranks: Callable[[int], RankPool], strategy: 
 
 
 def test_reference_kernel_equals_the_full_sequence_on_ranks(ranks: Callable[[int], RankPool]) -> None:
-    cases: list[Case] = [(mask, "GQA 4:1", "32/16", torch.float64) for mask in MASKS]
+    cases: list[Case] = [(mask, "GQA 4:1", "128/64", torch.float64) for mask in MASKS]
     for case, answer in zip(cases, ranks(2)(run_cases, "ring", "zigzag", cases, "reference")[0], strict=True):
         for got, want in zip(answer, expected(*case), strict=True):
             assert (got - want).norm() <= 1e-10 * max(want.norm(), 1)
@@ -263,7 +263,7 @@ def test_qkv_formats_are_one_attention(ranks: Callable[[int], RankPool]) -> None
 
 
 def run_float8(strategy: str) -> list[Tensor]:
-    tensors = inputs("GQA 4:1", "32/16", torch.float32)
+    tensors = inputs("GQA 4:1", "128/64", torch.float32)
     return run(make_cp(strategy, "zigzag", "auto", "float8"), tensors, MASKS["documents"])
 
 
@@ -271,7 +271,7 @@ def run_float8(strategy: str) -> list[Tensor]:
 def test_float8_transfer_costs_the_precision_of_its_mantissa_and_no_more(
     ranks: Callable[[int], RankPool], strategy: str
 ) -> None:
-    want = expected("documents", "GQA 4:1", "32/16", torch.float32)
+    want = expected("documents", "GQA 4:1", "128/64", torch.float32)
     answers = ranks(4)(run_float8, strategy)[0]
     errors = [
         ((got - reference).norm() / reference.norm()).item() for got, reference in zip(answers, want, strict=True)
@@ -444,6 +444,63 @@ def test_a_soft_cap_bends_the_scores_before_the_mask(ranks: Callable[[int], Rank
     want = [out.detach(), *(leaf.grad for leaf in leaves)]
     for got, reference in zip(ranks(2)(run_softcap, strategy)[0], want, strict=True):
         assert worst(got, reference)[0] < 1e-10  # type: ignore[arg-type]
+
+
+SLOPES = torch.tensor([0.5**power for power in range(1, 9)], dtype=torch.float64)
+
+
+def run_alibi(strategy: str, mask: str, heads: str) -> list[Tensor]:
+    cp = make_cp(strategy, "balanced")
+    q, k, v, dout = inputs(heads, "16/16", torch.float64)
+    plan = cp.plan(S, MASKS[mask])
+    local = [plan.shard(x).detach().requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*local, plan, scale=SCALE, alibi_slopes=SLOPES[: q.shape[2]])
+    out.backward(plan.shard(dout))
+    return [plan.unshard(x) for x in (out.detach(), *(x.grad for x in local))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("heads", ["GQA 4:1", "6 heads of 2"])
+@pytest.mark.parametrize("mask", ["bidirectional", "window and documents", "documents of two rows"])
+@pytest.mark.parametrize("strategy", EXCHANGES)
+def test_linear_biases_take_distance_off_the_scores(
+    ranks: Callable[[int], RankPool], strategy: str, mask: str, heads: str
+) -> None:
+    q, k, v, dout = inputs(heads, "16/16", torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    per_key = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(per_key, 2)) * SCALE
+    rows = torch.arange(S)
+    scores = scores - SLOPES[: q.shape[2], None, None] * (rows[:, None] - rows).abs()
+    weights = scores.masked_fill(~allowed(MASKS[mask], S)[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(per_key, 2))
+    out.backward(dout)
+    want = [out.detach(), *(leaf.grad for leaf in leaves)]
+    for got, reference in zip(ranks(4)(run_alibi, strategy, mask, heads)[0], want, strict=True):
+        assert worst(got, reference)[0] < 1e-10  # type: ignore[arg-type]
+
+
+def refuse_alibi() -> list[str]:
+    q = torch.zeros(1, S // 2, 2, 8)
+    said = []
+    for kernel, options in (
+        ("cpu", {"alibi_slopes": SLOPES[:2]}),
+        ("reference", {"alibi_slopes": SLOPES[:2], "softcap": 2.0}),
+        ("auto", {"alibi_slopes": SLOPES[:3]}),
+        ("auto", {"alibi_slopes": SLOPES[:2].clone().requires_grad_()}),
+    ):
+        cp = make_cp("ring", "zigzag", kernel)
+        with pytest.raises(PlanError) as error:
+            cp.attention(q, q, q, cp.plan(S), **options)  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
+
+
+def test_linear_biases_that_cannot_be_are_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
+    kernel, both, shape, gradient = ranks(2)(refuse_alibi)[0]
+    assert "kernel 'cpu' cannot run this: it has no ALiBi; use reference" in kernel
+    assert "it has no ALiBi under a logit soft-cap; take one of the options away" in both
+    assert "alibi_slopes have the shape (3,); give one number per query head: 2" in shape
+    assert "alibi_slopes have no gradient" in gradient
 
 
 def refuse_softcap() -> str:

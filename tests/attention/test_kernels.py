@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention
 
 from tests.attention.oracle import allowed
 from torchtitan_cp.attention import AttentionMask, PlanError, attend, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, _choose, choose_kernel, flash, flex
+from torchtitan_cp.attention.kernels import KERNELS, Alibi, _choose, choose_kernel, flash, flex
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
@@ -166,16 +166,21 @@ def test_flex_blocks_and_mask_are_those_of_the_tiles(mask: AttentionMask, layout
             assert (dense.expand_as(exact) | ~exact).all(), "a block with an allowed pair is visited"
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("scores", ["plain", "capped", "biased"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, softcap: float, flex_on_cpu: None) -> None:
+def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, flex_on_cpu: None) -> None:
     plan = make_plan(512, mask=mask, ranks=2, rank=1, layout="zigzag")
     tensors = [x.double() for x in draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)]
     kernel, reference, tiles = KERNELS["flex"], KERNELS["reference"], plan.steps[0].tiles
-    if softcap:
+    if scores == "capped":
         assert kernel.softcapped
         assert reference.softcapped
-        kernel, reference = kernel.softcapped(softcap), reference.softcapped(softcap)
+        kernel, reference = kernel.softcapped(1.5), reference.softcapped(1.5)
+    if scores == "biased":
+        assert kernel.biased
+        assert reference.biased
+        alibi = Alibi(torch.tensor([0.5, 0.1, 0.02, 0.0]), plan.positions, plan.positions)
+        kernel, reference = kernel.biased(alibi), reference.biased(alibi)
     assert kernel.step_forward
     assert kernel.step_backward
     q, k, v, dout = tensors

@@ -96,9 +96,10 @@ class ContextParallel:
         sinks: Tensor | None = None,
         qkv_format: str = "bshd",
         softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attention of the local queries over the full sequence; see `attend`."""
-        return attend(q, k, v, plan, scale, sinks, qkv_format, softcap)
+        return attend(q, k, v, plan, scale, sinks, qkv_format, softcap, alibi_slopes)
 
     def largest_logits(
         self, q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
@@ -174,6 +175,7 @@ def attend(
     sinks: Tensor | None = None,
     qkv_format: str = "bshd",
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
 
@@ -186,6 +188,8 @@ def attend(
         sinks: `[Hq]` a logit per head that every query attends to besides its keys, with a value of zero.
             Its gradient is that of this rank's queries: sum it over the ranks, as of any parameter.
         softcap: above 0, scores s become softcap tanh(s / softcap), where a kernel can (reference, flex).
+        alibi_slopes: `[Hq]` constants; a head's slope times the distance of query and key is taken off a score
+            (Press et al., 2022), where a kernel can (reference, flex).
         qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
 
     Returns:
@@ -196,14 +200,14 @@ def attend(
     """
     if qkv_format != "bshd":
         into, back = _formats(qkv_format)
-        return back(attend(into(q), into(k), into(v), plan, scale, sinks, softcap=softcap))
-    check_shapes(q, k, v, plan, sinks)
+        return back(attend(into(q), into(k), into(v), plan, scale, sinks, softcap=softcap, alibi_slopes=alibi_slopes))
+    check_shapes(q, k, v, plan, sinks, alibi_slopes)
     strategy = plan.strategy
     if strategy == "auto":
         strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
     trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention(q, k, v, sinks, plan.handle, scale, softcap, strategy, trade_ranks)[0]
+    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, trade_ranks)[0]
 
 
 def _formats(name: str) -> tuple[Any, Any]:
@@ -217,8 +221,10 @@ def _formats(name: str) -> tuple[Any, Any]:
     raise PlanError(f"qkv_format {name!r} is not available", fix="use one of bshd, sbhd, thd")
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> None:
-    """Raise PlanError unless q, k, v and sinks fit the plan and each other."""
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
+) -> None:
+    """Raise PlanError unless all that `attend` is given fits the plan and each other."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise PlanError(f"attention takes [batch, sequence, heads, dim], got {shapes}")
@@ -228,10 +234,13 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | No
         raise PlanError(f"batch, heads or dims do not match: {shapes}", fix="Hq must be a multiple of Hkv")
     if not q.dtype == k.dtype == v.dtype:
         raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
-    if sinks is not None and sinks.shape != (q.shape[2],):
-        raise PlanError(
-            f"sinks have the shape {tuple(sinks.shape)}", fix=f"give one logit per query head: {q.shape[2]}"
-        )
+    for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if numbers is not None and numbers.shape != (q.shape[2],):
+            raise PlanError(
+                f"{name} have the shape {tuple(numbers.shape)}", fix=f"give one number per query head: {q.shape[2]}"
+            )
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise PlanError("alibi_slopes have no gradient", fix="give constants: alibi_slopes.detach()")
     rows = plan.mask.document_lengths
     if rows is not None and len(rows) not in (1, q.shape[0]):
         raise PlanError(f"the mask has documents of {len(rows)} batch rows and q has {q.shape[0]}")

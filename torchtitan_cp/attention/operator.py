@@ -38,15 +38,18 @@ def _announce(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
     logger.info("attention strategy %s on %d ranks: %s", choose_strategy(*case), ranks, explain_strategy(*case))
 
 
-def _call(plan: Plan, q: Tensor, v: Tensor, key_heads: int, scale: float, softcap: float) -> Call:
+def _call(
+    plan: Plan, q: Tensor, v: Tensor, key_heads: int, slopes: Tensor | None, scale: float, softcap: float
+) -> Call:
     ring, trade = find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks)
     return Call(
         plan=plan,
-        kernel=choose_kernel(plan.kernel, q, v, softcap),
+        kernel=choose_kernel(plan.kernel, q, v, softcap, slopes is not None),
         scale=scale,
         key_heads=key_heads,
         ring=ring,
         trade=trade,
+        slopes=slopes,
     )
 
 
@@ -56,6 +59,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    slopes: Tensor | None,
     handle: Tensor,
     scale: float,
     softcap: float,
@@ -66,7 +70,7 @@ def attention(
     plan = plan_of(handle)
     if plan.strategy == "auto":
         _announce(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    call = _call(resolved(plan, strategy), q, v, k.shape[2], scale, softcap)
+    call = _call(resolved(plan, strategy), q, v, k.shape[2], slopes, scale, softcap)
     out, lse, residuals = STRATEGIES[strategy].forward(q, k, v, sinks, call)
     if trade_ranks == 1:
         return out, lse, []
@@ -79,6 +83,7 @@ def _(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    slopes: Tensor | None,
     handle: Tensor,
     scale: float,
     softcap: float,
@@ -107,6 +112,7 @@ def attention_backward(
     dout: Tensor,
     residuals: list[Tensor],
     sinks: Tensor | None,
+    slopes: Tensor | None,
     handle: Tensor,
     scale: float,
     softcap: float,
@@ -115,7 +121,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
-    call = _call(resolved(plan_of(handle), strategy), kept.q, kept.v, key_heads, scale, softcap)
+    call = _call(resolved(plan_of(handle), strategy), kept.q, kept.v, key_heads, slopes, scale, softcap)
     dq, dk, dv, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
     if sinks is None or dsinks is None:
         return dq, dk, dv, dout.new_empty(0)
@@ -127,6 +133,7 @@ def _(
     dout: Tensor,
     residuals: list[Tensor],
     sinks: Tensor | None,
+    slopes: Tensor | None,
     handle: Tensor,
     scale: float,
     softcap: float,
@@ -144,18 +151,18 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sinks, handle, ctx.scale, ctx.softcap, ctx.strategy, _ = inputs
+    q, k, v, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.strategy, _ = inputs
     out, lse, kept = output
     ctx.key_heads = k.shape[2]
-    ctx.save_for_backward(handle, sinks, *(kept or (q, k, v, out, lse)))
+    ctx.save_for_backward(handle, sinks, slopes, *(kept or (q, k, v, out, lse)))
 
 
 def _differentiate(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    handle, sinks, *residuals = ctx.saved_tensors
+    handle, sinks, slopes, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
-        dout, residuals, sinks, handle, ctx.scale, ctx.softcap, ctx.strategy, ctx.key_heads
+        dout, residuals, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.strategy, ctx.key_heads
     )
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)

@@ -113,9 +113,12 @@ class Plan:
 
         Every rank has a step for each other, empty ones too, so that all post their messages in one order.
         """
-        inner = self.all_to_all_ranks
-        layout = self.layout.joined(inner) if inner > 1 else self.layout
-        return ring_steps(layout, self.mask, self.sequence_length, self.rank // inner)
+        return ring_steps(self.ring_layout, self.mask, self.sequence_length, self.rank // self.all_to_all_ranks)
+
+    @cached_property
+    def ring_layout(self) -> Layout:
+        """The layout whose members are groups of `all_to_all_ranks`."""
+        return self.layout.joined(self.all_to_all_ranks) if self.all_to_all_ranks > 1 else self.layout
 
     @cached_property
     def gathered_tiles(self) -> tuple[Tile, ...]:

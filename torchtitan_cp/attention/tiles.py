@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.merge import Rows
 
 ALL_ROWS = -1
 FULL = Band()
@@ -29,6 +30,12 @@ class Tile(NamedTuple):
     def pairs(self) -> int:
         """Allowed (query, key) pairs."""
         return count_pairs(self.q_stop - self.q_start, self.k_stop - self.k_start, self.band)
+
+
+def rows_of(tile: Tile) -> tuple[Rows, Rows]:
+    """Indices of a tile's queries and keys: (batch rows, local rows) each."""
+    batch = slice(None) if tile.row == ALL_ROWS else slice(tile.row, tile.row + 1)
+    return (batch, slice(tile.q_start, tile.q_stop)), (batch, slice(tile.k_start, tile.k_stop))
 
 
 class Part(NamedTuple):

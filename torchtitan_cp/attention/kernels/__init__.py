@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +29,27 @@ KERNELS: dict[str, Kernel] = {
 
 def check_kernel(name: str) -> str:
     """A name of the kernels' registry, or `auto`; which one it is shows with the first tensors."""
+    if name == "fp8":
+        raise PlanError(
+            "attention kernel 'fp8' is not available: PyTorch's FP8 attention (FlashAttention-3's) has no backward",
+            fix="carry keys and values in 8 bits with kv_transfer = 'float8', and use kernel = 'auto'",
+        )
     if name != "auto" and name not in KERNELS:
         raise PlanError(f"attention kernel {name!r} is not available", fix=f"use one of auto, {', '.join(KERNELS)}")
     return name
 
 
-def choose_kernel(name: str, q: Tensor, v: Tensor, softcap: float = 0.0) -> Kernel:
-    """The kernel `name`, or for "auto" the first that can run these tensors; with a softcap, one that caps scores.
+def choose_kernel(name: str, q: Tensor, v: Tensor, softcap: float = 0.0, alibi: bool = False) -> Kernel:
+    """The kernel `name`, or for "auto" the first that can run these tensors.
+
+    Args:
+        softcap: above 0, the kernel returned caps scores.
+        alibi: it must be one that can be biased.
 
     Raises:
         PlanError: an unknown kernel, or one that cannot; the message says why and which can.
     """
-    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0))
+    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, alibi))
     return kernel.softcapped(softcap) if softcap and kernel.softcapped else kernel
 
 
@@ -55,14 +64,19 @@ def _choose(name: str, case: Case) -> Kernel:
         return KERNELS[able[0]]
     why = refusals.get(name) or "no kernel can"
     if name == "auto" or refusals[name]:
-        raise PlanError(f"attention kernel {name!r} cannot run this: {why}", fix=f"use {' or '.join(able)}")
+        fix = f"use {' or '.join(able)}" if able else "take one of the options away"
+        raise PlanError(f"attention kernel {name!r} cannot run this: {why}", fix=fix)
     return KERNELS[name]
 
 
 def _refusal(kernel: Kernel, case: Case) -> str | None:
     if case.softcap and kernel.softcapped is None:
         return "it has no logit soft-cap"
+    if case.alibi and kernel.biased is None:
+        return "it has no ALiBi"
+    if case.alibi and case.softcap:
+        return "it has no ALiBi under a logit soft-cap"
     return kernel.refusal(case)
 
 
-__all__ = ["KERNELS", "Kernel", "check_kernel", "choose_kernel"]
+__all__ = ["KERNELS", "Alibi", "Kernel", "check_kernel", "choose_kernel"]

@@ -13,6 +13,7 @@ Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
 
 import inspect
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel, any_band
+from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, any_band
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
 
@@ -36,11 +37,15 @@ _WITH_LSE: dict[str, Any] = (
 )
 
 
+# (score, batch row, head, query row, key row) -> score.
+ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
 def step_forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, softcap: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, change: ScoreChange | None = None
 ) -> tuple[Tensor, Tensor]:
     with _above_autograd(), torch.no_grad():
-        return _run(q, k, v, tiles, scale, softcap)
+        return _run(q, k, v, tiles, scale, change)
 
 
 def step_backward(
@@ -52,12 +57,12 @@ def step_backward(
     lse: Tensor,
     tiles: tuple[Tile, ...],
     scale: float,
-    softcap: float = 0.0,
+    change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _above_autograd():
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale, softcap)
+            out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale, change)
         seen = lse_step.detach() > float("-inf")
         weight = torch.where(seen, torch.exp(lse_step.detach() - lse), 0.0).unsqueeze(-1)
         dout_step = weight * dout.float()
@@ -92,14 +97,14 @@ def backward(
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, change: ScoreChange | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
     mask, hidden = block_mask(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2], **_WITH_LSE}
-    if softcap:
-        options["score_mod"] = lambda score, b, h, q_row, k_row: softcap * torch.tanh(score / softcap)
+    if change:
+        options["score_mod"] = change
     out, extra = _attend(*rows, **options)
     lse = extra if isinstance(extra, Tensor) else extra.lse
     hidden = hidden[:, :, None]
@@ -213,8 +218,17 @@ def refusal(case: Case) -> str | None:
 
 
 def softcapped(cap: float) -> Kernel:
-    forward_capped, backward_capped = partial(step_forward, softcap=cap), partial(step_backward, softcap=cap)
-    return replace(KERNEL, step_forward=forward_capped, step_backward=backward_capped)
+    return _changed(lambda score, b, h, q_row, k_row: cap * torch.tanh(score / cap))
+
+
+def biased(alibi: Alibi) -> Kernel:
+    slopes, queries, keys = alibi
+    return _changed(lambda score, b, h, q_row, k_row: score - slopes[h] * (queries[q_row] - keys[k_row]).abs())
+
+
+def _changed(change: ScoreChange) -> Kernel:
+    forward_changed, backward_changed = partial(step_forward, change=change), partial(step_backward, change=change)
+    return replace(KERNEL, step_forward=forward_changed, step_backward=backward_changed)
 
 
 KERNEL = Kernel(
@@ -225,4 +239,5 @@ KERNEL = Kernel(
     step_forward=step_forward,
     step_backward=step_backward,
     softcapped=softcapped,
+    biased=biased,
 )

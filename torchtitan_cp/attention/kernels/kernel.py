@@ -25,7 +25,7 @@ class Case(NamedTuple):
         device: type, as in torch.device.
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
-        softcap: scores are capped.
+        softcap: scores are capped; alibi: they have linear biases.
     """
 
     device: str
@@ -33,6 +33,22 @@ class Case(NamedTuple):
     qk_dim: int
     v_dim: int
     softcap: bool = False
+    alibi: bool = False
+
+
+class Alibi(NamedTuple):
+    """Linear biases: slope times the distance of query and key is taken off a score.
+
+    Source: Press et al., Train Short, Test Long, 2022.
+
+    Attributes:
+        slopes: `[Hq]` fp32 or wider.
+        queries: `[Sq]` int64, global positions of a call's queries; keys: `[Sk]` int64, of its keys.
+    """
+
+    slopes: Tensor
+    queries: Tensor
+    keys: Tensor
 
 
 def any_band(queries: int, keys: int, band: Band) -> bool:
@@ -53,6 +69,7 @@ class Kernel:
         step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
             any mask; rows no tile reaches have out 0 and lse -inf.
         softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it has none.
+        biased: linear biases -> the same kernel with them, for whole steps; None if it has none.
     """
 
     forward: Forward
@@ -62,3 +79,4 @@ class Kernel:
     step_forward: StepForward | None = None
     step_backward: StepBackward | None = None
     softcapped: "Callable[[float], Kernel] | None" = None
+    biased: "Callable[[Alibi], Kernel] | None" = None

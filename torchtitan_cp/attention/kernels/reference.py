@@ -1,16 +1,21 @@
 """Attention as written in the paper, with every score in memory: for tests and odd shapes. fp64-capable."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel, any_band
+from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, any_band
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
+from torchtitan_cp.attention.tiles import Tile, rows_of
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
-    scores = _hide(_scores(q, k, scale, softcap), band)
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, softcap: float = 0.0, alibi: Alibi | None = None
+) -> tuple[Tensor, Tensor]:
+    scores = _hide(_biased(_scores(q, k, scale, softcap), alibi), band)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bhgqk,bkhd->bqhgd", (scores - lse[..., None]).exp(), v.to(scores.dtype))
     return out.flatten(2, 3).to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)
@@ -26,10 +31,11 @@ def backward(
     band: Band,
     scale: float,
     softcap: float = 0.0,
+    alibi: Alibi | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Source: the derivation in FlashAttention (Dao et al., 2022), appendix B."""
     capped = _scores(q, k, scale, softcap)
-    scores = _hide(capped, band)
+    scores = _hide(_biased(capped, alibi), band)
     q, k, v, dout, out = (x.to(scores.dtype) for x in (q, k, v, dout, out))
     grouped = lambda x: x.unflatten(2, (k.shape[2], -1))  # noqa: E731
     probabilities = (scores - grouped(lse).permute(0, 2, 3, 1)[..., None]).exp()
@@ -49,6 +55,13 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(wide)) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _biased(scores: Tensor, alibi: Alibi | None) -> Tensor:
+    if alibi is None:
+        return scores
+    distances = (alibi.queries[:, None] - alibi.keys).abs()
+    return scores - alibi.slopes.to(scores.dtype).view(*scores.shape[1:3], 1, 1) * distances
 
 
 def _hide(scores: Tensor, band: Band) -> Tensor:
@@ -74,4 +87,40 @@ def softcapped(cap: float) -> Kernel:
     return Kernel(partial(forward, softcap=cap), partial(backward, softcap=cap), refusal, takes_band=any_band)
 
 
-KERNEL = Kernel(forward, backward, refusal, takes_band=any_band, softcapped=softcapped)
+def biased(alibi: Alibi) -> Kernel:
+    """Whole steps, since a tile's rows say where they are in the sequence only there."""
+
+    def of(tile: Tile) -> Alibi:
+        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        return Alibi(alibi.slopes, alibi.queries[rows], alibi.keys[keys])
+
+    def step_forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float) -> tuple[Tensor, Tensor]:
+        softmax = RunningSoftmax((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
+        for tile in tiles:
+            queries, keys = rows_of(tile)
+            softmax.add(queries, *forward(q[queries], k[keys], v[keys], tile.band, scale, alibi=of(tile)))
+        return softmax.result()
+
+    def step_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: tuple[Tile, ...],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums = [GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
+        for tile in tiles:
+            queries, keys = rows_of(tile)
+            rows = (dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
+            gradients = backward(*rows, tile.band, scale, alibi=of(tile))
+            for total, gradient, part in zip(sums, gradients, (queries, keys, keys), strict=True):
+                total.add(part, gradient)
+        return sums[0].total(), sums[1].total(), sums[2].total()
+
+    return replace(KERNEL, step_forward=step_forward, step_backward=step_backward)
+
+
+KERNEL = Kernel(forward, backward, refusal, takes_band=any_band, softcapped=softcapped, biased=biased)

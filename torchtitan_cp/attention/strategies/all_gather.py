@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.codec import find_codec
+from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import in_global_order
 from torchtitan_cp.attention.strategies import ring
@@ -29,7 +30,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
     for queries, _, (k_full, v_full) in gathered_groups(k, v, q.shape[2], call):
         q_group = q[:, :, queries]
         softmax = RunningSoftmax((*q_group.shape[:3], v.shape[-1]), q.dtype, q.device)
-        add_outputs(softmax, call.plan.gathered_tiles, q_group, k_full, v_full, call.kernel, call.scale)
+        kernel = kernel_of(queries, call)
+        add_outputs(softmax, call.plan.gathered_tiles, q_group, k_full, v_full, kernel, call.scale)
         out, lse = softmax.result(None if sinks is None else sinks[queries])
         outputs.append(out)
         sums.append(lse)
@@ -58,7 +60,8 @@ def backward(
         sums = [GradientSum(tuple(x.shape), x.dtype, x.device) for x in (local[1], k_full, v_full)]
         rows = (local[0], local[1], local[2], local[3])
         tiles = call.plan.gathered_tiles
-        add_gradients((sums[0], sums[1], sums[2]), tiles, k_full, v_full, rows, call.kernel, call.scale)
+        kernel = kernel_of(queries, call)
+        add_gradients((sums[0], sums[1], sums[2]), tiles, k_full, v_full, rows, kernel, call.scale)
         dq[:, :, queries] = sums[0].total().to(q.dtype)
         both = by_rank(sums[1].total(), sums[2].total(), call)
         collect()
@@ -68,6 +71,11 @@ def backward(
 
 
 STRATEGY = Strategy(forward, backward)
+
+
+def kernel_of(heads: slice, call: Call) -> Kernel:
+    """The kernel of a group of query heads, which knows where their rows are."""
+    return call.kernel_for(lambda: call.plan.positions, lambda: torch.arange(call.plan.sequence_length), heads)
 
 
 def gathered_groups(

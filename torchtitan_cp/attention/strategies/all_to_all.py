@@ -9,7 +9,7 @@ are a member of the ring. Sources: DeepSpeed-Ulysses (Jacobs et al., 2023); USP 
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -67,7 +67,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
     heads = share_heads(q.shape[2], k.shape[2], call.trade.ranks)
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
     q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _exchange(parts, call))
-    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, _own_sinks(sinks, heads, call), call)
+    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_own(sinks, heads, call))
     # The log-sum-exp rides along, bit for bit, as more columns of the output's dtype.
     columns = lse.unsqueeze(-1).view(out.dtype)
     outs, sums = _exchange([_split_rows(out, call), _split_rows(columns, call)], call)
@@ -82,7 +82,7 @@ def backward(
         return ring.backward(dout, residuals, sinks, call)
     heads = share_heads(dout.shape[2], call.key_heads, call.trade.ranks)
     dout_rows = _join_rows(_exchange([_queries_by_rank(dout, heads)], call)[0], call)
-    *gradients, dsinks = ring.backward(dout_rows, residuals, _own_sinks(sinks, heads, call), call)
+    *gradients, dsinks = ring.backward(dout_rows, residuals, *_own(sinks, heads, call))
     del dout_rows
     # No other name holds the gradients, so that they are gone once they are in the message.
     parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
@@ -183,6 +183,10 @@ def _group_chunks(call: Call) -> list[tuple[int, int]]:
     return [(rank - first, start) for rank, start in call.plan.layout.owners if first <= rank < first + size]
 
 
-def _own_sinks(sinks: Tensor | None, heads: HeadShare, call: Call) -> Tensor | None:
-    """The sinks of the query heads that this rank computes."""
-    return None if sinks is None else F.pad(sinks, (0, heads.padding)).split(heads.share)[call.trade.rank]
+def _own(sinks: Tensor | None, heads: HeadShare, call: Call) -> tuple[Tensor | None, Call]:
+    """The sinks of the query heads that this rank computes, and the call with their slopes."""
+    own, slopes = (
+        None if x is None else F.pad(x, (0, heads.padding)).split(heads.share)[call.trade.rank]
+        for x in (sinks, call.slopes)
+    )
+    return own, replace(call, slopes=slopes)

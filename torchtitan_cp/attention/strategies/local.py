@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan_cp.attention.kernels import Kernel
-from torchtitan_cp.attention.merge import GradientSum, Rows, RunningSoftmax
-from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile, dense_parts
+from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
+from torchtitan_cp.attention.tiles import CAUSAL, FULL, Tile, dense_parts, rows_of
 
 
 def add_outputs(
@@ -75,12 +75,6 @@ def plain_tiles(tiles: tuple[Tile, ...], kernel: Kernel) -> list[tuple[Tile, boo
             k_rows = (tile.k_start + part.k_start, tile.k_start + part.k_stop)
             plain.append((Tile(tile.row, *q_rows, *k_rows, CAUSAL if part.causal else FULL), part.flipped))
     return plain
-
-
-def rows_of(tile: Tile) -> tuple[Rows, Rows]:
-    """Indices of a tile's queries and keys: (batch rows, local rows) each."""
-    batch = slice(None) if tile.row == ALL_ROWS else slice(tile.row, tile.row + 1)
-    return (batch, slice(tile.q_start, tile.q_stop)), (batch, slice(tile.k_start, tile.k_stop))
 
 
 def reverse(*tensors: Tensor) -> Any:

@@ -8,11 +8,13 @@ Attention (Liu et al., 2023).
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.codec import CODECS, find_codec
+from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.mask import Span
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
@@ -24,7 +26,7 @@ from torchtitan_cp.attention.transfer import Pending
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     softmax = RunningSoftmax((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
     for step, (k_here, v_here) in KVExchange(k, v, call).steps():
-        add_outputs(softmax, step.tiles, q, k_here, v_here, call.kernel, call.scale)
+        add_outputs(softmax, step.tiles, q, k_here, v_here, kernel_of(step, call), call.scale)
     out, lse = softmax.result(sinks)
     return out, lse, Residuals(q, k, v, out, lse)
 
@@ -38,7 +40,8 @@ def backward(
     for step, (k_here, v_here) in KVExchange(k, v, call).steps():
         dk = GradientSum(tuple(k_here.shape), k.dtype, k.device)
         dv = GradientSum(tuple(v_here.shape), v.dtype, v.device)
-        add_gradients((dq, dk, dv), step.tiles, k_here, v_here, (dout, q, out, lse), call.kernel, call.scale)
+        kernel = kernel_of(step, call)
+        add_gradients((dq, dk, dv), step.tiles, k_here, v_here, (dout, q, out, lse), kernel, call.scale)
         returns.post(step, dk.total(), dv.total())
     dk_own, dv_own = returns.finish()
     dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
@@ -46,6 +49,13 @@ def backward(
 
 
 STRATEGY = Strategy(forward, backward)
+
+
+def kernel_of(step: RingStep, call: Call) -> Kernel:
+    """The kernel of a step, which knows where the step's rows are."""
+    layout = call.plan.ring_layout
+    held = partial(layout.positions, call.plan.rank // call.plan.all_to_all_ranks)
+    return call.kernel_for(held, lambda: rows_in(layout.positions(step.source).unsqueeze(0), step.receive)[0])
 
 
 class KVExchange:
@@ -127,5 +137,5 @@ def count(spans: tuple[Span, ...]) -> int:
 
 def rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """The rows of spans, one after the other."""
-    parts = [x[:, start:stop] for start, stop in spans]
+    parts = [x[:, start:stop] for start, stop in spans] or [x[:, :0]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

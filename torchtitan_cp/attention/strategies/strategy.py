@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels import Kernel
+from torchtitan_cp.attention.kernels import Alibi, Kernel
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.transfer import Group
+
+ALL_HEADS = slice(None)
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Call:
         key_heads: Hkv.
         ring: the group across which KV travels.
         trade: the group within which heads are traded for sequence.
+        slopes: `[Hq]` of linear biases, or None.
     """
 
     plan: Plan
@@ -30,6 +33,20 @@ class Call:
     key_heads: int
     ring: Group
     trade: Group
+    slopes: Tensor | None = None
+
+    def kernel_for(self, queries: Callable[[], Tensor], keys: Callable[[], Tensor], heads: slice = ALL_HEADS) -> Kernel:
+        """The kernel for a step, with linear biases if there are any.
+
+        Args:
+            queries, keys: give the global positions of the step's rows, int64 on CPU; asked only for biases.
+            heads: the query heads at hand.
+        """
+        if self.slopes is None:
+            return self.kernel
+        assert self.kernel.biased
+        slopes = self.slopes[heads]
+        return self.kernel.biased(Alibi(slopes, queries().to(slopes.device), keys().to(slopes.device)))
 
 
 class Residuals(NamedTuple):
