@@ -7,6 +7,7 @@ CPU the growth of the process's largest resident size, counted from a reset afte
 import argparse
 import dataclasses
 import json
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from torchtitan_cp.optimizer import chunked_cross_entropy
 from torchtitan_cp.parallel import Meshes, parallelize
 from torchtitan_cp.parallel.device import find_device
 
-SHAPE = LlamaShape(256, 4, 4, 2, 64, 704, vocab_size=16384, windows=(1024,))
+SHAPE = LlamaShape(128, 4, 4, 2, 32, 352, vocab_size=8192, windows=(1024,))
 CHUNK = 1024
 
 # name -> (logits in chunks, [activation])
@@ -72,7 +73,7 @@ def on_ranks(name: str, seq_len: int) -> Run:
     with torch.device("meta"):
         model = Llama(SHAPE, lambda q, k, v, plan, window: attend(q, k, v, plan))
     parallelize(model, meshes, SHARDING, config)
-    model.set_rope([1.0 / 10000 ** (i / 32) for i in range(32)], 1.0, device.device)
+    model.set_rope([1.0 / 10000 ** (2 * i / SHAPE.head_dim) for i in range(SHAPE.head_dim // 2)], 1.0, device.device)
     plan: Plan = ContextParallel(meshes.for_cp(ranks)["cp"], "ring").plan(seq_len, AttentionMask(window=(1023, -1)))
     tokens, labels = (torch.randint(SHAPE.vocab_size, (1, plan.local_tokens)) for _ in range(2))
 
@@ -119,6 +120,8 @@ def main() -> None:
     parser.add_argument("--naive-up-to", type=int, default=65536, help="tokens of a rank whose logits fit")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
+    # Else the C library, having seen large blocks freed, keeps blocks of up to 32 MiB for itself, in pieces.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
     print(f"torch {torch.__version__}, {platform.machine()}, {SHAPE}, fp32; peak MiB of the rank with most\n")
     print("| ranks | step | " + " | ".join(f"{length // 1024}K" for length in options.lengths), end=" | ")
     print("KiB a token of a rank | formula |\n|---|---|" + "---|" * (len(options.lengths) + 2))

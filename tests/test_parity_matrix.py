@@ -39,6 +39,22 @@ MATRIX = {
         "pp=2 cp=2",
         ["--context_parallel.strategy=all_to_all", "--compile.enable=true"],
     ),
+    "CP 4, hybrid, compiled": (
+        4,
+        "cp=4",
+        ["--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=2", "--compile.enable=true"],
+    ),
+    "PP 2 x CP 4, hybrid": (
+        8,
+        "pp=2 cp=4",
+        ["--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=2"],
+    ),
+    "FSDP 2 x TP 2, compiled": (4, "tp=2", ["--compile.enable=true"]),
+    "CP 2 x TP 2, compiled, attention saved": (
+        4,
+        "cp=2 tp=2",
+        ["--compile.enable=true", "--activation.checkpoint=attention_saved"],
+    ),
     "PP 2 x CP 2 x TP 2": (8, "pp=2 cp=2 tp=2", []),
     "PP 2 x FSDP 2 x TP 2, ZBV, MLP in 2 tiles": (
         8,

@@ -44,6 +44,7 @@ from torchtitan_cp.parallel import (
     check_shape,
     parallelize,
     plan_stages,
+    seed_step,
     use_deterministic_kernels,
     vocabulary_part,
 )
@@ -74,7 +75,6 @@ class Trainer:
         self.stages = resolve_stages(config, degrees)
         self.total_steps = self.stages[-1].last_step
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
-        torch.manual_seed(config.training.seed)
         if config.training.deterministic:
             use_deterministic_kernels()
 
@@ -100,7 +100,7 @@ class Trainer:
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
-        self.progress = Progress(ranks=world.size, identity=identity, block_tokens=block_tokens)
+        self.progress = Progress(identity=identity, block_tokens=block_tokens)
         self.validation_losses: tuple[float, float] | None = None
 
     def _check_same_corpus(self, fingerprint: str) -> None:
@@ -175,13 +175,9 @@ class Trainer:
                 self.progress.block_tokens,
                 saved.block_tokens,
             )
-        state = self.checkpoints.load(
-            path, self.parts, self.optimizers, ranks=saved.ranks, rng_state=self.device.rng_state()
-        )
-        if state is not None:
-            self.device.set_rng_state(state)
+        self.checkpoints.load(path, self.parts, self.optimizers)
         self.progress = dataclasses.replace(
-            saved, ranks=self.world.size, block_tokens=self.progress.block_tokens, identity=self.progress.identity
+            saved, block_tokens=self.progress.block_tokens, identity=self.progress.identity
         )
         logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
 
@@ -238,6 +234,8 @@ class Trainer:
         mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
         hybrid = stage.strategy == "hybrid"
+        # Tensor-parallel peers share a stream of random numbers, as they share what they compute.
+        self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
         self.context_parallel = ContextParallel(
             cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
@@ -287,6 +285,7 @@ class Trainer:
         micro_batches = next(batches)
         waited = time.perf_counter() - begun
 
+        seed_step(self.config.training.seed, stage.index, self.progress.step, self.role)
         lr = self.learning_rates.at(self.progress.step)
         report = self.gradients(micro_batches)
         skipped = self._update_or_skip(stage, report, lr)
@@ -454,7 +453,7 @@ class Trainer:
             self.writer.validation(step, loss, unigram)
 
     def _save(self) -> None:
-        self.checkpoints.save(self.progress, self.parts, self.optimizers, self.device.rng_state())
+        self.checkpoints.save(self.progress, self.parts, self.optimizers)
 
     # A run's end ---------------------------------------------------------------------------------------------
 

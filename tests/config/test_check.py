@@ -9,6 +9,7 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import (
+    Activation,
     Compile,
     Curriculum,
     Optimizer,
@@ -91,6 +92,18 @@ def test_no_stage_is_refused() -> None:
         (
             {"parallel": Parallel(pp=2), "training": Training(micro_batch_sequences=8)},
             "makes 1 micro-batches, which 1f1b cannot deal to 2 pipeline ranks\n  fix: use 16384 for 2 micro-batches",
+        ),
+        (
+            {"parallel": Parallel(tp=2, async_tp=True)},
+            "parallel.async_tp is done by the compiler, between tensor-parallel ranks\n  fix: set compile.enable",
+        ),
+        (
+            {"parallel": Parallel(tp=2), "training": Training(float8="rowwise")},
+            "training.float8 does not go with parallel.tp above 1",
+        ),
+        (
+            {"activation": Activation(offload=True), "compile": Compile(enable=True, mode="reduce-overhead")},
+            "CUDA graphs use the memory again before it is copied\n  fix: use compile.mode = 'default'",
         ),
         (
             {"parallel": Parallel(tp=2, dp_shard=1)},

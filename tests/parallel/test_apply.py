@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import SHARDING, Llama, LlamaShape
 from tests.ranks import RankPool
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.parallel import Meshes, check_shape, parallelize, vocabulary_part
+from torchtitan_cp.parallel.tensor import overlap_products
 
 SHAPE = LlamaShape(32, 2, 4, 2, 8, 48, vocab_size=61)
 BASE = Config()
@@ -149,3 +151,11 @@ def test_heads_that_tensor_parallelism_cannot_deal_out_are_refused_with_the_degr
     ):
         check_shape(SHAPE, 4)
     check_shape(SHAPE, 2)
+
+
+def overlap() -> bool:
+    return overlap_products(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def test_products_overlap_on_cuda_only(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(overlap) == [False, False]

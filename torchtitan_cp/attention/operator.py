@@ -122,7 +122,9 @@ def attention_backward(
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
     call = _call(resolved(plan_of(handle), strategy), kept.q, kept.v, key_heads, slopes, scale, softcap)
-    dq, dk, dv, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
+    *gradients, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
+    # Compiled code counts on the strides that the fake kernel promises.
+    dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     if sinks is None or dsinks is None:
         return dq, dk, dv, dout.new_empty(0)
     return dq, dk, dv, dsinks.to(sinks.dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -37,12 +37,11 @@ Optimizers = Iterable[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, as plain JSON. Learning rates follow from the step.
+    """Where a run stands, as plain JSON. Learning rates and random numbers follow from the step.
 
     Attributes:
         step: optimizer steps taken (skipped ones too).
         cursor: tokens of the training stream consumed, over all ranks; no rank count in it.
-        ranks: ranks that wrote the checkpoint.
         identity: what must be the same to go on: the model's shape, the data.
         block_tokens: block of the data order; another one reorders what is still to come.
         consecutive_skips: non-finite steps in a row up to here.
@@ -51,7 +50,6 @@ class Progress:
 
     step: int = 0
     cursor: int = 0
-    ranks: int = 0
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
     consecutive_skips: int = 0
@@ -78,13 +76,12 @@ class Checkpoints:
                 found.append((int(match[1]), path))
         return sorted(found)
 
-    def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, rng_state: Tensor) -> Path:
+    def save(self, progress: Progress, parts: Parts, optimizers: Optimizers) -> Path:
         """Write a checkpoint of this step; all ranks call. Older ones beyond `keep` go afterwards.
 
         Args:
             parts: this rank's parts of the model, whose parameters bear the names they have in the whole.
             optimizers: of each.
-            rng_state: this rank's random state, uint8.
         """
         final = self.folder / f"step-{progress.step}"
         partial = final.with_name(final.name + PARTIAL)
@@ -93,9 +90,7 @@ class Checkpoints:
                 shutil.rmtree(stale, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        state = _state(parts, optimizers)
-        state["rng"] = {f"rank{dist.get_rank()}": rng_state}
-        dcp.save(state, checkpoint_id=partial)
+        dcp.save(_state(parts, optimizers), checkpoint_id=partial)
         if dist.get_rank() == 0:
             (partial / PROGRESS_FILE).write_text(json.dumps(dataclasses.asdict(progress), indent=1))
             partial.rename(final)
@@ -123,24 +118,13 @@ class Checkpoints:
             )
         return None
 
-    def load(self, path: Path, parts: Parts, optimizers: Optimizers, *, ranks: int, rng_state: Tensor) -> Tensor | None:
+    def load(self, path: Path, parts: Parts, optimizers: Optimizers) -> None:
         """Fill parts and optimizers from a checkpoint written by any number of ranks; all ranks call.
-
-        Args:
-            ranks: that wrote it.
-            rng_state: this rank's random state now, for its size.
-
-        Returns:
-            this rank's random state if as many ranks wrote it, else None.
 
         Raises:
             ConfigError: a part is missing or cannot be read.
         """
         state = _state(parts, optimizers)
-        same_ranks = ranks == dist.get_world_size()
-        name = f"rank{dist.get_rank()}"
-        if same_ranks:
-            state["rng"] = {name: torch.empty_like(rng_state)}
         try:
             dcp.load(state, checkpoint_id=path)
         except CheckpointException as error:
@@ -160,7 +144,6 @@ class Checkpoints:
                 optim_state_dict=values["optimizer"],
                 options=BY_NAME,
             )
-        return state["rng"][name] if same_ranks else None
 
 
 def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Config, Stage
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
 
 def check_config(config: Config, ranks: int) -> Degrees:
     """Everything that can be said of a config before a rank starts, given how many there will be.
@@ -22,6 +24,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     _check_pipeline(config)
     _check_groups(config)
     degrees = resolve_degrees(config.parallel, ranks)
+    _check_products(config, degrees)
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
     for index, stage in enumerate(config.curriculum.stages):
@@ -36,6 +39,26 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError(
             f"parallel.pp_schedule = {schedule!r} takes the backward of a block apart, which a compiled block cannot",
             fix=f"use {plain}, or compile.enable = false",
+        )
+
+
+def _check_products(config: Config, degrees: Degrees) -> None:
+    """What overlaps or narrows matrix products has its conditions."""
+    if config.parallel.async_tp and not (config.compile.enable and degrees.tp > 1):
+        raise ConfigError(
+            "parallel.async_tp is done by the compiler, between tensor-parallel ranks",
+            fix="set compile.enable = true and parallel.tp above 1, or leave it out",
+        )
+    if config.training.float8 != "none" and degrees.tp > 1:
+        raise ConfigError(
+            "training.float8 does not go with parallel.tp above 1: torchao's layers take whole weights",
+            fix="use dp_shard or cp for these ranks, or float8 = 'none'",
+        )
+    if config.activation.offload and config.compile.mode in CUDA_GRAPHS and config.compile.enable:
+        raise ConfigError(
+            f"activation.offload does not go with compile.mode = {config.compile.mode!r}: CUDA graphs use the memory "
+            "again before it is copied",
+            fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
         )
 
 

@@ -10,6 +10,7 @@ STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+FLOAT8_RECIPES = ("none", "tensorwise", "rowwise")
 RESHARD = ("auto", "always", "never")
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -79,6 +80,12 @@ class Training:
     seed: int = key(0, "seed of weights and data order", least=0)
     compute_dtype: str = key(
         "bfloat16", "dtype of forward and backward; weights and reductions are fp32", choices=("float32", "bfloat16")
+    )
+    float8: str = key(
+        "none",
+        "CUDA from compute capability 8.9: the blocks' linear layers multiply in 8 bits (package torchao), with a "
+        "scale for each tensor or row",
+        choices=FLOAT8_RECIPES,
     )
     deterministic: bool = key(False, "only kernels that give the same bits every time; slower on CUDA")
     micro_batch_sequences: int = key(1, "sequences a data-parallel rank runs at once", least=1)
@@ -151,6 +158,7 @@ class Parallel:
     dp_shard: int = key(-1, "data-parallel ranks that shard the parameters")
     cp: int = key(1, "context-parallel ranks; a stage may set its own")
     tp: int = key(1, "tensor-parallel ranks; they share a node")
+    async_tp: bool = key(False, "CUDA, compiled blocks: tp's messages travel in parts, beside the products they feed")
     fsdp_reshard: str = key(
         "auto",
         "whether a block's gathered weights are freed after its forward; auto: always, and never in a pipeline",
@@ -180,6 +188,9 @@ class Activation:
         "none keeps all; full each block's input; attention_saved also the attention's output; selective also "
         "matrix products; the rest is recomputed",
         choices=("none", "full", "selective", "attention_saved"),
+    )
+    offload: bool = key(
+        False, "CUDA: park what is kept in pinned host memory, copied out and back beside the computation"
     )
     mlp_tiles: int = key(1, "stretches of the sequence in which a block's MLP runs, one after the other", least=1)
 

@@ -5,7 +5,7 @@ visible in `apply.py`.
 """
 
 from torchtitan_cp.parallel.apply import parallelize
-from torchtitan_cp.parallel.device import Device, World, start_ranks, stop_ranks, use_deterministic_kernels
+from torchtitan_cp.parallel.device import Device, World, seed_step, start_ranks, stop_ranks, use_deterministic_kernels
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Hidden, Pipeline, bubble_share, plan_stages
 from torchtitan_cp.parallel.tensor import check_shape, vocabulary_part
@@ -20,6 +20,7 @@ __all__ = [
     "check_shape",
     "parallelize",
     "plan_stages",
+    "seed_step",
     "start_ranks",
     "stop_ranks",
     "use_deterministic_kernels",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_cp.attention import OPERATOR
+from torchtitan_cp.parallel.offload import HostMemory
 
 Forward = Callable[..., Any]
 
@@ -19,17 +20,21 @@ Forward = Callable[..., Any]
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
-def recompute_blocks(model: nn.Module, kind: str) -> None:
+def recompute_blocks(model: nn.Module, kind: str, host: HostMemory | None = None) -> None:
     """Keep each block's input, and run the block again in backward.
 
     Args:
         kind: `none` keeps everything; `full` the block's input alone; `attention_saved` also the attention's
             output and log-sum-exp, so that attention is never run twice; `selective` also every matrix product.
+        host: parks the attention of `attention_saved` instead of keeping it on the device.
     """
     if kind == "none":
         return
+    contexts: Callable[[], Any] | None = None if kind == "full" else partial(_contexts, kind)
+    if host and kind == "attention_saved":
+        contexts = host.keeping(OPERATOR)
     for layer in model.layers.values():  # type: ignore[operator]
-        layer.forward = recomputed(layer.forward, None if kind == "full" else partial(_contexts, kind))
+        layer.forward = recomputed(layer.forward, contexts)
 
 
 def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
+from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.parallel.tensor import part_of, shard_tensors
+from torchtitan_cp.parallel.offload import HostMemory
+from torchtitan_cp.parallel.tensor import overlap_products, part_of, shard_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +29,35 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         roles: the architecture's plan for tensor parallelism.
         config: its [parallel], [activation], [compile] and [training] say how.
     """
+    if config.training.float8 != "none":
+        convert_linears(model, config.training.float8, meshes.device_type)
     if meshes.tp:
         shard_tensors(model, roles, meshes.tp)
+        if config.parallel.async_tp:
+            overlap_products(meshes.tp)
     tile_mlps(model, config.activation.mlp_tiles)
-    recompute_blocks(model, config.activation.checkpoint)
+    host = host_memory(meshes.device_type) if config.activation.offload else None
+    # What a compiled block keeps passes through the hooks around it, its attention too.
+    recompute_blocks(model, config.activation.checkpoint, None if config.compile.enable else host)
     if config.compile.enable:
         compile_blocks(model, config.compile.mode)
+    if host:
+        for layer in model.layers.values():  # type: ignore[operator]
+            layer.forward = host.around(layer.forward)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
     shard(model, meshes.fsdp, config, on_host)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
     fill(model, config.training.seed)
+
+
+def host_memory(device_type: str) -> HostMemory | None:
+    """Where blocks park what they keep; None where that is the memory they are in."""
+    if device_type == "cpu":
+        logger.warning("activation.offload is inactive: on a CPU activations are in host memory")
+        return None
+    return HostMemory(torch.device(device_type, torch.accelerator.current_device_index()))
 
 
 def compile_blocks(model: nn.Module, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import os
 import resource
 from contextlib import suppress
@@ -52,16 +53,6 @@ class Device:
             return torch.cuda.mem_get_info(self.device)[0]
         free = _from_proc("/proc/meminfo", "MemAvailable")
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
-
-    def rng_state(self) -> Tensor:
-        """State of the device's random generator, uint8."""
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-
-    def set_rng_state(self, state: Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
 
     def move(self, x: Tensor) -> Tensor:
         """A host tensor on the device, without waiting for the copy."""
@@ -116,6 +107,18 @@ def use_deterministic_kernels() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def seed_step(seed: int, stage: int, step: int, role: tuple[int, ...]) -> None:
+    """Random numbers of an optimizer step from what the step is, whatever ran before it or elsewhere.
+
+    Args:
+        seed: the run's.
+        stage, step: numbers of both, in the curriculum and in the run.
+        role: this rank's place in the axes along which ranks must draw numbers of their own.
+    """
+    digest = hashlib.sha256(repr((seed, stage, step, role)).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def stop_ranks() -> None:

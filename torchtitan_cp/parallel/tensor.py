@@ -4,11 +4,14 @@ Source: Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022), on DTensor
 """
 
 import fnmatch
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch import _inductor as inductor
 from torch.distributed import ProcessGroup
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_cp.config import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SEQUENCE = Shard(1)
 
@@ -105,6 +110,22 @@ def shard_tensors(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) 
             setattr(model.get_submodule(module), own, parameter)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not left, f"the plan gives no role to {', '.join(left)}"
+
+
+def overlap_products(mesh: DeviceMesh) -> bool:
+    """Let the compiler cut gathers and reduce-scatters into parts that travel beside the products they feed.
+
+    Source: async tensor parallelism of PyTorch, on symmetric memory. Inactive, with a warning, off CUDA.
+
+    Args:
+        mesh: the tensor-parallel ranks.
+    """
+    if mesh.device_type != "cuda":
+        logger.warning("parallel.async_tp is inactive: symmetric memory is CUDA's, and this is %s", mesh.device_type)
+        return False
+    inductor.config._micro_pipeline_tp = True
+    symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
+    return True
 
 
 def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:

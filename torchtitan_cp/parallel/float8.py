@@ -1,0 +1,61 @@
+"""Products of the blocks' linear layers in 8 bits, by torchao: weights, gradients and all else stay as they are."""
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan_cp.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# The first with products in 8 bits: Ada.
+CAPABILITY = (8, 9)
+UNIT = 16
+
+
+def convert_linears(model: nn.Module, recipe: str, device_type: str, *, emulate: bool = False) -> None:
+    """Exchange the linear layers inside the blocks for ones that multiply in float8, in place.
+
+    Args:
+        model: on any device, not sharded yet.
+        recipe: `tensorwise` or `rowwise`: one scale a tensor, or a row. Source: torchao.float8.
+        emulate: compute the same values without the hardware, for tests.
+
+    Raises:
+        ConfigError: torchao is missing, the device has no such products, or no layer fits.
+    """
+    if not emulate:
+        _check_device(device_type)
+    try:
+        float8: Any = importlib.import_module("torchao.float8")
+    except ImportError:
+        raise ConfigError(
+            f"training.float8 = {recipe!r} needs the package `torchao`, which is not installed",
+            fix="pip install 'torchtitan-cp[torchao]'",
+        ) from None
+    settings = float8.Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(settings, "emulate", emulate)
+    linears = [layer for layer in model.layers.modules() if isinstance(layer, nn.Linear)]  # type: ignore[union-attr]
+    fitting = [linear for linear in linears if not (linear.in_features % UNIT or linear.out_features % UNIT)]
+    if not fitting:
+        raise ConfigError(
+            f"training.float8 = {recipe!r}: no linear layer has sizes divisible by {UNIT}", fix="leave it at 'none'"
+        )
+    chosen = set(map(id, fitting))
+    float8.convert_to_float8_training(
+        model, config=settings, module_filter_fn=lambda module, name: id(module) in chosen
+    )
+    logger.info("float8, %s: %d of %d linear layers of the blocks", recipe, len(fitting), len(linears))
+
+
+def _check_device(device_type: str) -> None:
+    found = torch.cuda.get_device_capability() if device_type == "cuda" else None
+    if found is None or found < CAPABILITY:
+        has = f"has {found[0]}.{found[1]}" if found else "is none"
+        raise ConfigError(
+            f"training.float8 needs a CUDA device of compute capability 8.9 or newer, and this {device_type} {has}",
+            fix="leave training.float8 at 'none' here",
+        )
