@@ -246,12 +246,12 @@ def test_keys_that_go_together_pass(rope: Rope) -> None:
         (
             LONGROPE,
             16,
-            "rope.long_factor has 4 numbers, and head_dim = 16 has 8 pairs\n  fix: give 8 numbers, or a model of",
+            "rope.long_factor has 4 numbers, and head_dim = 16 has 8 pairs\n  fix: give 8 numbers, one for each pair",
         ),
         (
             dataclasses.replace(LONGROPE, short_factor=(1.0,)),
             8,
-            "rope.short_factor has 1 numbers, and head_dim = 8 has 4 pairs\n  fix: give 4 numbers, or a model of",
+            "rope.short_factor has 1 numbers, and head_dim = 8 has 4 pairs\n  fix: give 4 numbers, one for each pair",
         ),
         (Rope(kind="ntk", factor=2.0), 2, "rope.kind = 'ntk' needs more than the one pair of head_dim = 2"),
     ],

@@ -27,7 +27,7 @@ def check_head_dim(stages: Sequence[StagePlan], head_dim: int) -> None:
             if factors and len(factors) != head_dim // 2:
                 raise ConfigError(
                     f"{where}.{name} has {len(factors)} numbers, and head_dim = {head_dim} has {head_dim // 2} pairs",
-                    fix=f"give {head_dim // 2} numbers, or a model of head_dim = {2 * len(factors)}",
+                    fix=f"give {head_dim // 2} numbers, one for each pair; another model's list does not fit",
                 )
         if rope.kind == "ntk" and head_dim == 2:
             raise ConfigError(f"{where}.kind = 'ntk' needs more than the one pair of head_dim = 2", fix="use linear")
