@@ -110,7 +110,9 @@ def plain_first_gradients(path: Path) -> tuple[float, dict[str, Tensor]]:
     with torch.no_grad():
         for (_, ours), theirs in zip(trainer.parts[0].named_parameters(), model.parameters(), strict=True):
             theirs.copy_(ours.full_tensor())  # type: ignore[attr-defined]
-    model.set_rope(*rope_frequencies(trainer.stages[0].rope, shape.head_dim), torch.device("cpu"))
+    model.set_rope(
+        *rope_frequencies(trainer.stages[0].rope, shape.head_dim, trainer.stages[0].seq_len), torch.device("cpu")
+    )
     sequences = [trainer.stream.sequence(start, 128) for start in range(0, 512, 128)]
     tokens, labels = (torch.stack([torch.from_numpy(s[part]) for s in sequences]) for part in (0, 1))
     loss = F.cross_entropy(model(tokens, torch.arange(128), None).flatten(0, 1), labels.flatten())

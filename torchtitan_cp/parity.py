@@ -176,7 +176,7 @@ def _single_step(trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor],
     model = registry.architecture(trainer.config.model).build(trainer.shape, _plain_attention)
     model.load_state_dict(weights, strict=False)
     model.to(device.device, dtype)
-    frequencies, factor = rope_frequencies(stage.rope, trainer.shape.head_dim)
+    frequencies, factor = rope_frequencies(stage.rope, trainer.shape.head_dim, stage.seq_len)
     model.set_rope(frequencies, factor, device.device)  # type: ignore[operator]
     batch = _all_sequences(trainer, stage)
     tokens, labels, positions = (device.move(x) for x in (batch.tokens, batch.labels, batch.positions))

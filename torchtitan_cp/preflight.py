@@ -4,7 +4,7 @@ from torchtitan_cp import registry
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
-from torchtitan_cp.curriculum import resolve_stages, rope_frequencies
+from torchtitan_cp.curriculum import check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.parallel import check_shape, plan_stages
@@ -26,6 +26,7 @@ def preflight(config: Config, ranks: int) -> str:
     shape = registry.shape_of(config.model)
     check_shape(shape, degrees.tp)
     stages = resolve_stages(config, degrees)
+    check_head_dim(stages, shape.head_dim)
     plan_stages(config.parallel, degrees.pp, layer_costs(shape, max(stage.seq_len for stage in stages)))
     settings = config.context_parallel
     for stage in stages:
@@ -38,7 +39,6 @@ def preflight(config: Config, ranks: int) -> str:
             all_to_all_ranks=stage.all_to_all_ranks,
             kv_transfer=settings.kv_transfer,
         )
-        rope_frequencies(stage.rope, shape.head_dim)
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)

@@ -18,7 +18,7 @@ from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, ConfigError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
-from torchtitan_cp.curriculum import StagePlan, resolve_stages, rope_frequencies, stage_of
+from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages, rope_frequencies, stage_of
 from torchtitan_cp.data import TokenStream, prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
@@ -89,6 +89,7 @@ class Trainer:
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
+        check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self._build_parts(shape)
         self.learning_rates = LearningRates(
@@ -240,7 +241,7 @@ class Trainer:
         self.context_parallel = ContextParallel(
             cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
         )
-        frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim)
+        frequencies, factor = rope_frequencies(stage.rope, self.shape.head_dim, stage.seq_len)
         for part in self.parts:
             part.set_rope(frequencies, factor, self.device.device)  # type: ignore[operator]
         return StepShape(

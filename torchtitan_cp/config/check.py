@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import Config, Stage
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -103,8 +104,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             f"tp = {degrees.tp} does not divide",
             fix=f"use {-(-stage.seq_len // unit) * unit}, or another tp",
         )
-    if stage.rope.kind == "llama3" and stage.rope.high_freq_factor <= stage.rope.low_freq_factor:
-        raise ConfigError(f"{where}.rope: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")
+    check_rope(stage.rope, stage.seq_len, f"{where}.rope")
     sequences = degrees.stage_dp(stage) * config.training.micro_batch_sequences
     if stage.global_batch_tokens % (stage.seq_len * sequences):
         unit = stage.seq_len * sequences

@@ -15,6 +15,7 @@ RESHARD = ("auto", "always", "never")
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
+ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 
 
 def key(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
@@ -242,11 +243,21 @@ class Rope:
     """Rotary embedding of a stage."""
 
     theta: float = key(10000.0, "base of the frequencies", least=1)
-    kind: str = key("none", "scaling of the frequencies", choices=("none", "linear", "llama3"))
-    factor: float = key(1.0, "linear, llama3: how much longer the context becomes", least=1)
+    kind: str = key("none", "scaling of the frequencies", choices=ROPE_KINDS)
+    factor: float = key(1.0, "every kind but none: how much longer the context becomes", least=1)
+    original_seq_len: int = key(0, "llama3, yarn, longrope: context length before scaling, in tokens", least=0)
     low_freq_factor: float = key(1.0, "llama3: below this many turns a dimension is scaled whole", least=0)
     high_freq_factor: float = key(4.0, "llama3: above this many turns a dimension is left alone", least=0)
-    original_seq_len: int = key(8192, "llama3: context length before scaling, in tokens", least=1)
+    attention_factor: float = key(0.0, "yarn, longrope: times cos and sin; 0: as the paper has it from factor", least=0)
+    beta_fast: float = key(32.0, "yarn: above this many turns a dimension is left alone", least=0)
+    beta_slow: float = key(1.0, "yarn: below this many turns a dimension is scaled whole", least=0)
+    mscale: float = key(0.0, "yarn: numerator of DeepSeek's attention factor; 0: the paper's", least=0)
+    mscale_all_dim: float = key(0.0, "yarn: its denominator; given with mscale", least=0)
+    truncate: bool = key(True, "yarn: the blend starts and ends at whole dimensions")
+    long_factor: tuple[float, ...] = key((), "longrope: divisors of the head_dim / 2 frequencies")
+    short_factor: tuple[float, ...] = key(
+        (), "longrope: those of stages up to original_seq_len; without it long_factor serves every length"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,267 @@
+"""Rotary frequencies: every kind against transformers, what the papers say of them, and what is refused."""
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.config.rope import TAKES
+from torchtitan_cp.config.sections import ROPE_KINDS, Curriculum, Rope, Stage
+from torchtitan_cp.curriculum import check_head_dim, resolve_stages, rope_frequencies
+from torchtitan_cp.curriculum.rope import SCALINGS, powers
+
+YARN = Rope(kind="yarn", factor=16.0, original_seq_len=4096)
+LONGROPE = Rope(kind="longrope", factor=4.0, original_seq_len=4096, long_factor=(2.0, 3.0, 4.0, 5.0))
+
+# transformers rounds exponents to fp32: half an ulp, 2^-25, times ln(theta) < 18.5 is 5.5e-7, and a few ulp more. It
+# blends with a weight that is off by two roundings of 1 - ramp (yarn), or by the error of the turns, 7e-7, times
+# high / (high - low) <= 2 (llama3): in parts of the unscaled frequency.
+FP32, BLENDED = 1e-6, {"yarn": 2**-23, "llama3": 1.4e-6}
+
+
+def theirs(rope: Rope, head_dim: int, seq_len: int) -> tuple[list[float], float]:
+    """Frequencies and attention factor by transformers, which takes our keys under its names; 0 is not given."""
+    kind, positions = rope.kind, 2**16
+    parameters: dict[str, Any] = {"rope_theta": rope.theta}
+    parameters |= {name: getattr(rope, name) for name in TAKES[kind] if getattr(rope, name) or name == "truncate"}
+    if kind == "ntk":  # the published formula is "dynamic" with factor 1 at this length
+        kind, parameters["factor"], seq_len = "dynamic", 1.0, round(rope.factor * positions)
+    if kind == "longrope":
+        parameters |= {
+            "long_factor": list(rope.long_factor),
+            "short_factor": list(rope.short_factor or rope.long_factor),
+        }
+    parameters |= {"rope_type": kind, "original_max_position_embeddings": parameters.pop("original_seq_len", None)}
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rope_parameters={name: value for name, value in parameters.items() if value is not None},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=seq_len)
+    return frequencies.tolist(), factor
+
+
+def draw(kind: str, generator: random.Random) -> tuple[Rope, int, int]:
+    """A scaling with keys drawn at random, a head_dim and a length."""
+    head_dim, original = generator.choice([16, 64, 80, 96, 128, 256]), generator.choice([2048, 4096, 8192, 32768])
+    keys: dict[str, Any] = {"factor": generator.choice([2.0, 3.5, 8.0, 40.0])}
+    if "original_seq_len" in TAKES[kind]:
+        keys["original_seq_len"] = original
+    if kind == "llama3":
+        keys["low_freq_factor"], keys["high_freq_factor"] = generator.uniform(0.5, 2), generator.uniform(4, 8)
+    if kind == "yarn":
+        keys["truncate"] = generator.random() < 0.5
+        keys["beta_fast"], keys["beta_slow"] = generator.uniform(8, 64), generator.uniform(0.5, 4)
+    if kind == "longrope":
+        keys["long_factor"] = tuple(generator.uniform(1, 64) for _ in range(head_dim // 2))
+        keys["short_factor"] = tuple(generator.uniform(1, 2) for _ in range(generator.choice([0, head_dim // 2])))
+    attention = generator.choice(["published", "given", "deepseek"]) if "attention_factor" in TAKES[kind] else ""
+    if attention == "given":
+        keys["attention_factor"] = generator.uniform(0.5, 2)
+    if attention == "deepseek" and kind == "yarn":
+        keys["mscale"], keys["mscale_all_dim"] = generator.uniform(0.5, 1.5), generator.uniform(0.5, 1.5)
+    rope = Rope(math.exp(generator.uniform(math.log(1e3), math.log(1e8))), kind, **keys)
+    return rope, head_dim, original * generator.choice([1, 2, 16])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", [kind for kind in ROPE_KINDS if kind != "none"])
+def test_frequencies_and_attention_factor_equal_those_of_transformers(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = draw(kind, random.Random(seed))
+    ours, our_factor = rope_frequencies(*drawn)
+    frequencies, factor = theirs(*drawn)
+    assert our_factor == pytest.approx(factor, rel=1e-12)
+    for mine, frequency, base in zip(ours, frequencies, powers(drawn[0].theta, drawn[1]), strict=True):
+        assert mine == pytest.approx(frequency, rel=FP32, abs=BLENDED.get(kind, 0) * base)
+
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    assert ours == pytest.approx(theirs(*drawn)[0], rel=1e-12, abs=0), "their code in fp64"
+
+
+def test_draws_reach_every_key_and_both_lists() -> None:
+    drawn = [draw(kind, random.Random(seed)) for kind in ROPE_KINDS if kind != "none" for seed in range(12)]
+    for entry in dataclasses.fields(Rope):
+        assert any(getattr(rope, entry.name) != entry.default for rope, _, _ in drawn), entry.name
+    chosen = {
+        (bool(rope.short_factor), seq_len > rope.original_seq_len) for rope, _, seq_len in drawn if rope.long_factor
+    }
+    assert chosen == {(False, False), (False, True), (True, False), (True, True)}
+
+
+def test_every_kind_has_its_keys_and_its_formula() -> None:
+    assert set(ROPE_KINDS) == set(TAKES) == set(SCALINGS)
+
+
+def test_unscaled_frequencies_are_powers_of_theta() -> None:
+    frequencies, factor = rope_frequencies(Rope(theta=10000.0), 8, 1024)
+    assert frequencies == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    assert factor == 1.0
+
+
+def test_linear_scaling_divides_every_frequency() -> None:
+    frequencies, _ = rope_frequencies(Rope(theta=10000.0, kind="linear", factor=4.0), 8, 1024)
+    assert frequencies == pytest.approx([0.25, 0.025, 0.0025, 0.00025])
+
+
+def test_ntk_scaling_divides_the_slowest_frequency_by_the_factor_and_leaves_the_fastest() -> None:
+    frequencies, factor = rope_frequencies(Rope(theta=10000.0, kind="ntk", factor=4.0), 8, 1024)
+    assert frequencies == pytest.approx([1.0, 0.1 / 4 ** (1 / 3), 0.01 / 4 ** (2 / 3), 0.001 / 4])
+    assert factor == 1.0
+
+
+def test_llama3_scaling_leaves_fast_turns_divides_slow_ones_and_blends_between() -> None:
+    rope = Rope(theta=500000.0, kind="llama3", factor=8.0, original_seq_len=8192)
+    scaled, _ = rope_frequencies(rope, 128, 131072)
+    base, _ = rope_frequencies(Rope(theta=500000.0), 128, 131072)
+    for frequency, original in zip(scaled, base, strict=True):
+        wavelength = 2 * math.pi / original
+        if wavelength < 8192 / 4:
+            assert frequency == original
+        elif wavelength > 8192 / 1:
+            assert frequency == pytest.approx(original / 8)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            assert frequency == pytest.approx((1 - smooth) * original / 8 + smooth * original)
+    assert any(base[i] / 8 < scaled[i] < base[i] for i in range(64))
+
+
+def test_yarn_leaves_fast_turns_divides_slow_ones_and_sharpens_attention() -> None:
+    scaled, factor = rope_frequencies(YARN, 128, 65536)
+    base, _ = rope_frequencies(Rope(), 128, 65536)
+    turns = [4096 * frequency / (2 * math.pi) for frequency in base]
+    left = [i for i in range(64) if scaled[i] == base[i]]
+    divided = [i for i in range(64) if scaled[i] == base[i] / 16]
+    assert left == list(range(len(left)))
+    assert divided == list(range(divided[0], 64))
+    assert turns[left[-1]] > 32 > turns[left[-1] + 1]
+    assert turns[divided[0] - 1] > 1 > turns[divided[0]]
+    assert factor == pytest.approx(0.1 * math.log(16) + 1)
+
+
+def test_longrope_takes_the_short_list_up_to_the_original_length_and_the_long_one_beyond() -> None:
+    rope = dataclasses.replace(LONGROPE, short_factor=(1.0, 1.0, 1.0, 2.0))
+    base, _ = rope_frequencies(Rope(), 8, 4096)
+    short, factor = rope_frequencies(rope, 8, 4096)
+    long, same_factor = rope_frequencies(rope, 8, 4097)
+    assert [b / s for b, s in zip(base, short, strict=True)] == pytest.approx([1, 1, 1, 2])
+    assert [b / s for b, s in zip(base, long, strict=True)] == pytest.approx([2, 3, 4, 5])
+    assert factor == same_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(4096)))
+    assert rope_frequencies(LONGROPE, 8, 4096)[0] == long
+
+
+def config_of(rope: Rope) -> Config:
+    stages = (
+        Stage(seq_len=4096, steps=1, global_batch_tokens=4096),
+        Stage(seq_len=16384, steps=1, global_batch_tokens=16384, rope=rope),
+    )
+    return Config(curriculum=Curriculum(stages))
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted"),
+    [
+        (
+            Rope(factor=8.0),
+            ".factor does nothing with kind = 'none'\n  fix: remove it, or use kind = 'linear' or 'ntk'",
+        ),
+        (
+            Rope(kind="ntk", factor=2.0, beta_fast=16.0),
+            ".beta_fast does nothing with kind = 'ntk'\n  fix: remove it, or",
+        ),
+        (Rope(kind="linear", factor=2.0, long_factor=(2.0,)), ".long_factor does nothing with kind = 'linear'"),
+        (Rope(kind="ntk"), " has kind = 'ntk' and no factor\n  fix: add factor = 8 or another"),
+        (
+            Rope(kind="yarn", original_seq_len=4096),
+            " has kind = 'yarn' and no factor\n  fix: add factor = 4 or another",
+        ),
+        (dataclasses.replace(YARN, factor=1.0, attention_factor=1.5), " has kind = 'yarn' and no factor"),
+        (dataclasses.replace(LONGROPE, factor=1.0), " has kind = 'longrope' and no factor"),
+        (Rope(kind="yarn", factor=4.0), " has kind = 'yarn' and no original_seq_len\n  fix: add the length that"),
+        (Rope(kind="llama3", factor=8.0), " has kind = 'llama3' and no original_seq_len"),
+        (
+            dataclasses.replace(YARN, original_seq_len=32768),
+            ".original_seq_len = 32768 is longer than the stage's seq_len = 16384\n  fix: use kind = 'none'",
+        ),
+        (
+            dataclasses.replace(LONGROPE, original_seq_len=32768),
+            ".original_seq_len = 32768 is longer than the stage's seq_len = 16384\n  fix: give short_factor",
+        ),
+        (
+            dataclasses.replace(LONGROPE, long_factor=()),
+            " has kind = 'longrope' and no long_factor\n  fix: give head_dim / 2",
+        ),
+        (
+            dataclasses.replace(LONGROPE, long_factor=(1.0, 0.0)),
+            ": long_factor and short_factor divide, so each number must be above 0\n  fix: use 1",
+        ),
+        (
+            dataclasses.replace(YARN, beta_fast=1.0),
+            ": beta_fast must be above beta_slow, and that above 0\n  fix: use e.g. 32",
+        ),
+        (dataclasses.replace(YARN, beta_slow=0.0), ": beta_fast must be above beta_slow, and that above 0"),
+        (dataclasses.replace(YARN, mscale=1.0), " has one of mscale and mscale_all_dim\n  fix: give both, or neither"),
+        (
+            dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2),
+            " has attention_factor, which leaves mscale nothing to do\n  fix: give one of them",
+        ),
+        (dataclasses.replace(YARN, theta=1.0), ".theta = 1 turns every pair alike, and yarn tells them apart"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused_with_the_way_to_mend_it(rope: Rope, wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config_of(rope), 1)
+    assert f"curriculum.stages[1].rope{wanted}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN,
+        LONGROPE,
+        dataclasses.replace(LONGROPE, factor=1.0, attention_factor=1.19),
+        dataclasses.replace(LONGROPE, original_seq_len=32768, short_factor=LONGROPE.long_factor),
+    ],
+)
+def test_keys_that_go_together_pass(rope: Rope) -> None:
+    check_config(config_of(rope), 1)
+
+
+@pytest.mark.parametrize(
+    ("rope", "head_dim", "wanted"),
+    [
+        (
+            LONGROPE,
+            16,
+            "rope.long_factor has 4 numbers, and head_dim = 16 has 8 pairs\n  fix: give 8 numbers, one for each pair",
+        ),
+        (
+            dataclasses.replace(LONGROPE, short_factor=(1.0,)),
+            8,
+            "rope.short_factor has 1 numbers, and head_dim = 8 has 4 pairs\n  fix: give 4 numbers, one for each pair",
+        ),
+        (Rope(kind="ntk", factor=2.0), 2, "rope.kind = 'ntk' needs more than the one pair of head_dim = 2"),
+    ],
+)
+def test_a_scaling_that_the_heads_cannot_take_is_refused(rope: Rope, head_dim: int, wanted: str) -> None:
+    stages = resolve_stages(config_of(rope), Degrees(1, 1, 1, 1, 1))
+    with pytest.raises(ConfigError) as caught:
+        check_head_dim(stages, head_dim)
+    assert f"curriculum.stages[1].{wanted}" in str(caught.value)
+
+
+def test_lists_of_one_number_a_pair_are_taken() -> None:
+    check_head_dim(resolve_stages(config_of(LONGROPE), Degrees(1, 1, 1, 1, 1)), 8)
