@@ -41,6 +41,8 @@ def test_every_token_lies_in_one_sequence_and_every_sequence_is_full(method: str
     np.testing.assert_array_equal(window.pieces[:, 3], [text[0] for text in places])
     inside = np.split(window.pieces[:, 3], window.first[1:-1])
     assert all((np.diff(sequence) > 0).all() for sequence in inside), "text keeps the stream's order in a sequence"
+    longest = [sequence[np.argmax(sizes)] for sequence, sizes in zip(inside, lengths_of(window), strict=True)]
+    assert longest == sorted(longest), "and sequences that of their longest parts"
 
 
 @settings(deadline=None)

@@ -18,8 +18,9 @@ def balanced_order(work: Sequence[float], dp: int, micro_batches: int) -> np.nda
     rounds of one to each rank, the heaviest of a round to the rank with the least work so far, in this micro-batch,
     then in the step (longest processing time first, Graham 1969, with equal counts).
 
-    What ranks wait, the largest minus the smallest load summed over micro-batches, is at most the heaviest minus the
-    lightest sequence of the step. The sequences of the step stay the same, and so does its gradient.
+    In a micro-batch the largest load exceeds the smallest by no more than the sequences of one round differ; summed
+    over micro-batches, by no more than the heaviest and the lightest sequence of the step differ. The sequences of the
+    step stay the same, and so does its gradient.
 
     Args:
         work: of each sequence of the step, in any unit; as many as dp * micro_batches * B.
