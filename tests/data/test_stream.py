@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cp.data import TokenStore, TokenStream
+from tests.data.memory import MemoryStore
+from torchtitan_cp.data import DataError, TokenStore, TokenStream
 from torchtitan_cp.data.store import TokenWriter
+from torchtitan_cp.data.stream import SeparatedStore
 
 LENGTHS = [5, 1, 17, 0, 30, 2, 9, 40, 3, 3, 11]
 TOKENS = sum(LENGTHS)
@@ -33,8 +35,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 @pytest.mark.parametrize("block_tokens", [1, 7, 11, 40, TOKENS, TOKENS + 1, 10 * TOKENS])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_gives_every_token_once(store: TokenStore, block_tokens: int, shuffle: bool) -> None:
-    stream = TokenStream(store, block_tokens, seed=3, shuffle=shuffle)
+@pytest.mark.parametrize("order", ["shuffled", "related"])
+def test_every_epoch_gives_every_token_once(store: TokenStore, block_tokens: int, shuffle: bool, order: str) -> None:
+    stream = TokenStream(store, block_tokens, seed=3, shuffle=shuffle, order=order)
     for epoch in range(4):
         assert sorted(stream.read(epoch * TOKENS, TOKENS)) == list(range(TOKENS))
 
@@ -45,12 +48,13 @@ def test_every_epoch_gives_every_token_once(store: TokenStore, block_tokens: int
     seed=st.integers(0, 2**63),
     cursor=st.integers(0, 1000),
     sizes=st.lists(st.integers(0, 300), max_size=6),
+    order=st.sampled_from(["shuffled", "related"]),
 )
-def test_pieces_of_any_size_give_the_same_stream(
-    store: TokenStore, block_tokens: int, seed: int, cursor: int, sizes: list[int]
+def test_reads_of_any_size_give_the_same_stream(
+    store: TokenStore, block_tokens: int, seed: int, cursor: int, sizes: list[int], order: str
 ) -> None:
-    whole = TokenStream(store, block_tokens, seed).read(cursor, sum(sizes))
-    stream = TokenStream(store, block_tokens, seed)
+    whole = TokenStream(store, block_tokens, seed, order=order).read(cursor, sum(sizes))
+    stream = TokenStream(store, block_tokens, seed, order=order)
     ends = np.cumsum([0, *sizes])
     backwards = [stream.read(cursor + int(end), size) for end, size in reversed(list(zip(ends, sizes, strict=False)))]
     np.testing.assert_array_equal(np.concatenate([np.empty(0, np.int64), *reversed(backwards)]), whole)
@@ -93,3 +97,64 @@ def test_a_store_smaller_than_a_sequence_repeats(tmp_path: Path) -> None:
     tokens, labels = TokenStream(store_of(tmp_path, [3]), 64, seed=0).sequence(0, 64)
     np.testing.assert_array_equal(tokens, np.arange(64) % 3)
     np.testing.assert_array_equal(labels, np.arange(1, 65) % 3)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any),
+    block_tokens=st.integers(1, 80),
+    cursor=st.integers(0, 300),
+    count=st.integers(0, 200),
+    shuffle=st.booleans(),
+)
+def test_pieces_are_the_text_that_is_read_in_as_few_rows_as_it_goes_on(
+    lengths: list[int], block_tokens: int, cursor: int, count: int, shuffle: bool
+) -> None:
+    store = MemoryStore(lengths)
+    stream = TokenStream(store, block_tokens, seed=2, shuffle=shuffle)
+    rows = stream.pieces(cursor, count)
+    assert rows.dtype == np.int64
+    assert rows.shape == (len(rows), 3)
+    assert (rows[:, 1] < rows[:, 2]).all()
+    text = [store.read(*row) for row in rows.tolist()]
+    np.testing.assert_array_equal(np.concatenate([np.empty(0, np.int64), *text]), stream.read(cursor, count))
+    one_by_one = [tuple(stream.pieces(place, 1)[0]) for place in range(cursor, cursor + count)]
+    goes_on = [a[0] == b[0] and a[2] == b[1] for a, b in pairwise(one_by_one)]
+    assert len(rows) == min(count, 1) + goes_on.count(False)
+
+
+GROUPS = [7, 3, 7, 7, 9, 3, 9, 9, 9, 3, 7]
+
+
+def test_related_documents_follow_one_another_in_their_order() -> None:
+    stream = TokenStream(MemoryStore(LENGTHS, GROUPS), 11, seed=1, order="related")
+    orders = set()
+    for epoch in range(12):
+        documents = stream.pieces(epoch * TOKENS, TOKENS)[:, 0].tolist()
+        groups = list(dict.fromkeys(GROUPS[document] for document in documents))
+        assert documents == [
+            document for group in groups for document, of in enumerate(GROUPS) if of == group and LENGTHS[document]
+        ]
+        orders.add(tuple(groups))
+    assert len(orders) > 2, "groups are permuted anew in each epoch"
+
+
+def test_without_groups_every_document_is_one() -> None:
+    stream = TokenStream(MemoryStore(LENGTHS), 11, seed=1, order="related")
+    rows = stream.pieces(0, TOKENS)
+    assert sorted(rows.tolist()) == [[document, 0, length] for document, length in enumerate(LENGTHS) if length]
+    assert rows[:, 0].tolist() != sorted(rows[:, 0])
+
+
+def test_an_unknown_order_is_refused() -> None:
+    with pytest.raises(DataError, match=r"'sorted' is not known\n  fix: use shuffled or related"):
+        TokenStream(MemoryStore(LENGTHS), 11, seed=1, order="sorted")
+
+
+def test_a_separator_ends_every_document_that_is_not_empty() -> None:
+    store = SeparatedStore(MemoryStore([2, 0, 3], groups=[4, 4, 4]), separator=99)
+    assert (store.documents, store.tokens, store.document_lengths.tolist()) == (3, 7, [3, 0, 4])
+    assert TokenStream(store, 4, seed=0, shuffle=False).read(0, 8).tolist() == [0, 1, 99, 2, 3, 4, 99, 0]
+    parts = [store.read(2, start, stop).tolist() for start in range(5) for stop in range(start, 5)]
+    assert parts == [[2, 3, 4, 99][start:stop] for start in range(5) for stop in range(start, 5)]
+    assert TokenStream(store, 4, seed=0, order="related").pieces(0, 7)[:, 0].tolist() == [0, 2]

@@ -1,12 +1,53 @@
 """An endless order of a store's tokens that can be entered anywhere by a cursor."""
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from torchtitan_cp.data.store import TokenStore
+from torchtitan_cp.data.errors import DataError
+
+ORDERS = ("shuffled", "related")
+
+
+class Documents(Protocol):
+    """What a stream reads: TokenStore, or a view of one.
+
+    A store may also have `groups`, `[documents]` int64: which documents belong together (one folder, one repository).
+    """
+
+    documents: int
+    tokens: int
+    document_lengths: np.ndarray
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
+
+
+class SeparatedStore:
+    """A store with one more token at the end of every document that is not empty.
+
+    The separator is part of the document, so cursors, windows and epochs count it, and stay exact.
+
+    Args:
+        store: what is read.
+        separator: token id, beside the token that ends each document in the store.
+
+    Attributes:
+        documents, tokens, document_lengths, groups: as of a store; separators are counted.
+    """
+
+    def __init__(self, store: Documents, separator: int) -> None:
+        self.store, self.separator = store, separator
+        self.documents = store.documents
+        self.document_lengths: np.ndarray = store.document_lengths + (store.document_lengths > 0)
+        self.tokens = int(self.document_lengths.sum())
+        self.groups = _groups_of(store)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
+        end = int(self.store.document_lengths[document])
+        tokens = self.store.read(document, min(start, end), min(stop, end))
+        return np.append(tokens, self.separator) if start <= end < stop else tokens
 
 
 class _EpochOrder(NamedTuple):
@@ -15,7 +56,7 @@ class _EpochOrder(NamedTuple):
     Attributes:
         documents: `[documents]` int64, in the order they are concatenated.
         starts: `[documents + 1]` int64, where each begins in the concatenation; the last is its length.
-        blocks: `[whole blocks]` int64, in the order they are read.
+        blocks: `[whole blocks]` int64, in the order they are read; empty where the concatenation is read as it is.
     """
 
     documents: np.ndarray
@@ -26,33 +67,46 @@ class _EpochOrder(NamedTuple):
 class TokenStream:
     """The store's tokens, epoch after epoch. What is read depends on the arguments and the cursor alone.
 
-    In each epoch documents are permuted and concatenated; the concatenation is cut into blocks, and the whole blocks
-    are permuted too (what is left at the end stays there). So the short sequences of an early stage come from many
-    documents, and a sequence as long as a block is still contiguous text. The cursor counts tokens: no rank, no
-    sequence length is in it, so a run resumes on any number of ranks and in any stage.
+    `shuffled`: in each epoch documents are permuted and concatenated; the concatenation is cut into blocks, and the
+    whole blocks are permuted too (what is left at the end stays there). So the short sequences of an early stage come
+    from many documents, and a sequence as long as a block is still contiguous text.
 
-    Memory is a few numbers per document and block; no token is held.
+    `related`: in each epoch groups are permuted, and the documents of a group follow one another in the store's order,
+    so that a long sequence holds text that depends on text far before it (as in-context pretraining,
+    arXiv:2310.10638, does by similarity). Blocks are not permuted: that would tear groups. The price is that a group
+    longer than a step fills whole steps.
+
+    The cursor counts tokens: no rank, no sequence length is in it, so a run resumes on any number of ranks and in any
+    stage. Memory is a few numbers per document and block; no token is held.
 
     Args:
         store: at least one token.
         block_tokens: the longest sequence length of the curriculum.
         seed: of the order.
         shuffle: False leaves documents and blocks in the store's order, as validation wants.
+        order: what shuffling permutes, `shuffled` or `related`. In a store without groups every document is one.
+
+    Raises:
+        DataError: `order` is not known.
     """
 
-    def __init__(self, store: TokenStore, block_tokens: int, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self, store: Documents, block_tokens: int, seed: int, *, shuffle: bool = True, order: str = "shuffled"
+    ) -> None:
         assert store.tokens > 0, "a stream needs a token"
-        self.store, self.block_tokens, self.seed, self.shuffle = store, block_tokens, seed, shuffle
+        if order not in ORDERS:
+            raise DataError(f"the order of documents {order!r} is not known", fix=f"use {' or '.join(ORDERS)}")
+        self.store, self.block_tokens, self.seed = store, block_tokens, seed
+        self.shuffle, self.order = shuffle, order
         self._order = lru_cache(maxsize=2)(self._make_order)  # a read may cross from one epoch into the next
 
     def read(self, cursor: int, count: int) -> np.ndarray:
         """Tokens `[count]` int64 from `cursor` on, a number of tokens consumed; crosses blocks and epochs."""
         tokens = np.empty(count, dtype=np.int64)
         filled = 0
-        while filled < count:
-            for document, start, stop in self._pieces(cursor + filled, count - filled):
-                tokens[filled : filled + stop - start] = self.store.read(document, start, stop)
-                filled += stop - start
+        for document, start, stop in self.pieces(cursor, count).tolist():
+            tokens[filled : filled + stop - start] = self.store.read(document, start, stop)
+            filled += stop - start
         return tokens
 
     def sequence(self, cursor: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,36 +117,86 @@ class TokenStream:
         tokens = self.read(cursor, seq_len + 1)
         return tokens[:-1], tokens[1:]
 
-    def _pieces(self, cursor: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(document, start, stop) of up to `count` tokens, to the end of the cursor's block at most."""
-        epoch, position = divmod(cursor, self.store.tokens)
-        order = self._order(epoch if self.shuffle else 0)
-        place, block_end = self._locate(order, position)
-        end = min(place + count, block_end)
-        index = int(np.searchsorted(order.starts, place, side="right")) - 1
-        while place < end:
-            start, stop = int(order.starts[index]), min(int(order.starts[index + 1]), end)
-            if stop > place:
-                yield int(order.documents[index]), place - start, stop - start
-            place, index = stop, index + 1
+    def pieces(self, cursor: int, count: int) -> np.ndarray:
+        """Which text the `count` tokens from `cursor` on are; crosses blocks and epochs.
 
-    def _locate(self, order: _EpochOrder, position: int) -> tuple[int, int]:
-        """Position in an epoch -> (place in the concatenation, end of its block there)."""
-        block, offset = divmod(position, self.block_tokens)
-        if block >= len(order.blocks):
-            return position, self.store.tokens
-        start = int(order.blocks[block]) * self.block_tokens
-        return start + offset, start + self.block_tokens
+        Returns:
+            `[pieces, 3]` int64, rows of (document, start, stop) in the order of the stream. No row is empty, and a
+            document that goes on across a block's end is one row.
+        """
+        rows = [np.empty((0, 3), dtype=np.int64)]
+        end = cursor + count
+        while cursor < end:
+            epoch, position = divmod(cursor, self.store.tokens)
+            stop = min(position + end - cursor, self.store.tokens)
+            rows.append(self._pieces_of_epoch(self._order(epoch if self.shuffle else 0), position, stop))
+            cursor += stop - position
+        return _joined(np.concatenate(rows))
+
+    def _pieces_of_epoch(self, order: _EpochOrder, position: int, stop: int) -> np.ndarray:
+        """Rows as in `pieces` of the positions from `position` to `stop` of one epoch, cut at block ends."""
+        last = min(-(-stop // self.block_tokens), len(order.blocks) + 1)
+        inner = np.arange(position // self.block_tokens + 1, last) * self.block_tokens
+        edges = np.concatenate([[position], inner, [stop]])
+        places = self._places(order, edges[:-1])
+        ends = places + np.diff(edges)
+        first = np.searchsorted(order.starts, places, side="right") - 1
+        counts = np.searchsorted(order.starts, ends, side="left") - first
+        block = np.repeat(np.arange(len(places)), counts)
+        index = first[block] + counted(counts)
+        begins = order.starts[index]
+        starts = np.maximum(begins, places[block])
+        stops = np.minimum(order.starts[index + 1], ends[block])
+        rows = np.stack([order.documents[index], starts - begins, stops - begins], axis=1)
+        return rows[stops > starts]
+
+    def _places(self, order: _EpochOrder, positions: np.ndarray) -> np.ndarray:
+        """Positions in an epoch -> their places in the concatenation; both `[n]` int64."""
+        places = positions.copy()
+        block, offset = np.divmod(positions, self.block_tokens)
+        moved = block < len(order.blocks)
+        places[moved] = order.blocks[block[moved]] * self.block_tokens + offset[moved]
+        return places
 
     def _make_order(self, epoch: int) -> _EpochOrder:
         bits = np.random.PCG64([self.seed, epoch])
-        documents = self._permutation(bits, self.store.documents)
-        blocks = self._permutation(bits, self.store.tokens // self.block_tokens)
+        documents, blocks = np.arange(self.store.documents), np.arange(0)
+        if self.shuffle and self.order == "related":
+            documents = _permuted_groups(bits, _groups_of(self.store), self.store.documents)
+        elif self.shuffle:
+            documents = _permutation(bits, self.store.documents)
+            blocks = _permutation(bits, self.store.tokens // self.block_tokens)
         starts = np.concatenate([[0], np.cumsum(self.store.document_lengths[documents])])
         return _EpochOrder(documents, starts, blocks)
 
-    def _permutation(self, bits: np.random.PCG64, count: int) -> np.ndarray:
-        """`[count]` int64, by sorting raw bits: those NumPy keeps the same from version to version (NEP 19)."""
-        if not self.shuffle:
-            return np.arange(count)
-        return np.argsort(bits.random_raw(count), kind="stable")
+
+def counted(counts: np.ndarray) -> np.ndarray:
+    """0 to count - 1 for each count, one after another: [2, 0, 3] -> [0, 1, 0, 1, 2]. Both int64."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _groups_of(store: Documents) -> np.ndarray | None:
+    """The store's groups, `[documents]` int64; None where it knows none."""
+    return getattr(store, "groups", None)
+
+
+def _permutation(bits: np.random.PCG64, count: int) -> np.ndarray:
+    """`[count]` int64, by sorting raw bits: those NumPy keeps the same from version to version (NEP 19)."""
+    return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def _permuted_groups(bits: np.random.PCG64, groups: np.ndarray | None, documents: int) -> np.ndarray:
+    """`[documents]` int64: groups permuted, the documents of each in their order one after another."""
+    if groups is None:
+        return _permutation(bits, documents)
+    names, group = np.unique(groups, return_inverse=True)
+    return np.argsort(_permutation(bits, len(names))[group], kind="stable")
+
+
+def _joined(rows: np.ndarray) -> np.ndarray:
+    """Rows of (document, start, stop), those that go on where the row before stops made one with it."""
+    goes_on = (rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] == rows[:-1, 2])
+    edge = np.ones(min(len(rows), 1), dtype=bool)
+    joined = rows[np.flatnonzero(np.concatenate([edge, ~goes_on]))]
+    joined[:, 2] = rows[np.flatnonzero(np.concatenate([~goes_on, edge])), 2]
+    return joined

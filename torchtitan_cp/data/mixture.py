@@ -1,0 +1,159 @@
+"""Which source gives which sample of a stage: by weight, evenly spread, and known for any sample at once."""
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_cp.data.errors import DataError
+
+CHUNK_SAMPLES = 4096
+UNLIMITED = 1 << 50  # samples; times stay exact enough to be ordered up to here
+
+
+class _Chunk(NamedTuple):
+    """CHUNK_SAMPLES samples from a multiple of it on.
+
+    Attributes:
+        sources: `[samples]` int64, the source of each.
+        indices: `[samples]` int64, how many samples of that source came before.
+        before: `[sources]` int64, samples of each source before the chunk.
+    """
+
+    sources: np.ndarray
+    indices: np.ndarray
+    before: np.ndarray
+
+
+class Mixture:
+    """The order of sources in a stage. A sample depends on the arguments and its number alone.
+
+    A source of share w gives its j-th sample at time (j + phase) / w, and samples are numbered in the order of time;
+    phases come from seed and stage. So among the first n samples a source has its n * w, give or take 1 + w * sources;
+    and one that has given its last sample leaves its share to the others, by their weights. (Megatron-LM's blending has
+    the same aim, one sample after another; here any sample is found without those before it.)
+
+    Args:
+        weights: of each source, of any sum; 0 takes nothing of a source. Their order does not matter.
+        seed: of the run.
+        stage: number of the stage.
+        limits: samples a source has left, for those that are limited: see `samples_within`.
+
+    Attributes:
+        samples: how many there are before every source has given its last.
+
+    Raises:
+        DataError: a weight is negative or no number, all are 0, or a limit is of an unknown source.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], seed: int, stage: int, limits: Mapping[str, int] | None = None
+    ) -> None:
+        limits = limits or {}
+        _check(weights, limits)
+        self.names = tuple(sorted(name for name, weight in weights.items() if weight > 0))
+        total = math.fsum(weights[name] for name in self.names)
+        self._shares = np.array([weights[name] / total for name in self.names])
+        self._limits = np.array([min(limits.get(name, UNLIMITED), UNLIMITED) for name in self.names], dtype=np.int64)
+        self._phases = np.array([_phase(name, seed, stage) for name in self.names])
+        self.samples = int(self._limits.sum())
+        self._chunk = lru_cache(maxsize=4)(self._make_chunk)
+
+    def sample(self, number: int) -> tuple[str, int]:
+        """Source of sample `number`, and how many samples of that source came before in the stage.
+
+        Raises:
+            DataError: every source has given its last sample before.
+        """
+        if number >= self.samples:
+            raise DataError(
+                f"the sources of the mixture ({', '.join(self.names)}) end after {self.samples:,} samples of the stage",
+                fix="allow more epochs of a source, leave one without a limit, or make the stage shorter",
+            )
+        index, place = divmod(number, CHUNK_SAMPLES)
+        chunk = self._chunk(index)
+        return self.names[chunk.sources[place]], int(chunk.indices[place])
+
+    def counts(self, number: int) -> dict[str, int]:
+        """Samples of each source among the first `number`, at most `samples`."""
+        assert 0 <= number <= self.samples, "the mixture ends before"
+        index, place = divmod(number, CHUNK_SAMPLES)
+        chunk = self._chunk(index)
+        counts = chunk.before + np.bincount(chunk.sources[:place], minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist(), strict=True))
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """After how many samples of the stage each limited source has given its last.
+
+        A source is to be reported when a step crosses its number, which happens once in a run, resumed or not.
+        """
+        limited = [index for index, limit in enumerate(self._limits) if limit < UNLIMITED]
+        return {self.names[index]: self._end(index) for index in limited}
+
+    def _end(self, index: int) -> int:
+        name, limit = self.names[index], int(self._limits[index])
+        last = self._counts_at((limit + 1) / self._shares[index])
+        return bisect_left(range(int(last.sum())), limit, key=lambda number: self.counts(number)[name])
+
+    def _make_chunk(self, index: int) -> _Chunk:
+        start = index * CHUNK_SAMPLES
+        stop = min(start + CHUNK_SAMPLES, self.samples)
+        slack = len(self.names) + 1
+        first, last = self._counts_at(self._time(start - slack)), self._counts_at(self._time(stop + slack))
+        given = last - first
+        sources = np.repeat(np.arange(len(self.names)), given)
+        indices = np.arange(given.sum()) + np.repeat(first - (np.cumsum(given) - given), given)
+        order = np.lexsort((sources, (indices + self._phases[sources]) / self._shares[sources]))
+        before, here = np.split(order, [start - int(first.sum())])
+        here = here[: stop - start]
+        return _Chunk(sources[here], indices[here], first + np.bincount(sources[before], minlength=len(self.names)))
+
+    def _counts_at(self, time: float) -> np.ndarray:
+        """Samples each source has given up to a time: `[sources]` int64."""
+        given = np.floor(time * self._shares - self._phases) + 1
+        return np.clip(given, 0, self._limits).astype(np.int64)
+
+    def _time(self, number: float) -> float:
+        """When about `number` samples were given, within one for each source; the inverse of sum(min(limit, t * w))."""
+        ends = np.unique(np.concatenate([[0.0], self._limits / self._shares]))
+        given = np.minimum(self._limits, ends[:, None] * self._shares).sum(axis=1)
+        return float(np.interp(number, given, ends)) + max(0.0, number - float(given[-1]))
+
+
+def samples_within(max_epochs: float, tokens: int, seq_len: int, first_token: int) -> int:
+    """How many sequences of S tokens a source has left before it was read `max_epochs` times.
+
+    Args:
+        max_epochs: how often the source may be read in the whole run; may be a fraction.
+        tokens: of the source.
+        seq_len: S.
+        first_token: cursor of the source at which the stage begins.
+    """
+    return max(0, math.floor(max_epochs * tokens) - first_token) // seq_len
+
+
+def _check(weights: Mapping[str, float], limits: Mapping[str, int]) -> None:
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise DataError(f"source {name!r} has the mixture weight {weight}", fix="use a number of 0 or more")
+    if not any(weights.values()):
+        raise DataError(
+            f"the mixture weights of {', '.join(weights) or 'no source'} sum to zero",
+            fix="give at least one source a weight above 0",
+        )
+    unknown = sorted(set(limits) - set(weights))
+    if unknown:
+        raise DataError(
+            f"{', '.join(unknown)} has a limit of epochs and no mixture weight", fix=f"name one of {', '.join(weights)}"
+        )
+
+
+def _phase(name: str, seed: int, stage: int) -> float:
+    """A number in (0, 1) that differs by source, seed and stage."""
+    digest = hashlib.sha256(f"{seed} {stage} {name}".encode()).digest()
+    return (int.from_bytes(digest[:4], "little") + 0.5) / (1 << 32)
