@@ -19,7 +19,7 @@ from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, ConfigError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages, rope_frequencies, stage_of
-from torchtitan_cp.data import TokenStream, prepare
+from torchtitan_cp.data import TokenStream, prepare, statistics_table
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
 from torchtitan_cp.health import GradientProbe, Policy, StepReport, exchange
@@ -78,13 +78,20 @@ class Trainer:
         if config.training.deterministic:
             use_deterministic_kernels()
 
+        if len(config.data.sources) > 1:
+            raise ConfigError(
+                f"training reads one source, and [[data.sources]] names {len(config.data.sources)}",
+                fix="leave one of the tables",
+            )
         corpus = prepare(config.data, config.tokenizer)
         self._check_same_corpus(corpus.fingerprint)
         self.unigram_counts = corpus.unigram_counts
+        self.statistics = {name: source.statistics for name, source in corpus.sources.items()}
+        [source] = corpus.sources.values()
         block_tokens = max(stage.seq_len for stage in self.stages)
-        self.stream = TokenStream(corpus.train, block_tokens, config.training.seed)
+        self.stream = TokenStream(source.train, block_tokens, config.training.seed)
         self.held_out = (
-            TokenStream(corpus.validation, block_tokens, 0, shuffle=False) if corpus.validation.tokens else None
+            TokenStream(source.validation, block_tokens, 0, shuffle=False) if source.validation.tokens else None
         )
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
@@ -204,7 +211,7 @@ class Trainer:
             f"compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
             f"{self.meshes.describe()}\n"
-            f"train {self.stream.store.tokens:,} tokens in {self.stream.store.documents:,} documents"
+            f"{statistics_table(self.statistics)}"
         )
 
     # A stage -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,16 @@ import pytest
 from tests.data.texts import REPOSITORY, read, text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import DataError, PreparedCorpus, TokenStore, cache, prepare, progress, tokenizing
+from torchtitan_cp.data import (
+    DataError,
+    PreparedCorpus,
+    PreparedSource,
+    TokenStore,
+    cache,
+    prepare,
+    progress,
+    tokenizing,
+)
 from torchtitan_cp.data.store import TokenWriter
 
 BYTES = TokenizerConfig(kind="bytes")
@@ -57,15 +67,20 @@ def refuse(data: Data, tokenizer: TokenizerConfig = BYTES) -> str:
     return str(caught.value)
 
 
+def only(prepared: PreparedCorpus) -> PreparedSource:
+    [source] = prepared.sources.values()
+    return source
+
+
 def assert_is_the_corpus(prepared: PreparedCorpus, data: Data) -> None:
     documents = read(data)
-    for store, held_out in ((prepared.train, False), (prepared.validation, True)):
-        texts = [document.text for document in documents if document.held_out == held_out]
+    for store, held_out in ((only(prepared).train, False), (only(prepared).validation, True)):
+        texts = [document.content for document in documents if document.held_out == held_out]
         rows = contents(store)
         assert [prepared.tokenizer.decode(row) for row in rows] == texts != []
         assert all(row[-1] == prepared.tokenizer.eos_id and row.count(row[-1]) == 1 for row in rows)
         assert store.tokens == sum(map(len, rows))
-    every = np.concatenate(contents(prepared.train))
+    every = np.concatenate(contents(only(prepared).train))
     np.testing.assert_array_equal(prepared.unigram_counts, np.bincount(every, minlength=prepared.tokenizer.vocab_size))
 
 
@@ -87,7 +102,7 @@ def test_a_prepared_corpus_is_found_and_not_made_again(data: Data, monkeypatch: 
     again = prepare(data, tokenizer)
     assert again.fingerprint == first.fingerprint
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
-    assert contents(again.train) == contents(first.train)
+    assert contents(only(again).train) == contents(only(first).train)
     np.testing.assert_array_equal(again.unigram_counts, first.unigram_counts)
 
 
@@ -121,9 +136,10 @@ def test_a_changed_file_is_noticed(data: Data, caplog: pytest.LogCaptureFixture)
 def test_a_changed_tokenizer_is_noticed(data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = [TokenizerConfig(vocab_size=size) for size in (300, 310)]
     given = TokenizerConfig(path=str(tmp_path / "given.model"))
+    elsewhere = replace(data, cache_folder=str(tmp_path / "elsewhere"))
     for tokenizer in trained:
-        prepare(data, tokenizer)
-    models = [path / "tokenizer.model" for path in finished(data)]
+        prepare(elsewhere, tokenizer)
+    models = list(Path(elsewhere.cache_folder).glob("tokenizer-*.model"))
     assert len(models) == 2
     assert not warnings(caplog)
     for model in models:
@@ -154,12 +170,12 @@ def test_a_damaged_cache_is_named_and_made_again(
     data: Data, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], str]
 ) -> None:
     first = prepare(data, BYTES)
-    tokens = contents(first.train)
+    tokens = contents(only(first).train)
     [folder] = finished(data)
     what = damage(folder / "train-00000.bin")
     again = prepare(data, BYTES)
     assert again.fingerprint == first.fingerprint
-    assert contents(again.train) == tokens
+    assert contents(only(again).train) == tokens
     assert warnings(caplog) == [f"the prepared corpus in {folder} is damaged {what}; it is made again"]
 
 
@@ -220,8 +236,8 @@ def test_of_two_processes_one_builds_and_the_other_waits_and_finds(data: Data, t
     assert first_line == f"waiting for another process that prepares a corpus in {data.cache_folder}\n"
     assert [process.returncode for process in (builder, waiting)] == [0, 0]
     assert logs[0][0] == logs[1][0] != ""
-    assert "preparing 40 files" in logs[0][1]
-    assert "preparing" not in logs[1][1]
+    assert "preparing corpus: 40 files" in logs[0][1]
+    assert "preparing corpus" not in logs[1][1]
     assert "waiting" not in logs[1][1]
 
 
@@ -236,7 +252,7 @@ def test_another_process_builds_when_the_builder_dies(data: Data) -> None:
     builder.communicate(timeout=60)
     fingerprint, log = waiting.communicate(timeout=60)
     assert waiting.returncode == 0
-    assert "preparing 40 files" in log
+    assert "preparing corpus: 40 files" in log
     assert fingerprint.strip() == prepare(data, BYTES).fingerprint
 
 
@@ -287,8 +303,8 @@ def test_a_corpus_without_a_document_is_refused(tmp_path: Path, tokenizer: Token
 
 def test_without_a_fraction_nothing_is_held_out(data: Data) -> None:
     prepared = prepare(data_of(Path(data.path), Path(data.cache_folder), validation_fraction=0.0), BYTES)
-    assert (prepared.validation.documents, prepared.validation.tokens) == (0, 0)
-    assert prepared.train.documents == 40
+    assert (only(prepared).validation.documents, only(prepared).validation.tokens) == (0, 0)
+    assert only(prepared).train.documents == 40
 
 
 def test_what_was_skipped_is_named_once_and_told_in_one_line_now_and_when_it_is_found_again(
@@ -311,7 +327,7 @@ def test_what_was_skipped_is_named_once_and_told_in_one_line_now_and_when_it_is_
 
 
 def test_the_manifest_tells_what_the_folder_holds(data: Data) -> None:
-    prepared = prepare(data, BYTES)
+    prepared = only(prepare(data, BYTES))
     [folder] = finished(data)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["tokens"] == {"train": prepared.train.tokens, "validation": prepared.validation.tokens}

@@ -34,7 +34,7 @@ def test_the_standard_library_is_found_without_what_was_installed_beside_it() ->
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     assert all(name.endswith(".py") and "site-packages" not in name and "__pycache__" not in name for name in names)
     documents = list(islice(corpus.documents(Rejects()), 3))
-    assert [document.text for document in documents] == [(STDLIB / name).read_text("utf-8") for name in names[:3]]
+    assert [document.content for document in documents] == [(STDLIB / name).read_text("utf-8") for name in names[:3]]
     assert 0 < documents[0].read_bytes < documents[1].read_bytes < documents[2].read_bytes <= corpus.size_bytes
 
 
@@ -83,7 +83,7 @@ def test_a_source_that_needs_a_path_says_so() -> None:
 
 def test_a_path_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     message = refuse(Data(path=str(tmp_path)))
-    assert "is set, but data.source = 'python-stdlib' reads no path" in message
+    assert "is set, but source = 'python-stdlib' reads no path" in message
     assert "fix: set data.source = 'text' or 'jsonl'" in message
 
 
@@ -119,7 +119,7 @@ def test_a_corpus_without_a_document_says_what_was_skipped(tmp_path: Path) -> No
     write_files(tmp_path, {"a.txt": b"\xff", "b.txt": ""})
     message = refuse(text_data(tmp_path))
     assert f"the corpus at {tmp_path} holds 2 files and no document; skipped: 1 x not UTF-8" in message
-    assert "fix: check data.path" in message
+    assert "fix: check path, source and text_field of data" in message
 
 
 def test_a_file_that_is_not_utf8_is_counted_named_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +167,7 @@ def test_files_are_split_before_they_are_joined(tmp_path: Path) -> None:
     joined = read(text_data(tmp_path, "folder", 0.3))
     assert len(joined) == 6
     for held_out in (False, True):
-        parts = ["".join(x.text for x in documents if x.held_out == held_out) for documents in (single, joined)]
+        parts = ["".join(str(x.content) for x in documents if x.held_out == held_out) for documents in (single, joined)]
         assert parts[0] == parts[1] != ""
 
 

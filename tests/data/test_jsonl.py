@@ -58,8 +58,8 @@ def test_a_malformed_line_is_counted_named_and_skipped(tmp_path: Path, caplog: p
     assert texts(jsonl_data(tmp_path), rejects) == ["good", "last"]
     assert warnings(caplog) == [
         f"{path}:2: malformed JSON; skipped",
-        f"{path}:4: line without the field 'text'; skipped",
-        f"{path}:5: line without the field 'text'; skipped",
+        f"{path}:4: no field 'text'; skipped",
+        f"{path}:5: no field 'text'; skipped",
         f"{path}:6: field 'text' that is not a string; skipped",
         f"{path}:7: not UTF-8; skipped",
         f"{path}:8: field 'text' with half a surrogate pair; skipped",
@@ -114,5 +114,5 @@ def test_an_archive_that_is_none_is_counted_and_named(tmp_path: Path, caplog: py
 
 def test_lines_are_held_out_one_by_one(tmp_path: Path) -> None:
     documents = read(jsonl_data(write_files(tmp_path, {"a.jsonl": CONTENT}), validation_fraction=0.2))
-    assert [document.text for document in documents] == LINES
+    assert [document.content for document in documents] == LINES
     assert abs(sum(document.held_out for document in documents) - 600) < 5 * 22  # five standard deviations

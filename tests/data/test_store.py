@@ -13,12 +13,19 @@ from torchtitan_cp.data.store import TokenWriter, token_dtype
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 
 
-def write(folder: Path, documents: list[list[int]], vocab_size: int = 100, shard_bytes: int = 8) -> str:
+def write(
+    folder: Path,
+    documents: list[list[int]],
+    vocab_size: int = 100,
+    shard_bytes: int = 8,
+    groups: list[int] | None = None,
+) -> str:
+    folder.mkdir(exist_ok=True)
     writer = TokenWriter(folder, "train", vocab_size, shard_bytes)
-    for document in documents:
+    for index, document in enumerate(documents):
         for part in (document[:2], document[2:]):
             writer.append(np.array(part, dtype=np.int32))
-        writer.end_document()
+        writer.end_document(groups[index] if groups else None)
     assert writer.documents == len(documents)
     assert writer.tokens == sum(map(len, documents)) == writer.unigram_counts.sum()
     return writer.close()
@@ -59,8 +66,10 @@ def test_an_empty_split_can_be_opened(tmp_path: Path) -> None:
     assert (store.documents, store.tokens, len(store.document_lengths)) == (0, 0, 0)
 
 
-def test_the_digest_follows_tokens_and_document_ends_and_not_files(tmp_path: Path) -> None:
-    first = write(tmp_path, [[1, 2], [3]])
-    assert write(tmp_path, [[1, 2], [3]], shard_bytes=2) == first
-    assert write(tmp_path, [[1, 2], [4]]) != first
-    assert write(tmp_path, [[1], [2, 3]]) != first
+def test_the_digest_follows_tokens_document_ends_and_groups(tmp_path: Path) -> None:
+    folders = (tmp_path / str(index) for index in range(9))
+    first = write(next(folders), [[1, 2], [3]])
+    assert write(next(folders), [[1, 2], [3]]) == first
+    assert write(next(folders), [[1, 2], [4]]) != first
+    assert write(next(folders), [[1], [2, 3]]) != first
+    assert write(next(folders), [[1, 2], [3]], groups=[5, 5]) != first

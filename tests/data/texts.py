@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data import Corpus, Document
 from torchtitan_cp.data.rejects import Rejects
 
@@ -35,12 +35,12 @@ def text_corpus(folder: Path, files: int = 40) -> Path:
     )
 
 
-def read(data: Data, rejects: Rejects | None = None) -> list[Document]:
+def read(data: SourceKeys, rejects: Rejects | None = None) -> list[Document]:
     return list(Corpus(data).documents(rejects or Rejects()))
 
 
-def texts(data: Data, rejects: Rejects | None = None) -> list[str]:
-    return [document.text for document in read(data, rejects)]
+def texts(data: SourceKeys, rejects: Rejects | None = None) -> list[str]:
+    return [str(document.content) for document in read(data, rejects)]
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,5 +1,6 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
+import dataclasses
 import os
 import re
 import tempfile
@@ -8,7 +9,7 @@ from pathlib import Path
 from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import Config, Stage
+from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -24,6 +25,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_pipeline(config)
     _check_groups(config)
+    check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     _check_products(config, degrees)
     if not config.curriculum.stages:
@@ -73,6 +75,59 @@ def _check_groups(config: Config) -> None:
             problem = "" if rule.match else " has no match"
         if problem:
             raise ConfigError(f"optimizer.groups[{index}]{problem}", fix="write e.g. match = 'tok_embeddings|output'")
+
+
+def check_sources(config: Config) -> None:
+    """Sources that can be told apart, and keys that their kind reads.
+
+    Raises:
+        ConfigError: the first thing found wrong.
+    """
+    data = config.data
+    if data.sources:
+        _check_names(data)
+    for index, source in enumerate(data.sources or (data,)):
+        where = f"data.sources[{index}]" if data.sources else "data"
+        _check_source(source, where)
+        if source.token_field and config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path:
+            raise ConfigError(
+                f"{where}.token_field = {source.token_field!r} holds ids of a tokenizer, and [tokenizer] names none",
+                fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
+            )
+
+
+def _check_names(data: Data) -> None:
+    default = SourceKeys()
+    for entry in dataclasses.fields(SourceKeys):
+        if getattr(data, entry.name) != getattr(default, entry.name):
+            raise ConfigError(
+                f"data.{entry.name} is set beside [[data.sources]], and would be read by none of them",
+                fix=f"move {entry.name} into the tables it is meant for",
+            )
+    names = [source.name for source in data.sources]
+    for index, name in enumerate(names):
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(
+                f"data.sources[{index}].name = {name!r} is no name", fix="give one of letters, digits, '_', '-' and '.'"
+            )
+        if name in names[:index]:
+            raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
+
+
+def _check_source(source: SourceKeys, where: str) -> None:
+    if source.source not in ROW_SOURCES and (source.token_field or source.group_field):
+        field = "token_field" if source.token_field else "group_field"
+        raise ConfigError(
+            f"{where}.{field} is set, and source = {source.source!r} has no fields",
+            fix=f"leave it out, or use a source of rows: {', '.join(ROW_SOURCES)}",
+        )
+    if source.token_field and source.text_field != SourceKeys.text_field:
+        raise ConfigError(f"{where} has both text_field and token_field", fix="give the one that is to be read")
+    if 0 < source.max_document < max(2, source.min_document):
+        raise ConfigError(
+            f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
+            fix="raise max_document, or set it to 0 to split nothing",
+        )
 
 
 def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torchtitan_cp.config.sections import Config
+from torchtitan_cp.config.sections import Config, Data, DataSource
 
 
 class Key(NamedTuple):
@@ -28,6 +28,8 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             keys = typing.get_args(typing.get_type_hints(kind)["stages"])[0]
             header = "[[curriculum.stages]]"
         yield header, _first_line(keys), list(_keys(keys))
+        if keys is Data:
+            yield "[[data.sources]]", _first_line(DataSource), list(_keys(DataSource))
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[Key]:

@@ -14,6 +14,7 @@ FLOAT8_RECIPES = ("none", "tensorwise", "rowwise")
 RESHARD = ("auto", "always", "never")
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ROW_SOURCES = ("jsonl", "parquet", "huggingface")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
 ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 
@@ -54,24 +55,63 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Which text is read, and how it is kept on disk."""
+class SourceKeys:
+    """Where text, or tokens, come from, and what of them is a document."""
 
     source: str = key(
         "python-stdlib",
-        "python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst]",
-        choices=("python-stdlib", "text", "jsonl"),
+        "python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst]; "
+        "parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra datasets)",
+        choices=("python-stdlib", "text", *ROW_SOURCES),
     )
-    path: str = key("", "file, folder or glob of the text or jsonl source")
-    text_field: str = key("text", "field of a JSONL line that holds the text")
+    path: str = key("", "file, folder or glob; with huggingface the dataset's name or a local folder")
+    subset: str = key("", "huggingface: the dataset's configuration, where it has several")
+    split: str = key("train", "huggingface: the split that is read")
+    revision: str = key("", "huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed")
+    text_field: str = key("text", "field (column) of a row that holds the text")
+    token_field: str = key("", "field (column) of a row that holds token ids of this tokenizer, instead of text_field")
+    group_field: str = key("", "field (column) that rows of one group share, as a repository; empty: none is related")
+    group_depth: int = key(
+        0, "text: leading folders that name a document's group, 1 where each is a repository; 0: all", least=0
+    )
     document: str = key(
         "file",
-        "what one document is: a file, or a folder's files joined in order (up to 1 MiB); a line with jsonl",
+        "what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one",
         choices=("file", "folder"),
     )
-    validation_fraction: float = key(0.02, "share of files (lines with jsonl) held out, chosen by hash", least=0)
+    min_document: int = key(0, "documents of fewer tokens are counted and left out", least=0)
+    max_document: int = key(0, "documents of more tokens are split into even parts; 0: none is", least=0)
+    validation_fraction: float = key(0.02, "share of files (or rows) held out, chosen by hash", least=0)
+
+    @property
+    def where(self) -> str:
+        """How messages name the table these keys stand in."""
+        return "data"
+
+
+@dataclass(frozen=True)
+class DataSource(SourceKeys):
+    """One of several sources: the keys of [data] for it, and a name. Each is kept as tokens of its own."""
+
+    name: str = key("", "what mixtures, tables and messages call it")
+
+    @property
+    def where(self) -> str:
+        """See SourceKeys."""
+        return f"data.sources[{self.name!r}]"
+
+
+@dataclass(frozen=True)
+class Data(SourceKeys):
+    """Which text is read, and how it is kept on disk."""
+
+    sources: tuple[DataSource, ...] = key((), "[[data.sources]] tables, in place of the keys above for one source")
     cache_folder: str = key("outputs/cache", "where tokens and the trained tokenizer are kept between runs")
     prefetch_batches: int = key(2, "steps read ahead of the training loop", least=1)
+
+    def by_name(self) -> dict[str, SourceKeys]:
+        """Every source, in the file's order; the one that [data] itself describes is called `corpus`."""
+        return {entry.name: entry for entry in self.sources} or {"corpus": self}
 
 
 @dataclass(frozen=True)

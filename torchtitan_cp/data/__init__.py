@@ -4,9 +4,10 @@ May import `config` and `attention` at most; ranks and degrees come in as intege
 imports torch, and it is not imported here, so that a check of a config stays cheap.
 """
 
-from torchtitan_cp.data.cache import PreparedCorpus, prepare
+from torchtitan_cp.data.cache import PreparedCorpus, PreparedSource, prepare
 from torchtitan_cp.data.corpus import Corpus, Document, check_corpus
 from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.statistics import SourceStatistics, statistics_table
 from torchtitan_cp.data.store import TokenStore
 from torchtitan_cp.data.stream import TokenStream
 from torchtitan_cp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
@@ -17,6 +18,8 @@ __all__ = [
     "DataError",
     "Document",
     "PreparedCorpus",
+    "PreparedSource",
+    "SourceStatistics",
     "TokenStore",
     "TokenStream",
     "Tokenizer",
@@ -24,5 +27,6 @@ __all__ = [
     "check_tokenizer",
     "load_tokenizer",
     "prepare",
+    "statistics_table",
     "train_sentencepiece",
 ]

@@ -1,7 +1,8 @@
-"""Preparing a corpus once: tokens in a folder of the cache, made by one process and found by all others.
+"""Preparing a corpus once: tokens in folders of the cache, made by one process and found by all others.
 
 A folder is made under a `.partial` name and renamed when it is complete, so a build that was killed leaves nothing
-that looks finished. One lock per cache folder lets one process build at a time; the system frees it with the process.
+that looks finished; the next one goes on from its last commit. One lock per cache folder lets one process build at a
+time; the system frees it with the process.
 """
 
 import dataclasses
@@ -19,22 +20,42 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import Corpus
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.data.manifest import FORMAT_VERSION, MANIFEST_FILE, find_damage, read_manifest
+from torchtitan_cp.data.statistics import SourceStatistics
 from torchtitan_cp.data.store import TokenStore
 from torchtitan_cp.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, trains_tokenizer
-from torchtitan_cp.data.tokenizing import UNIGRAM_FILE, training_texts, write_splits
+from torchtitan_cp.data.tokenizing import UNIGRAM_FILE, read_journal, training_texts, write_splits
 from torchtitan_cp.data.vocabulary import RECIPE_VERSION, train_sentencepiece
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-MODEL_FILE = "tokenizer.model"
 PARTIAL = ".partial"
 KEY_CHARACTERS = 24
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source as tokens.
+
+    Attributes:
+        train: what is learned from.
+        validation: what is held out; no document if validation_fraction is 0.
+        statistics: lengths of its documents, and what was left out.
+        unigram_counts: `[V]` int64, how often each token stands in `train`.
+        fingerprint: sha256 (hex) of the tokens, document lengths and groups, the same on every machine that has the
+            same.
+    """
+
+    train: TokenStore
+    validation: TokenStore
+    statistics: SourceStatistics
+    unigram_counts: np.ndarray
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -42,35 +63,71 @@ class PreparedCorpus:
     """A corpus as tokens.
 
     Attributes:
-        train: what is learned from.
-        validation: what is held out; no document if data.validation_fraction is 0.
-        tokenizer: that made the tokens.
-        unigram_counts: `[V]` int64, how often each token stands in `train`.
-        fingerprint: sha256 (hex) of the tokens and document lengths, the same on every machine that has the same.
+        sources: by name, in the config's order.
+        tokenizer: that made the tokens of all.
     """
 
-    train: TokenStore
-    validation: TokenStore
+    sources: dict[str, PreparedSource]
     tokenizer: Tokenizer
-    unigram_counts: np.ndarray
-    fingerprint: str
+
+    @property
+    def unigram_counts(self) -> np.ndarray:
+        """`[V]` int64, how often each token stands in the training splits of all sources."""
+        return np.sum([source.unigram_counts for source in self.sources.values()], axis=0)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the sources' names and fingerprints, in any order."""
+        named = sorted((name, source.fingerprint) for name, source in self.sources.items())
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def prepare(data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
     """The corpus's tokens, from the cache where they are, made where they are not.
 
-    Every process of a job may call it: one builds, the others wait for it.
+    Every source has a folder of its own there. Every process of a job may call it: one builds, the others wait for it.
 
     Raises:
-        DataError: corpus or tokenizer cannot be used, a split is empty, or the cache folder cannot be written.
+        DataError: a source or the tokenizer cannot be used, a split is empty, or the cache folder cannot be written.
     """
-    build = _Build.plan(data, tokenizer)
-    if build.is_finished():
-        return build.open()
-    with _exclusive(build.root):
-        if not build.is_finished():
-            build.run()
-    return build.open()
+    root = Path(data.cache_folder).expanduser()
+    corpora = {name: Corpus(source) for name, source in data.by_name().items()}
+    found = _train_once(root, list(corpora.values()), tokenizer) if trains_tokenizer(tokenizer) else None
+    shared = found or load_tokenizer(tokenizer)
+    return PreparedCorpus(
+        {name: _prepare_source(_Build.plan(root, corpus, shared, tokenizer), name) for name, corpus in corpora.items()},
+        shared,
+    )
+
+
+def _train_once(root: Path, corpora: list[Corpus], settings: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
+    recipe = [RECIPE_VERSION, settings.vocab_size, *(corpus.fingerprint() for corpus in corpora)]
+    model = root / f"tokenizer-{_digest(recipe)}.model"
+    if not model.exists():
+        with _exclusive(root):
+            if not model.exists():
+                logger.info("training a tokenizer of %d pieces on the corpus", settings.vocab_size)
+                try:
+                    train_sentencepiece(training_texts(corpora), settings.vocab_size, model)
+                except OSError as error:
+                    raise _cannot_write(root, error) from error
+    try:
+        return SentencePieceTokenizer(model)
+    except DataError as error:
+        raise DataError(f"the trained tokenizer {model} is damaged", fix="delete it: it is trained again") from error
+
+
+def _prepare_source(build: "_Build", name: str) -> PreparedSource:
+    if not build.is_finished():
+        with _exclusive(build.root):
+            if not build.is_finished():
+                build.run(name)
+    return build.open(name)
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:KEY_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -81,82 +138,78 @@ class _Build:
         root: the cache folder.
         folder: in it, named for everything its content depends on.
         corpus: what is read.
-        given: the tokenizer; None if one is to be trained.
-        tokenizer_settings: `[tokenizer]`.
+        tokenizer: what makes tokens of it.
         settings: the keys its content depends on, for the manifest.
     """
 
     root: Path
     folder: Path
     corpus: Corpus
-    given: Tokenizer | None
-    tokenizer_settings: TokenizerConfig
+    tokenizer: Tokenizer
     settings: dict[str, Any]
 
     @classmethod
-    def plan(cls, data: Data, tokenizer: TokenizerConfig) -> "_Build":
-        """Look at the corpus and the tokenizer, and name the folder."""
-        given = None if trains_tokenizer(tokenizer) else load_tokenizer(tokenizer)
-        corpus = Corpus(data)
-        # A tokenizer that is yet to be trained follows from the corpus and this recipe.
-        recipe = given.fingerprint if given else f"sentencepiece {RECIPE_VERSION} {tokenizer.vocab_size}"
-        key = hashlib.sha256(json.dumps([FORMAT_VERSION, corpus.fingerprint(), recipe]).encode()).hexdigest()
-        settings = {"data": dataclasses.asdict(data), "tokenizer": dataclasses.asdict(tokenizer)}
-        for where_or_when in ("cache_folder", "prefetch_batches"):
-            settings["data"].pop(where_or_when)
-        root = Path(data.cache_folder).expanduser()
-        return cls(root, root / key[:KEY_CHARACTERS], corpus, given, tokenizer, settings)
+    def plan(cls, root: Path, corpus: Corpus, tokenizer: Tokenizer, asked: TokenizerConfig) -> "_Build":
+        """Name the folder for what its content depends on. `asked` is `[tokenizer]`."""
+        source = corpus.source
+        lengths = [source.min_document, source.max_document]
+        key = _digest([FORMAT_VERSION, corpus.fingerprint(), lengths, tokenizer.fingerprint])
+        keys = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(SourceKeys)}
+        return cls(root, root / key, corpus, tokenizer, {"data": keys, "tokenizer": dataclasses.asdict(asked)})
 
     def is_finished(self) -> bool:
         """Whether the folder is there and as its manifest says."""
         return self.folder.exists() and not find_damage(self.folder)
 
-    def open(self) -> PreparedCorpus:
-        """The finished folder's content."""
+    def open(self, name: str) -> PreparedSource:
+        """The finished folder's content. `name` is the source's."""
         manifest = read_manifest(self.folder)
         assert manifest is not None, "only finished folders are opened"
-        skipped = ", ".join(f"{count} x {kind}" for kind, count in manifest.rejects.items())
+        statistics = SourceStatistics.read(self.folder)
+        skipped = statistics.skipped()
         logger.info(
-            "corpus: %d documents and %d tokens to train on, %d and %d held out, in %s%s",
+            "%s: %d documents and %d tokens to train on, %d and %d held out, in %s%s",
+            name,
             *(counts[split] for split in ("train", "validation") for counts in (manifest.documents, manifest.tokens)),
             self.folder,
             f"; skipped: {skipped}" if skipped else "",
         )
-        return PreparedCorpus(
+        return PreparedSource(
             train=TokenStore(self.folder, "train", manifest.vocab_size),
             validation=TokenStore(self.folder, "validation", manifest.vocab_size),
-            tokenizer=self.given or SentencePieceTokenizer(self.folder / MODEL_FILE),
+            statistics=statistics,
             unigram_counts=np.load(self.folder / UNIGRAM_FILE),
             fingerprint=manifest.content_fingerprint,
         )
 
-    def run(self) -> None:
-        """Make the folder. The caller holds the lock."""
-        self._tell_why()
+    def run(self, name: str) -> None:
+        """Make the folder, from where a build that was killed left off. The caller holds the lock."""
+        self._tell_why(name)
         partial = self.folder.with_name(self.folder.name + PARTIAL)
         try:
-            for stale in self.root.glob("[0-9a-f]" * KEY_CHARACTERS + PARTIAL):  # nobody's: the lock is ours
-                shutil.rmtree(stale)
-            partial.mkdir()
-            self._fill(partial)
+            self._remove_stale()
+            partial.mkdir(exist_ok=True)
+            write_splits(self.corpus, self.tokenizer, partial, self.settings).write(partial)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
             os.rename(partial, self.folder)
         except OSError as error:
             raise _cannot_write(self.root, error) from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if read_journal(partial) is None:
+                shutil.rmtree(partial, ignore_errors=True)
 
-    def _fill(self, folder: Path) -> None:
-        tokenizer = self.given
-        if tokenizer is None:
-            logger.info("training a tokenizer of %d pieces on the corpus", self.tokenizer_settings.vocab_size)
-            train_sentencepiece(training_texts(self.corpus), self.tokenizer_settings.vocab_size, folder / MODEL_FILE)
-            tokenizer = SentencePieceTokenizer(folder / MODEL_FILE)
-        manifest = write_splits(self.corpus, tokenizer, folder, self.settings)
-        manifest.write(folder)
+    def _remove_stale(self) -> None:
+        """Clear away builds that no one can go on from: killed before their first commit, or of a corpus that changed.
 
-    def _tell_why(self) -> None:
+        No one makes them now, for the lock is ours.
+        """
+        for partial in self.root.glob("[0-9a-f]" * KEY_CHARACTERS + PARTIAL):
+            journal = read_journal(partial)
+            if journal is None or (journal["settings"] == self.settings and partial.stem != self.folder.name):
+                shutil.rmtree(partial)
+
+    def _tell_why(self, name: str) -> None:
         """Say what is done, and if a folder is damaged or an input changed since a build with the same settings."""
         if self.folder.exists():
             damage = find_damage(self.folder)
@@ -173,7 +226,7 @@ class _Build:
             )
             break
         megabytes = self.corpus.size_bytes / 1e6
-        logger.info("preparing %d files, %.0f MB, in %s", len(self.corpus.files), megabytes, self.folder)
+        logger.info("preparing %s: %d files, %.0f MB, in %s", name, len(self.corpus.files), megabytes, self.folder)
 
 
 @contextmanager

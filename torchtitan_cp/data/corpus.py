@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchtitan_cp.config.sections import Data
+import numpy as np
+
+from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.data.passage import SourceFile
 from torchtitan_cp.data.rejects import Rejects
@@ -16,25 +18,44 @@ JOINED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text the model may attend over as a whole.
+class Place:
+    """Where reading can begin: at a file, or where files are joined at a folder's first.
 
     Attributes:
-        text: not empty, encodable as UTF-8.
-        held_out: belongs to the validation split.
-        read_bytes: how much of the corpus (as it is on disk) was read up to here, for progress.
+        file: its index in the corpus.
+        rejects: what was skipped before it, by kind.
     """
 
-    text: str
+    file: int = 0
+    rejects: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What the model may attend over as a whole.
+
+    Attributes:
+        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
+        held_out: belongs to the validation split.
+        read_bytes: how much of the corpus (as it is on disk) was read up to here, for progress.
+        place: where reading would have to begin to come by it again.
+        key: names it; of a joined document, its first text.
+        group: names what it belongs to, as a folder or a repository; None: related to no other.
+    """
+
+    content: str | np.ndarray
     held_out: bool
     read_bytes: int
+    place: Place
+    key: str
+    group: str | None
 
 
 class Corpus:
-    """The files that `[data]` names. Reading streams them: memory holds a document, whatever the corpus's size.
+    """The files of one source. Reading streams them: memory holds a document, whatever the corpus's size.
 
     Args:
-        data: the config's section.
+        source: the config's table.
 
     Attributes:
         files: what was found, in the order it is read.
@@ -44,96 +65,112 @@ class Corpus:
         DataError: data.path is missing or leads to no file.
     """
 
-    def __init__(self, data: Data) -> None:
-        self.data = data
-        self.files = tuple(find_files(data))
+    def __init__(self, source: SourceKeys) -> None:
+        self.source = source
+        self.files = tuple(find_files(source))
         self.size_bytes = sum(file.size_bytes for file in self.files)
 
     def fingerprint(self) -> str:
         """sha256 (hex) over the settings that shape documents, and every file's name, size and mtime."""
-        data = self.data
-        settings = [data.source, str(Path(location(data)).expanduser().absolute()), data.text_field, data.document]
-        digest = hashlib.sha256(json.dumps([*settings, data.validation_fraction]).encode())
+        source = self.source
+        is_name = source.source == "huggingface" and not self.size_bytes
+        path = source.path if is_name else str(Path(location(source)).expanduser().absolute())
+        fields = (source.text_field, source.token_field, source.group_field, source.group_depth)
+        settings = [source.source, path, *fields, source.document, source.validation_fraction]
+        digest = hashlib.sha256(json.dumps(settings).encode())
         for file in self.files:
             digest.update(json.dumps([file.name, file.size_bytes, file.mtime_ns]).encode())
         return digest.hexdigest()
 
-    def documents(self, rejects: Rejects) -> Iterator[Document]:
+    def documents(self, rejects: Rejects, place: Place | None = None) -> Iterator[Document]:
         """Every document, training and held-out ones as they come.
 
         Args:
             rejects: receives what cannot be read.
+            place: begin there, with the rejects that were counted up to it.
 
         Raises:
             DataError: at the end, if there was no document.
         """
-        source = SOURCES[self.data.source]
-        joined = source.joins and self.data.document == "folder"
-        count = 0
-        for document in self._join_folders(rejects) if joined else self._single(self.files, 0, rejects):
-            count += 1
-            yield document
-        if count == 0:
+        place = place or Place()
+        rejects.restore(place.rejects)
+        joined = SOURCES[self.source.source].joins and self.source.document == "folder"
+        single = ((index, index + 1) for index in range(place.file, len(self.files)))
+        units = _by_folder(self.files, place.file) if joined else single
+        empty = place.file == 0
+        read_bytes = sum(file.size_bytes for file in self.files[: place.file])
+        for start, stop in units:
+            here = Place(start, dict(rejects.counts))
+            documents = self._single(self.files[start:stop], read_bytes, here, rejects)
+            for document in _join(documents) if joined else documents:
+                empty = False
+                yield document
+            read_bytes += sum(file.size_bytes for file in self.files[start:stop])
+        if empty:
             skipped = f"; skipped: {rejects.summary()}" if rejects.counts else ""
             raise DataError(
-                f"the corpus at {location(self.data)} holds {len(self.files)} files and no document{skipped}",
-                fix="check data.path, data.source and data.text_field: files are UTF-8 text, or JSON lines with that "
-                "field",
+                f"the corpus at {location(self.source)} holds {len(self.files)} files and no document{skipped}",
+                fix=f"check path, source and text_field of {self.source.where}: files are UTF-8 text, or rows with "
+                "that field",
             )
 
-    def _single(self, files: tuple[SourceFile, ...], read_bytes: int, rejects: Rejects) -> Iterator[Document]:
+    def _single(
+        self, files: tuple[SourceFile, ...], read_bytes: int, place: Place, rejects: Rejects
+    ) -> Iterator[Document]:
         """Each passage of the files as a document. read_bytes: of the corpus before the first of them."""
-        read = SOURCES[self.data.source].read
+        read = SOURCES[self.source.source].read
         for file in files:
-            for passage in read(file, self.data, rejects):
-                held_out = is_held_out(passage.key, self.data.validation_fraction)
-                yield Document(passage.text, held_out, read_bytes + passage.position_bytes)
+            for passage in read(file, self.source, rejects):
+                held_out = is_held_out(passage.key, self.source.validation_fraction)
+                position_bytes = read_bytes + passage.position_bytes
+                yield Document(passage.content, held_out, position_bytes, place, passage.key, passage.group)
             read_bytes += file.size_bytes
 
-    def _join_folders(self, rejects: Rejects) -> Iterator[Document]:
-        """Documents of up to JOINED_BYTES from the files of one folder, each split for itself."""
-        read_bytes = 0
-        for files in _by_folder(self.files):
-            waiting = {False: _Joined(), True: _Joined()}
-            for document in self._single(files, read_bytes, rejects):
-                joined = waiting[document.held_out]
-                if not joined.takes(document.text):
-                    yield joined.document(document.held_out, document.read_bytes)
-                    joined = waiting[document.held_out] = _Joined()
-                joined.add(document.text)
-            read_bytes += sum(file.size_bytes for file in files)
-            yield from (joined.document(split, read_bytes) for split, joined in waiting.items() if joined.texts)
+
+def _join(documents: Iterator[Document]) -> Iterator[Document]:
+    """Documents of up to JOINED_BYTES from the texts of one folder, those of each split for themselves."""
+    waiting = {False: _Joined(), True: _Joined()}
+    for document in documents:
+        joined = waiting[document.held_out]
+        if not joined.takes(document):
+            yield joined.document()
+            joined = waiting[document.held_out] = _Joined()
+        joined.add(document)
+    yield from (joined.document() for joined in waiting.values() if joined.texts)
 
 
 class _Joined:
     """A document in the making: texts of one folder, each ending with a newline."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
+        self.texts: list[Document] = []
         self.size_bytes = 0
 
-    def takes(self, text: str) -> bool:
+    def takes(self, text: Document) -> bool:
         """Whether the text fits. A text larger than JOINED_BYTES fits where it is alone."""
-        return not self.texts or self.size_bytes + _joined_size_bytes(text) <= JOINED_BYTES
+        return not self.texts or self.size_bytes + len(_line_text(text).encode()) <= JOINED_BYTES
 
-    def add(self, text: str) -> None:
-        self.texts.append(text if text.endswith("\n") else text + "\n")
-        self.size_bytes += _joined_size_bytes(text)
+    def add(self, text: Document) -> None:
+        self.texts.append(text)
+        self.size_bytes += len(_line_text(text).encode())
 
-    def document(self, held_out: bool, read_bytes: int) -> Document:
-        return Document("".join(self.texts), held_out, read_bytes)
-
-
-def _joined_size_bytes(text: str) -> int:
-    return len(text.encode()) + (not text.endswith("\n"))
+    def document(self) -> Document:
+        content = "".join(map(_line_text, self.texts))
+        return replace(self.texts[0], content=content, read_bytes=self.texts[-1].read_bytes)
 
 
-def _by_folder(files: tuple[SourceFile, ...]) -> Iterator[tuple[SourceFile, ...]]:
-    """Neighbouring files of one folder, together."""
-    start = 0
-    for index in range(1, len(files) + 1):
+def _line_text(document: Document) -> str:
+    """A document's text with a newline at its end."""
+    text = document.content
+    assert isinstance(text, str), "only files are joined"
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _by_folder(files: tuple[SourceFile, ...], start: int) -> Iterator[tuple[int, int]]:
+    """(first, end) of neighbouring files of one folder, from file number `start` on."""
+    for index in range(start + 1, len(files) + 1):
         if index == len(files) or files[index].folder != files[start].folder:
-            yield files[start:index]
+            yield start, index
             start = index
 
 
@@ -144,9 +181,10 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 
 def check_corpus(data: Data) -> None:
-    """Look whether the corpus is there; the first file found is enough.
+    """Look whether every source is there; the first file found is enough.
 
     Raises:
-        DataError: data.path is missing or leads to no file.
+        DataError: a path is missing or leads to no file, or an extra is missing.
     """
-    next(find_files(data))
+    for source in data.by_name().values():
+        next(find_files(source))

@@ -6,55 +6,47 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
+import numpy as np
 import zstandard
 
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.passage import Passage, SourceFile
 from torchtitan_cp.data.rejects import Rejects
+from torchtitan_cp.data.rows import read_row
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 CHUNK_BYTES = 1 << 17
 
 
-def read_jsonl(file: SourceFile, data: Data, rejects: Rejects) -> Iterator[Passage]:
-    """The text field of each line of a file. Lines before a damaged part of an archive are kept."""
+def read_jsonl(file: SourceFile, source: SourceKeys, rejects: Rejects) -> Iterator[Passage]:
+    """The text (or tokens) of each line of a file. Lines before a damaged part of an archive are kept."""
     number = 0
     try:
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
-                text = _text_of(line, data.text_field, f"{file.path}:{number}", rejects)
-                if text:
-                    yield Passage(text, key=f"{file.name}:{number}", position_bytes=raw.tell())
+                found = _read_line(line, source, f"{file.path}:{number}", rejects)
+                if found:
+                    yield Passage(found[0], f"{file.name}:{number}", raw.tell(), found[1])
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         rejects.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
     except OSError as error:
         rejects.add(f"unreadable file ({error.strerror})", str(file.path))
 
 
-def _text_of(line: bytes, field: str, where: str, rejects: Rejects) -> str:
-    """The field's text; empty for a blank line, and for one that went to the rejects."""
+def _read_line(
+    line: bytes, source: SourceKeys, where: str, rejects: Rejects
+) -> tuple[str | np.ndarray, str | None] | None:
+    """See read_row. None for a blank line, too."""
     try:
         decoded = line.decode("utf-8").strip()
-        record = json.loads(decoded) if decoded else {field: ""}
+        row = json.loads(decoded) if decoded else None
     except UnicodeDecodeError:
         rejects.add("not UTF-8", where)
-        return ""
+        return None
     except (ValueError, RecursionError):
         rejects.add("malformed JSON", where)
-        return ""
-    if not isinstance(record, dict) or field not in record:
-        rejects.add(f"line without the field {field!r}", where)
-        return ""
-    text = record[field]
-    if not isinstance(text, str):
-        rejects.add(f"field {field!r} that is not a string", where)
-        return ""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        rejects.add(f"field {field!r} with half a surrogate pair", where)
-        return ""
-    return text
+        return None
+    return read_row(row, source, where, rejects) if decoded else None
 
 
 def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
@@ -66,12 +58,16 @@ def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b""
+    """Lines without their ends; a line of many chunks is put together once, at its end."""
+    parts: list[bytes] = []
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        for other in others:
+            yield b"".join(parts)
+            parts = [other]
+    if last := b"".join(parts):
+        yield last
 
 
 def _decompress_zst(raw: BinaryIO) -> Iterator[bytes]:

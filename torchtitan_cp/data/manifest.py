@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
@@ -17,14 +17,13 @@ class Manifest:
 
     Attributes:
         format_version: of the layout.
-        settings: keys of `[data]` and `[tokenizer]` it was made with; two folders with the same ones differ because
-            files changed.
+        settings: keys of the source and of `[tokenizer]` it was made with; two folders with the same ones differ
+            because files changed.
         corpus_fingerprint: Corpus.fingerprint when it was made.
         tokenizer_fingerprint: of the tokenizer used, trained ones too.
-        content_fingerprint: sha256 of the tokens and document lengths of both splits.
+        content_fingerprint: sha256 of the tokens, document lengths and groups of both splits.
         vocab_size: V.
         documents, tokens: counts by split.
-        rejects: what was skipped, by kind.
         file_bytes: size of every other file in the folder.
     """
 
@@ -36,7 +35,6 @@ class Manifest:
     vocab_size: int
     documents: dict[str, int]
     tokens: dict[str, int]
-    rejects: dict[str, int]
     file_bytes: dict[str, int]
 
     def write(self, folder: Path) -> None:

@@ -1,7 +1,9 @@
-"""What sources hand over: files, and the passages of text in them."""
+"""What sources hand over: files, and the passages of text or tokens in them."""
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,16 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Passage:
-    """Text that is held out, or trained on, as a whole: a file, or a line of JSONL.
+    """What is held out, or trained on, as a whole: a file, or a row.
 
     Attributes:
-        text: not empty, encodable as UTF-8.
+        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
         key: names it in the corpus; its hash decides whether it is held out.
         position_bytes: how much of its file (as it is on disk) was read up to its end.
+        group: names what it belongs to, as a folder or a repository; None: related to no other.
     """
 
-    text: str
+    content: str | np.ndarray
     key: str
     position_bytes: int
+    group: str | None = None

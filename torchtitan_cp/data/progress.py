@@ -17,7 +17,7 @@ class PassProgress:
 
     Args:
         title: what is being done, e.g. `tokenizing`.
-        total_bytes: of the corpus.
+        total_bytes: of the corpus; 0 where it is not known.
     """
 
     def __init__(self, title: str, total_bytes: int) -> None:
@@ -32,7 +32,7 @@ class PassProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=total_bytes)
+        self._task = self._bar.add_task(title, total=total_bytes or None)
         self._next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
 
     def update(self, done_bytes: int) -> None:
@@ -41,7 +41,10 @@ class PassProgress:
         if self._bar.disable and time.monotonic() >= self._next_log_seconds:
             self._next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
             megabytes, total_megabytes = done_bytes / 1e6, self.total_bytes / 1e6
-            logger.info("%s: %.0f of %.0f MB", self.title, megabytes, total_megabytes)
+            if self.total_bytes:
+                logger.info("%s: %.0f of %.0f MB", self.title, megabytes, total_megabytes)
+            else:
+                logger.info("%s: %.0f MB", self.title, megabytes)
 
     def __enter__(self) -> "PassProgress":
         self._bar.start()

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ class Rejects:
         self.counts[kind] += 1
         if not self._quiet and self.counts[kind] <= NAMED_OF_A_KIND:
             logger.warning("%s: %s; skipped", where, kind)
+
+    def restore(self, counts: Mapping[str, int]) -> None:
+        """Go on from these counts, in place of those at hand."""
+        self.counts = Counter(counts)
 
     def summary(self) -> str:
         """The totals in one line, e.g. `7 x malformed JSON, 2 x not UTF-8`; empty if nothing was skipped."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.hub import find_dataset, read_dataset
 from torchtitan_cp.data.jsonl import JSONL_SUFFIXES, read_jsonl
+from torchtitan_cp.data.parquet import import_pyarrow, read_parquet
 from torchtitan_cp.data.passage import Passage, SourceFile
 from torchtitan_cp.data.rejects import Rejects
 
@@ -19,48 +21,48 @@ NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__")
 
 @dataclass(frozen=True)
 class Source:
-    """One value of `data.source`.
+    """One value of `source`.
 
     Attributes:
         find: the files, in an order that depends on their names alone; a folder's files follow each other.
         read: the passages of a file; what cannot be read goes to the rejects.
-        joins: whether `data.document` applies. A line of JSONL is a document whatever it says.
+        joins: whether `document` applies. A row is a document whatever it says.
+        wants: what `path` is to lead to, for messages.
     """
 
-    find: Callable[[Data], Iterator[SourceFile]]
-    read: Callable[[SourceFile, Data, Rejects], Iterator[Passage]]
+    find: Callable[[SourceKeys], Iterator[SourceFile]]
+    read: Callable[[SourceFile, SourceKeys, Rejects], Iterator[Passage]]
     joins: bool
+    wants: str
 
 
-def find_files(data: Data) -> Iterator[SourceFile]:
+def find_files(source: SourceKeys) -> Iterator[SourceFile]:
     """The corpus's files, found as they are asked for.
 
     Raises:
-        DataError: data.path is missing, is set where nothing reads it, or leads to no file.
+        DataError: the path is missing, is set where nothing reads it, or leads to no file, or an extra is missing.
     """
-    found = False
-    for file in SOURCES[data.source].find(data):
+    found, kind = False, SOURCES[source.source]
+    for file in kind.find(source):
         found = True
         yield file
     if not found:
         raise DataError(
-            f"data.source = {data.source!r} finds no file at {location(data)}",
-            fix="point data.path at a folder that holds text, or at a glob such as 'corpus/**/*.txt'"
-            if data.source != "jsonl"
-            else "point data.path at *.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob",
+            f"{source.where}.source = {source.source!r} finds no file at {location(source)}",
+            fix=f"point {source.where}.path at {kind.wants}",
         )
 
 
-def location(data: Data) -> str:
-    """Where the source looks, for messages: the folder or glob."""
-    return _stdlib_folder() if data.source == "python-stdlib" else data.path
+def location(source: SourceKeys) -> str:
+    """Where the source looks, for messages: the folder, glob or name."""
+    return _stdlib_folder() if source.source == "python-stdlib" else source.path
 
 
-def _find_stdlib(data: Data) -> Iterator[SourceFile]:
-    if data.path:
+def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
+    if source.path:
         raise DataError(
-            f"data.path = {data.path!r} is set, but data.source = 'python-stdlib' reads no path",
-            fix="set data.source = 'text' or 'jsonl', or leave data.path out",
+            f"{source.where}.path = {source.path!r} is set, but source = 'python-stdlib' reads no path",
+            fix=f"set {source.where}.source = 'text' or 'jsonl', or leave path out",
         )
     yield from _walk(
         Path(_stdlib_folder()), wanted=lambda name: name.endswith(".py"), pruned=lambda name: name in NOT_STDLIB
@@ -71,19 +73,27 @@ def _stdlib_folder() -> str:
     return sysconfig.get_paths()["stdlib"]
 
 
-def _find_text(data: Data) -> Iterator[SourceFile]:
-    yield from _find_at_path(data, wanted=lambda name: not name.startswith("."))
+def _find_text(source: SourceKeys) -> Iterator[SourceFile]:
+    yield from _find_at_path(source, wanted=lambda name: not name.startswith("."))
 
 
-def _find_jsonl(data: Data) -> Iterator[SourceFile]:
-    yield from _find_at_path(data, wanted=lambda name: name.endswith(JSONL_SUFFIXES) and not name.startswith("."))
+def _find_jsonl(source: SourceKeys) -> Iterator[SourceFile]:
+    yield from _find_at_path(source, wanted=lambda name: name.endswith(JSONL_SUFFIXES) and not name.startswith("."))
 
 
-def _find_at_path(data: Data, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
+def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
+    import_pyarrow(source)
+    yield from _find_at_path(source, wanted=lambda name: name.endswith(".parquet") and not name.startswith("."))
+
+
+def _find_at_path(source: SourceKeys, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
     """Files below a folder that are `wanted` by name, or whatever a glob (or the path of one file) names."""
-    if not data.path:
-        raise DataError(f"data.source = {data.source!r} needs data.path", fix="set data.path to a folder or a glob")
-    path = os.path.expanduser(data.path)
+    if not source.path:
+        raise DataError(
+            f"{source.where}.source = {source.source!r} needs {source.where}.path",
+            fix=f"set {source.where}.path to a folder or a glob",
+        )
+    path = os.path.expanduser(source.path)
     if os.path.isdir(path):
         yield from _walk(Path(path), wanted=wanted, pruned=lambda name: name.startswith("."))
     elif os.path.exists(path):
@@ -94,7 +104,9 @@ def _find_at_path(data: Data, wanted: Callable[[str], bool]) -> Iterator[SourceF
         for match in sorted(matches, key=lambda match: (match.parent.as_posix(), match.name)):
             yield from _regular(match, root)
     else:
-        raise DataError(f"data.path = {data.path!r} does not exist", fix="give an existing folder, file or glob")
+        raise DataError(
+            f"{source.where}.path = {source.path!r} does not exist", fix="give an existing folder, file or glob"
+        )
 
 
 def _root_of(pattern: str) -> Path:
@@ -125,7 +137,7 @@ def _walk(root: Path, *, wanted: Callable[[str], bool], pruned: Callable[[str], 
 def _refuse_folder(error: OSError) -> None:
     raise DataError(
         f"a folder of the corpus cannot be listed: {error.filename} ({error.strerror})",
-        fix="make it readable, or give a data.path that leaves it out",
+        fix="make it readable, or give a path that leaves it out",
     )
 
 
@@ -141,7 +153,7 @@ def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
         yield SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
-def _read_text(file: SourceFile, data: Data, rejects: Rejects) -> Iterator[Passage]:
+def _read_text(file: SourceFile, source: SourceKeys, rejects: Rejects) -> Iterator[Passage]:
     """The whole file as one passage, strictly UTF-8; nothing for an empty file."""
     try:
         raw = file.path.read_bytes()
@@ -152,11 +164,19 @@ def _read_text(file: SourceFile, data: Data, rejects: Rejects) -> Iterator[Passa
         rejects.add("not UTF-8", f"{file.path}:{raw.count(bytes([10]), 0, error.start) + 1}")
     else:
         if text:
-            yield Passage(text, key=file.name, position_bytes=len(raw))
+            folders = file.folder.split("/")
+            group = "/".join(folders[: source.group_depth or None])
+            yield Passage(text, file.name, len(raw), group)
 
+
+TEXT_FILES = "a folder that holds text, or at a glob such as 'corpus/**/*.txt'"
 
 SOURCES = {
-    "python-stdlib": Source(_find_stdlib, _read_text, joins=True),
-    "text": Source(_find_text, _read_text, joins=True),
-    "jsonl": Source(_find_jsonl, read_jsonl, joins=False),
+    "python-stdlib": Source(_find_stdlib, _read_text, joins=True, wants=TEXT_FILES),
+    "text": Source(_find_text, _read_text, joins=True, wants=TEXT_FILES),
+    "jsonl": Source(
+        _find_jsonl, read_jsonl, False, "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
+    ),
+    "parquet": Source(_find_parquet, read_parquet, False, "*.parquet files: a folder, a file or a glob"),
+    "huggingface": Source(find_dataset, read_dataset, False, "a dataset by name, or a folder that holds one"),
 }

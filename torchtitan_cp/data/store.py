@@ -1,16 +1,23 @@
 """Tokens on disk: flat files of token ids, memory-mapped, and an index of where documents begin.
 
-A split lies in `<split>-00000.bin`, `<split>-00001.bin`, ... (each full but the last) and `<split>.index.npy`.
+A split lies in
+- `<split>-00000.bin`, `<split>-00001.bin`, ...: token ids, each file full but the last;
+- `<split>.offsets.bin`: int64, tokens of a full file, then where each document begins and where the last one ends;
+- `<split>.groups.bin`: int64 `[documents]`, the number of the group each belongs to.
 """
 
 import hashlib
+import os
 from array import array
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from torchtitan_cp.data.errors import DataError
+
 SHARD_BYTES = 512 << 20
+INDEX_DTYPE = np.dtype("<i8")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -19,7 +26,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class TokenWriter:
-    """Writes one split. A class, because open files and counts live from one batch to the next.
+    """Writes one split. A class, because open files and counts live from one document to the next.
+
+    What was committed survives the process: another writer goes on from there by `restore`.
 
     Args:
         folder: where the files go.
@@ -29,55 +38,135 @@ class TokenWriter:
 
     Attributes:
         tokens: how many were written.
-        unigram_counts: `[V]` int64, how often each id was written.
+        documents: how many were ended.
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.split, self.dtype = folder, split, token_dtype(vocab_size)
-        self.tokens = 0
-        self.unigram_counts = np.zeros(vocab_size, dtype=np.int64)
+        self.tokens = self.documents = 0
+        self._unigram_counts = np.zeros(vocab_size, dtype=np.int64)
+        self._uncounted: list[np.ndarray] = []  # counted together, for a count takes V steps however few the tokens
+        self._uncounted_tokens = 0
         self._shard_tokens = shard_bytes // self.dtype.itemsize
-        self._offsets = array("q", [0])
+        self._offsets, self._groups = array("q", [self._shard_tokens, 0]), array("q")  # not yet in their files
         self._shard: BinaryIO | None = None
-        self._digest = hashlib.sha256()
+        self._digests: list[str] = []  # of full shards
+        self._digest = hashlib.sha256()  # of the open one
 
     @property
-    def documents(self) -> int:
-        """How many were ended."""
-        return len(self._offsets) - 1
+    def unigram_counts(self) -> np.ndarray:
+        """`[V]` int64, how often each id was written."""
+        self._count()
+        return self._unigram_counts
+
+    def _count(self) -> None:
+        if self._uncounted:
+            ids = np.concatenate(self._uncounted)
+            self._unigram_counts += np.bincount(ids, minlength=len(self._unigram_counts))
+            self._uncounted, self._uncounted_tokens = [], 0
 
     def append(self, ids: np.ndarray) -> None:
         """Add tokens `[n]` to the document at hand."""
-        self.unigram_counts += np.bincount(ids, minlength=len(self.unigram_counts))
         left = np.ascontiguousarray(ids, dtype=self.dtype)
-        self._digest.update(left.tobytes())
+        self._uncounted.append(left)
+        self._uncounted_tokens += len(left)
+        if self._uncounted_tokens > len(self._unigram_counts):
+            self._count()
         while len(left):
-            room = self._shard_tokens - self.tokens % self._shard_tokens
-            self._open_shard().write(left[:room].tobytes())
-            self.tokens += len(left[:room])
-            left = left[room:]
+            part = left[: self._shard_tokens - self.tokens % self._shard_tokens].tobytes()
+            self._open_shard().write(part)
+            self._digest.update(part)
+            written = len(part) // self.dtype.itemsize
+            self.tokens, left = self.tokens + written, left[written:]
+            if self.tokens % self._shard_tokens == 0:
+                self._close_shard()
 
-    def end_document(self) -> None:
-        """What comes next belongs to another document."""
+    def end_document(self, group: int | None = None) -> None:
+        """What comes next belongs to another document.
+
+        Args:
+            group: number of the group it belongs to; None: its own number, where no document of a split is given one.
+        """
         self._offsets.append(self.tokens)
+        self._groups.append(self.documents if group is None else group)
+        self.documents += 1
+
+    def commit(self) -> dict[str, Any]:
+        """Bring everything to disk. Returns what `restore` needs, as JSON has it."""
+        if self._shard:
+            _sync(self._shard)
+        for name, numbers in (("offsets", self._offsets), ("groups", self._groups)):
+            with open(self._index(name), "ab") as file:
+                file.write(np.array(numbers, dtype=INDEX_DTYPE).tobytes())
+                _sync(file)
+            del numbers[:]
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shard_digests": [*self._digests, self._digest.hexdigest()],
+            "unigram_counts": self.unigram_counts.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> str:
+        """Go on from a commit; what was written after it is cut off.
+
+        Returns:
+            what is wrong with the files, in words; empty if they hold what was committed.
+        """
+        self.tokens, self.documents = state["tokens"], state["documents"]
+        self._unigram_counts[:] = state["unigram_counts"]
+        *self._digests, open_digest = state["shard_digests"]
+        del self._offsets[:]
+        sizes = {self._shard_path(number): self._shard_tokens for number in range(len(self._digests))}
+        open_tokens = self.tokens - self._shard_tokens * len(self._digests)
+        if open_tokens:
+            sizes[self._shard_path(len(self._digests))] = open_tokens
+        sizes = {path: tokens * self.dtype.itemsize for path, tokens in sizes.items()}
+        sizes[self._index("offsets")] = INDEX_DTYPE.itemsize * (self.documents + 2)
+        sizes[self._index("groups")] = INDEX_DTYPE.itemsize * self.documents
+        for path in set(self.folder.glob(f"{self.split}-*.bin")) - set(sizes):
+            path.unlink()
+        for path, size in sizes.items():
+            if not path.exists() or path.stat().st_size < size:
+                return f"{path.name} is shorter than {size} bytes"
+            os.truncate(path, size)
+        if open_tokens:
+            self._digest.update(self._shard_path(len(self._digests)).read_bytes())
+        return "" if self._digest.hexdigest() == open_digest else f"the last file of {self.split} was changed"
 
     def close(self) -> str:
-        """Write the index. Returns the sha256 (hex) of tokens and document lengths."""
+        """Finish the files. Returns the sha256 (hex) of tokens, document lengths and groups."""
+        digests = self.commit()["shard_digests"]
         if self._shard:
             self._shard.close()
-        offsets = np.array(self._offsets, dtype="<i8")
-        np.save(self.folder / f"{self.split}.index.npy", offsets)
-        self._digest.update(offsets.tobytes())
-        return self._digest.hexdigest()
+        digest = hashlib.sha256("".join(digests).encode())
+        for name in ("offsets", "groups"):
+            digest.update(np.fromfile(self._index(name), dtype=INDEX_DTYPE).tobytes())
+        return digest.hexdigest()
+
+    def _index(self, name: str) -> Path:
+        return self.folder / f"{self.split}.{name}.bin"
+
+    def _shard_path(self, number: int) -> Path:
+        return self.folder / f"{self.split}-{number:05d}.bin"
 
     def _open_shard(self) -> BinaryIO:
         """The file that takes the next token."""
-        if self._shard is None or self.tokens % self._shard_tokens == 0:
-            if self._shard:
-                self._shard.close()
-            number = self.tokens // self._shard_tokens
-            self._shard = open(self.folder / f"{self.split}-{number:05d}.bin", "wb")  # noqa: SIM115
+        if self._shard is None:
+            self._shard = open(self._shard_path(len(self._digests)), "ab")  # noqa: SIM115
         return self._shard
+
+    def _close_shard(self) -> None:
+        assert self._shard is not None, "a full shard was written to"
+        _sync(self._shard)
+        self._shard.close()
+        self._digests.append(self._digest.hexdigest())
+        self._shard, self._digest = None, hashlib.sha256()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 class TokenStore:
@@ -92,15 +181,27 @@ class TokenStore:
         documents: how many documents there are.
         tokens: how many tokens, with the one that ends each document.
         document_lengths: `[documents]` int64, in tokens.
+        groups: `[documents]` int64, the number of the group each belongs to: documents of one folder, repository
+            or value of `group_field` have the same.
+
+    Raises:
+        DataError: a file is missing or not as long as the index says.
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
-        self._offsets = np.load(folder / f"{split}.index.npy")
+        index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE, None)
+        if len(index) < 2:
+            raise _damaged(folder / f"{split}.offsets.bin", "is cut short")
+        self._shard_tokens, self._offsets = int(index[0]), index[1:]
         self.documents = len(self._offsets) - 1
         self.tokens = int(self._offsets[-1])
         self.document_lengths: np.ndarray = np.diff(self._offsets)
-        paths = sorted(folder.glob(f"{split}-*.bin"))
-        self._shards = [np.memmap(path, dtype=token_dtype(vocab_size), mode="r") for path in paths]
+        self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE, self.documents)
+        dtype, starts = token_dtype(vocab_size), range(0, self.tokens, self._shard_tokens)
+        self._shards = [
+            _map(folder / f"{split}-{number:05d}.bin", dtype, min(self._shard_tokens, self.tokens - start))
+            for number, start in enumerate(starts)
+        ]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
@@ -109,8 +210,24 @@ class TokenStore:
         tokens = np.empty(stop - start, dtype=np.int64)
         filled = 0
         while position < end:
-            shard, place = divmod(position, len(self._shards[0]))
+            shard, place = divmod(position, self._shard_tokens)
             part = self._shards[shard][place : place + end - position]
             tokens[filled : filled + len(part)] = part
             filled, position = filled + len(part), position + len(part)
         return tokens
+
+
+def _map(path: Path, dtype: np.dtype, count: int | None) -> np.ndarray:
+    """A file of `count` numbers (None: however many), mapped."""
+    try:
+        size_bytes = path.stat().st_size
+    except OSError:
+        raise _damaged(path, "is missing") from None
+    wanted = size_bytes // dtype.itemsize if count is None else count
+    if size_bytes != wanted * dtype.itemsize:
+        raise _damaged(path, f"has {size_bytes} bytes, and by its index {wanted * dtype.itemsize}")
+    return np.memmap(path, dtype=dtype, mode="r") if wanted else np.empty(0, dtype=dtype)
+
+
+def _damaged(path: Path, problem: str) -> DataError:
+    return DataError(f"{path} {problem}", fix=f"delete {path.parent}: the next start makes it again")

@@ -1,17 +1,17 @@
 """Text to tokens and back, by SentencePiece, by bytes or by a Hugging Face tokenizer.json."""
 
 import hashlib
-import importlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import sentencepiece
 
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.extras import import_extra
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
 SPACE_MARK = "\u2581"
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         content = _read_file(path)
-        library = _import_tokenizers()
+        library = import_extra("tokenizers", extra="huggingface", needed_by="tokenizer.kind = 'huggingface'")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the package raises bare Exception
@@ -191,17 +191,6 @@ def check_tokenizer(settings: TokenizerConfig) -> None:
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _import_tokenizers() -> Any:
-    """The optional package `tokenizers`."""
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise DataError(
-            "tokenizer.kind = 'huggingface' needs the package `tokenizers`, which is not installed",
-            fix="pip install 'torchtitan-cp[huggingface]'",
-        ) from error
 
 
 def _read_file(path: Path) -> bytes:
