@@ -18,7 +18,14 @@ from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, ConfigError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
-from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages, rope_frequencies, stage_of
+from torchtitan_cp.curriculum import (
+    StagePlan,
+    check_head_dim,
+    describe_rope,
+    resolve_stages,
+    rope_frequencies,
+    stage_of,
+)
 from torchtitan_cp.data import TokenStream, prepare, statistics_table
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
@@ -264,7 +271,7 @@ class Trainer:
         about = (
             f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {self._exchange_of(shape)}, rope theta {stage.rope.theta:g}, "
+            f"attention by {self._exchange_of(shape)}, rope {describe_rope(stage.rope)}, "
             f"steps {stage.first_step + 1} to {stage.last_step}"
         )
         if self.pipeline:

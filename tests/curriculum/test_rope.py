@@ -15,7 +15,7 @@ from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.rope import TAKES
 from torchtitan_cp.config.sections import ROPE_KINDS, Curriculum, Rope, Stage
-from torchtitan_cp.curriculum import check_head_dim, resolve_stages, rope_frequencies
+from torchtitan_cp.curriculum import check_head_dim, describe_rope, resolve_stages, rope_frequencies
 from torchtitan_cp.curriculum.rope import SCALINGS, powers
 
 YARN = Rope(kind="yarn", factor=16.0, original_seq_len=4096)
@@ -161,6 +161,11 @@ def test_longrope_takes_the_short_list_up_to_the_original_length_and_the_long_on
     assert [b / s for b, s in zip(base, long, strict=True)] == pytest.approx([2, 3, 4, 5])
     assert factor == same_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(4096)))
     assert rope_frequencies(LONGROPE, 8, 4096)[0] == long
+
+
+def test_the_log_tells_the_base_and_the_scaling() -> None:
+    assert describe_rope(Rope(theta=500000.0)) == "theta 500000"
+    assert describe_rope(YARN) == "theta 10000 yarn x 16"
 
 
 def config_of(rope: Rope) -> Config:

@@ -3,7 +3,7 @@
 No tensors. Imports `config` at most.
 """
 
-from torchtitan_cp.curriculum.rope import check_head_dim, rope_frequencies
+from torchtitan_cp.curriculum.rope import check_head_dim, describe_rope, rope_frequencies
 from torchtitan_cp.curriculum.stages import StagePlan, resolve_stages, stage_of
 
-__all__ = ["StagePlan", "check_head_dim", "resolve_stages", "rope_frequencies", "stage_of"]
+__all__ = ["StagePlan", "check_head_dim", "describe_rope", "resolve_stages", "rope_frequencies", "stage_of"]

@@ -46,6 +46,11 @@ def rope_frequencies(rope: Rope, head_dim: int, seq_len: int) -> tuple[Frequenci
     return SCALINGS[rope.kind](powers(rope.theta, head_dim), rope, seq_len)
 
 
+def describe_rope(rope: Rope) -> str:
+    """A few words for the log."""
+    return f"theta {rope.theta:g}" + (f" {rope.kind} x {rope.factor:g}" if rope.kind != "none" else "")
+
+
 def powers(theta: float, head_dim: int) -> Frequencies:
     """theta ** (-2i / D) for pair i."""
     return tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
