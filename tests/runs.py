@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from models import ARCHITECTURES
-from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.data.loader import MicroBatch, read_step
+from torchtitan_cp.data.loader import MicroBatch, Samples, read_step
+from torchtitan_cp.data.packing import PackedSequence
 from torchtitan_cp.optimizer import IGNORED
 from torchtitan_cp.parallel import start_ranks
 from torchtitan_cp.registry import register
@@ -103,19 +103,29 @@ def first_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch
     """On a rank: loss of the first step, and the full gradient of every parameter by name."""
     trainer = prepared(path, *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
-    return gradients_of(trainer, read_step(trainer.stream, 0, shape))
+    return gradients_of(trainer, read_step(trainer.samples, shape, 0))
+
+
+class Packed:
+    """Samples whose sequences are cut into documents of these lengths."""
+
+    def __init__(self, samples: Samples, lengths: tuple[int, ...]) -> None:
+        self.samples, self.lengths = samples, lengths
+
+    def sequence(self, number: int) -> PackedSequence:
+        return replace(self.samples.sequence(number), document_lengths=self.lengths)
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return self.lengths
 
 
 def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The same where each sequence is packed documents, and has other numbers of tokens that count; one has none."""
     trainer = prepared(path, *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
-    mask = AttentionMask(document_lengths=((5, 70, 1, shape.seq_len - 76),))
-    shape = replace(shape, plan=trainer.context_parallel.plan(shape.seq_len, mask))
     batches = []
-    for index, batch in enumerate(read_step(trainer.stream, 0, shape)):
-        first = (index * shape.dp + shape.dp_rank) * shape.micro_batch_sequences
-        counted = [(first + row) * 37 % shape.seq_len for row in range(shape.micro_batch_sequences)]
+    for batch in read_step(Packed(trainer.samples, (5, 70, 1, shape.seq_len - 76)), shape, 0):
+        counted = [number * 37 % shape.seq_len for number in batch.numbers]
         kept = batch.positions < torch.tensor(counted).unsqueeze(1)
         batches.append(replace(batch, labels=torch.where(kept, batch.labels, IGNORED)))
     return gradients_of(trainer, tuple(batches))

@@ -113,8 +113,12 @@ def plain_first_gradients(path: Path) -> tuple[float, dict[str, Tensor]]:
     model.set_rope(
         *rope_frequencies(trainer.stages[0].rope, shape.head_dim, trainer.stages[0].seq_len), torch.device("cpu")
     )
-    sequences = [trainer.stream.sequence(start, 128) for start in range(0, 512, 128)]
-    tokens, labels = (torch.stack([torch.from_numpy(s[part]) for s in sequences]) for part in (0, 1))
+    trainer.enter_stage(trainer.stages[0])
+    rows = [trainer.samples.sequence(number) for number in range(4)]
+    tokens, labels = (
+        torch.stack([torch.from_numpy(part) for part in parts])
+        for parts in zip(*((r.tokens, r.labels) for r in rows), strict=True)
+    )
     loss = F.cross_entropy(model(tokens, torch.arange(128), None).flatten(0, 1), labels.flatten())
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from torchtitan_cp import registry
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
-from torchtitan_cp.data.loader import MicroBatch, read_step
+from torchtitan_cp.data.loader import StepShape, deal, read_step
 from torchtitan_cp.optimizer import IGNORED
 from torchtitan_cp.parallel import World
 from torchtitan_cp.trainer import Trainer
@@ -133,16 +134,17 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
         logger.info(
             "parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences
         )
-    parallel = _parallel_step(trainer, stage)
+    shape = trainer.enter_stage(stage)
+    parallel = _parallel_step(trainer, shape)
     weights = _whole(trainer, lambda p: p)
     rows: list[Row] = []
     single_peak = 0
     if trainer.world.rank == 0:
-        exact = _single_step(trainer, stage, weights, torch.float32)
+        exact = _single_step(trainer, stage, shape, weights, torch.float32)
         single_peak = exact.peak_bytes
         rounded = exact
         if trainer.compute_dtype != torch.float32:
-            rounded = _single_step(trainer, stage, weights, trainer.compute_dtype)
+            rounded = _single_step(trainer, stage, shape, weights, trainer.compute_dtype)
             single_peak = rounded.peak_bytes
         rows = list(_rows(parallel, exact, rounded, trainer.compute_dtype))
     holds = torch.tensor([all(row.holds for row in rows)], device=trainer.device.device)
@@ -152,17 +154,16 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
     return Comparison(name, stage.seq_len, tuple(rows), parallel.peak_bytes, single_peak)
 
 
-def _parallel_step(trainer: Trainer, stage: StagePlan) -> Step:
+def _parallel_step(trainer: Trainer, shape: StepShape) -> Step:
     """The configured way, gathered; peak memory is the largest of all ranks."""
-    shape = trainer.enter_stage(stage)
-    batches = read_step(trainer.stream, 0, shape)
+    batches = read_step(trainer.samples, shape, 0)
     trainer.device.reset_peak_memory()
     before = trainer.device.peak_memory_bytes()
     with _watch_attention(trainer.parts) as outputs:
         report = trainer.gradients(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    own = {key: shape.plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
+    own = {key: shape.plans()[0].unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
     attention = _of_all_stages(trainer, own)
     gradients = _whole(trainer, lambda p: p.grad)
     for optimizer in trainer.optimizers:
@@ -170,7 +171,9 @@ def _parallel_step(trainer: Trainer, stage: StagePlan) -> Step:
     return Step(report.loss, attention, gradients, int(peak))
 
 
-def _single_step(trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor], dtype: torch.dtype) -> Step:
+def _single_step(
+    trainer: Trainer, stage: StagePlan, shape: StepShape, weights: dict[str, Tensor], dtype: torch.dtype
+) -> Step:
     """All sequences of the step on this rank alone, by the plain model and full logits in fp32."""
     device = trainer.device
     model = registry.architecture(trainer.config.model).build(trainer.shape, _plain_attention)
@@ -178,12 +181,11 @@ def _single_step(trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor],
     model.to(device.device, dtype)
     frequencies, factor = rope_frequencies(stage.rope, trainer.shape.head_dim, stage.seq_len)
     model.set_rope(frequencies, factor, device.device)  # type: ignore[operator]
-    batch = _all_sequences(trainer, stage)
-    tokens, labels, positions = (device.move(x) for x in (batch.tokens, batch.labels, batch.positions))
+    tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, shape))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
     with _watch_attention([model]) as outputs:
-        logits = model(tokens, positions, None).float()
+        logits = model(tokens, positions, documents).float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
     peak = device.peak_memory_bytes() - before
@@ -192,24 +194,27 @@ def _single_step(trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor],
     return Step(loss.item(), attention, gradients, peak)
 
 
-def _all_sequences(trainer: Trainer, stage: StagePlan) -> MicroBatch:
-    """The step's sequences of all ranks, uncut, those of data-parallel rank 0 first."""
-    read = [
-        trainer.stream.sequence(row * stage.seq_len, stage.seq_len)
-        for row in range(stage.dp * stage.micro_batch_sequences * stage.micro_batches)
-    ]
-    tokens, labels = (torch.stack([torch.from_numpy(row[part]) for row in read]) for part in (0, 1))
-    return MicroBatch(tokens, labels, torch.arange(stage.seq_len), None)  # type: ignore[arg-type]
+def _all_sequences(trainer: Trainer, shape: StepShape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The step's sequences of all ranks, uncut, those of data-parallel rank 0's first micro-batch first.
+
+    Returns:
+        tokens, labels, positions, and the number of each token's document, all `[sequences, S]` int64.
+    """
+    rows = [trainer.samples.sequence(number) for number in deal(trainer.samples, 0, shape).flatten().tolist()]
+    documents = [np.repeat(np.arange(len(row.document_lengths)), row.document_lengths) for row in rows]
+    parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "positions")]
+    tokens, labels, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
+    return tokens, labels, positions, numbers
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int) -> Tensor:
+    """Scaled dot-product attention of whole sequences with their mask written out."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    if not window:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
     rows = torch.arange(q.shape[2], device=q.device)
     distance = rows.unsqueeze(1) - rows
-    seen = (distance >= 0) & (distance < window)
+    seen = (distance >= 0) & (distance < (window or len(rows)))
+    seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)
 
 

@@ -43,4 +43,4 @@ def preflight(config: Config, ranks: int) -> str:
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
-    return f"{stages[-1].last_step} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
+    return f"{sum(stage.steps for stage in stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"

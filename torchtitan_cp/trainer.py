@@ -1,6 +1,7 @@
 """The training loop. It reads top to bottom like the way of a batch; the rooms do the work."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,10 +26,11 @@ from torchtitan_cp.curriculum import (
     describe_rope,
     resolve_stages,
     rope_frequencies,
-    stage_of,
 )
-from torchtitan_cp.data import TokenStream, prepare, statistics_table
-from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
+from torchtitan_cp.data import PreparedCorpus, SeparatedStore, TokenStream, prepare, statistics_table
+from torchtitan_cp.data.loader import MicroBatch, StepShape, read_rows, read_steps
+from torchtitan_cp.data.packing import Packing
+from torchtitan_cp.data.samples import Sampling, StageSamples, held_out_samples
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
 from torchtitan_cp.health import GradientProbe, Policy, StepReport, exchange
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token, layer_costs
@@ -80,26 +83,16 @@ class Trainer:
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
         self.stages = resolve_stages(config, degrees)
-        self.total_steps = self.stages[-1].last_step
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         if config.training.deterministic:
             use_deterministic_kernels()
 
-        if len(config.data.sources) > 1:
-            raise ConfigError(
-                f"training reads one source, and [[data.sources]] names {len(config.data.sources)}",
-                fix="leave one of the tables",
-            )
         corpus = prepare(config.data, config.tokenizer)
         self._check_same_corpus(corpus.fingerprint)
         self.unigram_counts = corpus.unigram_counts
         self.statistics = {name: source.statistics for name, source in corpus.sources.items()}
-        [source] = corpus.sources.values()
         block_tokens = max(stage.seq_len for stage in self.stages)
-        self.stream = TokenStream(source.train, block_tokens, config.training.seed)
-        self.held_out = (
-            TokenStream(source.validation, block_tokens, 0, shuffle=False) if source.validation.tokens else None
-        )
+        self._open_streams(corpus, block_tokens)
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
@@ -117,6 +110,28 @@ class Trainer:
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=block_tokens)
         self.validation_losses: tuple[float, float] | None = None
+
+    def _open_streams(self, corpus: PreparedCorpus, block_tokens: int) -> None:
+        """Of each source, by name: what is trained on, and what is held out where something is."""
+        settings = self.config.data
+        if settings.separator >= corpus.tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.separator = {settings.separator} is no token: there are {corpus.tokenizer.vocab_size}",
+                fix="give the id of one, or -1 for none",
+            )
+
+        def separated(store: Any) -> Any:
+            return SeparatedStore(store, settings.separator) if settings.separator >= 0 else store
+
+        self.streams = {
+            name: TokenStream(separated(source.train), block_tokens, self.config.training.seed, order=settings.order)
+            for name, source in corpus.sources.items()
+        }
+        self.held_out = {
+            name: TokenStream(separated(source.validation), block_tokens, 0, shuffle=False)
+            for name, source in corpus.sources.items()
+            if source.validation.tokens
+        }
 
     def _check_same_corpus(self, fingerprint: str) -> None:
         """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
@@ -147,28 +162,49 @@ class Trainer:
             parallelize(part, self.meshes, architecture.sharding, self.config)
             self.parts.append(part)
         self.parameter_count = sum(whole.values())
-        self.optimizers = [
-            build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=whole)
-            for part in self.parts
-        ]
+        self.parameter_names = list(whole)
+        self._build_optimizers()
         self.pipeline = None
         if ranks > 1:
             schedule, device = settings.pp_schedule, self.device.device
             self.pipeline = Pipeline(list(self.parts), self.layers, mesh, schedule, device, tied=shape.tie_embeddings)
+
+    def _build_optimizers(self) -> None:
+        self.optimizers = [
+            build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=self.parameter_names)
+            for part in self.parts
+        ]
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run: those taken, and those left of this stage and after it."""
+        stage, progress = self.stages[self.progress.stage], self.progress
+        left = 0 if progress.stage_done else stage.steps - progress.stage_step
+        return progress.step + max(0, left) + sum(later.steps for later in self.stages[stage.index + 1 :])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last stage is trained."""
+        return self.progress.stage == len(self.stages) - 1 and self._stage_over()
+
+    def _stage_over(self) -> bool:
+        return self.progress.stage_done or self.progress.stage_step >= self.stages[self.progress.stage].steps
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
         self._resume()
         leads = self.world.rank == 0
         self.console = Console(self.total_steps, self.progress.step, speaks=leads)
-        if self.progress.step >= self.total_steps:
+        if self.finished:
             self.console.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
             return
         self._open_logs(leads)
         self.console.start()
         try:
-            while self.progress.step < self.total_steps:
-                self._run_stage(stage_of(self.stages, self.progress.step))
+            while not self.finished:
+                if self._stage_over():
+                    self._leave_stage()
+                self._run_stage(self.stages[self.progress.stage])
             self.console.finish(self._summaries(), self._closing())
         finally:
             self.console.stop()
@@ -225,27 +261,62 @@ class Trainer:
 
     def _run_stage(self, stage: StagePlan) -> None:
         """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
+        begun = time.perf_counter()
         shape = self.enter_stage(stage)
-        self._announce(stage, shape)
-        left = stage.last_step - self.progress.step
+        if stage.resets_optimizer and self.progress.stage_step == 0:
+            self._build_optimizers()
+        left = stage.steps - self.progress.stage_step
         batches = read_steps(
-            self.stream,
-            self.progress.cursor,
+            self.samples,
+            self.progress.stage_step,
             left,
             shape,
+            workers=self.config.data.workers,
             read_ahead=self.config.data.prefetch_batches,
             pin=self.device.device.type == "cuda",
         )
+        first = next(batches)
+        self._announce(stage, shape, time.perf_counter() - begun)
+        batches = itertools.chain([first], batches)
         for _ in range(left):
             self._step(stage, batches)
-            at_end = self.progress.step == stage.last_step
+            at_end = self._stage_over()
             if self._due(self.config.evaluation.interval) or at_end:
                 self._validate(stage, shape)
             if self.config.checkpoint.enable and (self._due(self.config.checkpoint.interval) or at_end):
                 self._save()
 
+    def _leave_stage(self) -> None:
+        """Go on to the next stage, which reads on where this one stopped."""
+        taken = self._samples_of(self.stages[self.progress.stage]).tokens_after(self.progress.stage_step)
+        self.progress = dataclasses.replace(
+            self.progress,
+            stage=self.progress.stage + 1,
+            stage_step=0,
+            stage_done=False,
+            source_tokens=self.progress.source_tokens | taken,
+        )
+
+    def _samples_of(self, stage: StagePlan) -> StageSamples:
+        weights = stage.data.mixture or {name: float(stream.store.tokens) for name, stream in self.streams.items()}
+        text = stage.data
+        packing = Packing(text.packing, text.packing_window, text.document_mask, text.restart_positions)
+        sampling = Sampling(
+            weights,
+            packing,
+            text.short_share,
+            text.short_seq_len,
+            text.growth_from,
+            text.growth_steps,
+            self.config.data.max_epochs,
+        )
+        sequences = stage.global_batch_tokens // stage.seq_len
+        seed, before = self.config.training.seed, self.progress.source_tokens
+        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, before, stage.steps)
+
     def enter_stage(self, stage: StagePlan) -> StepShape:
-        """Make the stage's groups and set its frequencies. Returns how its steps are dealt out. Collective."""
+        """Make the stage's groups, frequencies and samples. Returns how its steps are dealt out. Collective."""
+        self.samples = self._samples_of(stage)
         mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
         hybrid = stage.strategy == "hybrid"
@@ -264,16 +335,19 @@ class Trainer:
             stage.micro_batch_sequences,
             stage.dp,
             mesh.get_local_rank("dp"),
-            self.context_parallel.plan(stage.seq_len),
+            self.context_parallel.planner(),
+            tuple(sorted({0, *self.shape.windows})),
         )
 
-    def _announce(self, stage: StagePlan, shape: StepShape) -> None:
+    def _announce(self, stage: StagePlan, shape: StepShape, seconds: float) -> None:
+        first = self.progress.step - self.progress.stage_step
         about = (
             f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
             f"attention by {self._exchange_of(shape)}, rope {describe_rope(stage.rope)}, "
-            f"steps {stage.first_step + 1} to {stage.last_step}"
+            f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s"
         )
+        about += self._text_of(stage)
         if self.pipeline:
             per_rank, settings = len(self.parts), self.config.parallel
             bubble = bubble_share(settings, self.pipeline.ranks, per_rank, stage.micro_batches)
@@ -283,10 +357,29 @@ class Trainer:
         if self.writer:
             self.writer.text("stage", about, self.progress.step)
 
+    def _text_of(self, stage: StagePlan) -> str:
+        """What is special about the text of a stage."""
+        text, said = stage.data, []
+        if len(self.streams) > 1:
+            total = sum(self.samples.sampling.weights.values())
+            shares = (f"{name} {weight / total:.0%}" for name, weight in self.samples.sampling.weights.items())
+            said.append("mixture " + ", ".join(shares))
+        if text.packing != "concat":
+            said.append(f"packed by {text.packing}")
+        if text.document_mask:
+            said.append("documents masked")
+        if text.short_share:
+            said.append(f"{text.short_share:.0%} of the sequences in stretches of {text.short_seq_len:,}")
+        if text.growth_from:
+            said.append(f"attention grows from {text.growth_from:,} over {text.growth_steps} steps")
+        if stage.resets_optimizer:
+            said.append("optimizer state reset")
+        return "".join("; " + each for each in said)
+
     def _exchange_of(self, shape: StepShape) -> str:
         """The strategy, and for `auto` what it came to."""
         tp = self.config.parallel.tp
-        plan, heads = shape.plan, (self.shape.n_heads // tp, self.shape.n_kv_heads // tp)
+        plan, heads = shape.plans()[0], (self.shape.n_heads // tp, self.shape.n_kv_heads // tp)
         return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
 
     def _due(self, interval: int) -> bool:
@@ -300,13 +393,14 @@ class Trainer:
         micro_batches = next(batches)
         waited = time.perf_counter() - begun
 
-        seed_step(self.config.training.seed, stage.index, self.progress.step, self.role)
-        lr = self.learning_rates.at(self.progress.step)
+        seed_step(self.config.training.seed, stage.index, self.progress.stage_step, self.role)
+        lr = self.learning_rates.at(stage.index, self.progress.stage_step)
         report = self.gradients(micro_batches)
         skipped = self._update_or_skip(stage, report, lr)
         self.progress = dataclasses.replace(
             self.progress,
             step=self.progress.step + 1,
+            stage_step=self.progress.stage_step + 1,
             cursor=self.progress.cursor + stage.global_batch_tokens,
             consecutive_skips=self.policy.consecutive_skips,
         )
@@ -356,18 +450,7 @@ class Trainer:
             vocabulary = VocabularyShard(group, first) if group else None
             return chunked_cross_entropy(hidden, weight, labels, chunk, vocabulary=vocabulary, z_loss=z_loss)
 
-        return forward(tokens if state is None else state, positions, self._layer_plans(batch.plan), head)
-
-    def _layer_plans(self, plan: Plan) -> dict[int, Plan]:
-        """The plan of each window that a layer has; all of them on the layout of the batch's own."""
-        return {
-            window: self.context_parallel.plan(
-                plan.sequence_length, dataclasses.replace(plan.mask, window=(window - 1, -1)), like=plan
-            )
-            if window
-            else plan
-            for window in set(self.shape.windows)
-        }
+        return forward(tokens if state is None else state, positions, batch.plans, head)
 
     def _hidden(self, batch: MicroBatch) -> Hidden:
         """What travels between stages of the pipeline."""
@@ -433,18 +516,23 @@ class Trainer:
         self.stage_speeds[stage.index] = 0.9 * before + 0.1 * speed
         if self.writer:
             self.writer.step(record)
-        self.console.step(record)
+        self.console.step(record, self.total_steps)
 
     # Between steps -------------------------------------------------------------------------------------------
 
     def _validate(self, stage: StagePlan, shape: StepShape) -> None:
         """Mean loss on held-out text at the stage's length, beside a unigram model's on the same tokens."""
-        if self.held_out is None:
-            return
         shape = dataclasses.replace(shape, micro_batches=1)
+        sampling = self.samples.sampling
+        held_out = held_out_samples(self.held_out, stage.seq_len, sampling.weights, sampling.packing, shape.sequences)
+        if held_out is None:
+            return
         rounds = max(1, self.config.evaluation.tokens // shape.tokens)
-        cursors = [index * shape.tokens for index in range(rounds)]
-        batches = (read_step(self.held_out, cursor, shape)[0] for cursor in cursors)
+        own = shape.dp_rank * shape.micro_batch_sequences
+        batches = (
+            read_rows(held_out, shape, [first + own + row for row in range(shape.micro_batch_sequences)])
+            for first in range(0, rounds * shape.sequences, shape.sequences)
+        )
 
         def summed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
             count = (batch.labels != IGNORED).sum().to(self.device.device)
@@ -456,8 +544,8 @@ class Trainer:
             return loss * self.meshes.counts_losses, count * self.meshes.counts_tokens
 
         loss = mean_loss(self.parts, batches, summed)
-        _, labels = self.held_out.sequence(0, rounds * shape.tokens)
-        unigram = unigram_loss(self.unigram_counts, labels)
+        labels = np.concatenate([held_out.sequence(number).labels for number in range(rounds * shape.sequences)])
+        unigram = unigram_loss(self.unigram_counts, labels[labels != IGNORED])
         self.validation_losses = (loss, unigram)
         step = self.progress.step
         self.console.say(

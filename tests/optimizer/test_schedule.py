@@ -11,7 +11,7 @@ PEAK = Optimizer(lr=1.0)
 
 def rates(scheduler: LRScheduler, *stages: tuple[StageLR | None, int]) -> list[float]:
     schedule = LearningRates(PEAK, scheduler, stages)
-    return [schedule.at(step) for step in range(sum(steps for _, steps in stages))]
+    return [schedule.at(stage, step) for stage, (_, steps) in enumerate(stages) for step in range(steps)]
 
 
 def test_every_shape_of_the_config_is_there() -> None:

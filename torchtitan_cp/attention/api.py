@@ -1,5 +1,7 @@
 """The public face: ContextParallel, and the functions behind it for those who hold only a plan."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_cp.attention.codec import find_codec
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import check_kernel
-from torchtitan_cp.attention.layout import Layout, make_layout
+from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.logits import largest_logits
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import attention
@@ -67,14 +69,17 @@ class ContextParallel:
                 (a window here, none there) and, by a ContextParallel each, in strategy; they must agree on
                 who holds which token.
         """
-        return make_plan(
-            seq_len,
-            mask=mask,
+        return self.planner()(seq_len, mask=mask, like=like)
+
+    def planner(self) -> Callable[..., Plan]:
+        """`plan` as a function that can be pickled: a loader's worker makes plans without a mesh."""
+        return partial(
+            make_plan,
             ranks=self.mesh.size(),
             rank=self._rank(),
             strategy=self.strategy,
             kernel=self.kernel,
-            layout=like.layout if like else self.layout,
+            layout=self.layout,
             all_to_all_ranks=self.all_to_all_ranks,
             kv_transfer=self.kv_transfer,
             groups=self.groups,
@@ -119,7 +124,8 @@ def make_plan(
     rank: int = 0,
     strategy: str = "auto",
     kernel: str = "auto",
-    layout: str | Layout = "auto",
+    layout: str = "auto",
+    like: Plan | None = None,
     all_to_all_ranks: int = 1,
     kv_transfer: str = "exact",
     groups: Groups | None = None,
@@ -130,7 +136,8 @@ def make_plan(
         seq_len: S, in tokens.
         mask: default causal, one document.
         ranks: P, size of the context-parallel group; `rank` is the place in it.
-        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel; layout also as a Layout.
+        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
+        like: another layer's plan, whose layout this one takes.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
         groups: names of the process groups that will carry the exchange; None to look at the plan only.
 
@@ -157,7 +164,7 @@ def make_plan(
             f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
             fix="use hybrid with a divisor of the ranks",
         )
-    chosen = make_layout(layout, seq_len, ranks, mask) if isinstance(layout, str) else layout
+    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
     if sum(map(len, chosen.chunks)) * chosen.chunk_tokens != seq_len or len(chosen.chunks) != ranks:
         raise PlanError(
             f"the layout given is of {len(chosen.chunks)} ranks and another length than {seq_len}",

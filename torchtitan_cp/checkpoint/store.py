@@ -41,7 +41,10 @@ class Progress:
 
     Attributes:
         step: optimizer steps taken (skipped ones too).
-        cursor: tokens of the training stream consumed, over all ranks; no rank count in it.
+        cursor: tokens trained on, over all ranks; no rank count in it.
+        stage: number of the stage at hand; stage_step: its optimizer steps that are taken.
+        stage_done: it ended before its last step, as its gate opened.
+        source_tokens: of each source's stream, what the stages before this one took.
         identity: what must be the same to go on: the model's shape, the data.
         block_tokens: block of the data order; another one reorders what is still to come.
         consecutive_skips: non-finite steps in a row up to here.
@@ -50,6 +53,10 @@ class Progress:
 
     step: int = 0
     cursor: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    stage_done: bool = False
+    source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
     consecutive_skips: int = 0

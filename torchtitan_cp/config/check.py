@@ -160,6 +160,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             fix=f"use {-(-stage.seq_len // unit) * unit}, or another tp",
         )
     check_rope(stage.rope, stage.seq_len, f"{where}.rope")
+    _check_stage_data(config, stage, f"{where}.data")
     sequences = degrees.stage_dp(stage) * config.training.micro_batch_sequences
     if stage.global_batch_tokens % (stage.seq_len * sequences):
         unit = stage.seq_len * sequences
@@ -169,6 +170,31 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
         )
     _check_micro_batches(config, stage, where, degrees)
+
+
+def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
+    own, names = stage.data, set(config.data.by_name())
+    for key, named in ((where + ".mixture", own.mixture or {}), ("data.mixture", config.data.mixture)):
+        unknown = sorted(set(named) - names)
+        if unknown:
+            raise ConfigError(
+                f"{key} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
+                fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
+            )
+        if named and (min(named.values()) < 0 or not sum(named.values()) > 0):
+            raise ConfigError(f"{key} has weights that sum to zero, or one below it", fix="give weights above 0")
+    if own.short_share > 1:
+        raise ConfigError(f"{where}.short_share = {own.short_share} is more than all", fix="use 0 to 1")
+    if bool(own.short_share) != bool(own.short_seq_len) or own.short_seq_len >= stage.seq_len:
+        raise ConfigError(
+            f"{where} has short_share = {own.short_share} and short_seq_len = {own.short_seq_len}",
+            fix=f"give both, with a length below {stage.seq_len}, or neither",
+        )
+    if bool(own.growth_from) != bool(own.growth_steps) or own.growth_from >= stage.seq_len:
+        raise ConfigError(
+            f"{where} has growth_from = {own.growth_from} and growth_steps = {own.growth_steps}",
+            fix=f"give both, from a length below {stage.seq_len}, or neither",
+        )
 
 
 def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:

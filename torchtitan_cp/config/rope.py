@@ -87,7 +87,8 @@ def _check_original(rope: Rope, seq_len: int, where: str) -> None:
             f"{where} has kind = {rope.kind!r} and no original_seq_len",
             fix="add the length that the model was trained on before, e.g. original_seq_len = 8192",
         )
-    if rope.original_seq_len > seq_len and not rope.short_factor:
+    # Llama 3.1's scaling belongs to its weights, at any length.
+    if rope.original_seq_len > seq_len and not rope.short_factor and rope.kind != "llama3":
         way = "give short_factor for such stages" if rope.kind == "longrope" else "use kind = 'none' in this stage"
         raise ConfigError(
             f"{where}.original_seq_len = {rope.original_seq_len} is longer than the stage's seq_len = {seq_len}",

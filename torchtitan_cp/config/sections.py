@@ -15,6 +15,8 @@ RESHARD = ("auto", "always", "never")
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ROW_SOURCES = ("jsonl", "parquet", "huggingface")
+DOCUMENT_ORDERS = ("shuffled", "related")
+PACKINGS = ("concat", "best_fit")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
 ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 
@@ -106,6 +108,25 @@ class Data(SourceKeys):
     """Which text is read, and how it is kept on disk."""
 
     sources: tuple[DataSource, ...] = key((), "[[data.sources]] tables, in place of the keys above for one source")
+    mixture: dict[str, float] = key(  # noqa: RUF009
+        {}, "weight of each source by name; default: by their tokens; a stage may set its own"
+    )
+    max_epochs: dict[str, float] = key(  # noqa: RUF009
+        {}, "how often a source may be read in the run, by name; then its weight goes to the others"
+    )
+    order: str = key(
+        "shuffled", "related keeps documents of one group (folder, repository) together", choices=DOCUMENT_ORDERS
+    )
+    separator: int = key(-1, "token id put after each document, beside the tokenizer's own end; -1: none", least=-1)
+    packing: str = key(
+        "concat",
+        "concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad nothing",
+        choices=PACKINGS,
+    )
+    packing_window: int = key(256, "best_fit: sequences packed at once", least=1)
+    document_mask: bool = key(False, "tokens see their own document only, and its last token predicts nothing")
+    restart_positions: bool = key(False, "positions begin at 0 in each document")
+    workers: int = key(0, "processes that read sequences and plan their attention; 0: a thread", least=0)
     cache_folder: str = key("outputs/cache", "where tokens and the trained tokenizer are kept between runs")
     prefetch_batches: int = key(2, "steps read ahead of the training loop", least=1)
 
@@ -312,6 +333,25 @@ class StageLR:
 
 
 @dataclass(frozen=True)
+class StageData:
+    """What a stage takes its text by; keys that are left out are [data]'s."""
+
+    mixture: dict[str, float] | None = key(None, "weight of each source by name")  # noqa: RUF009
+    packing: str | None = key(None, "how documents become sequences", choices=PACKINGS)
+    packing_window: int | None = key(None, "best_fit: sequences packed at once", least=1)
+    document_mask: bool | None = key(None, "tokens see their own document only")
+    restart_positions: bool | None = key(None, "positions begin at 0 in each document")
+    short_share: float = key(
+        0.0, "share of the sequences cut into ones of short_seq_len, for a mix of lengths", least=0
+    )
+    short_seq_len: int = key(0, "tokens of those; shapes stay, masks differ", least=0)
+    growth_from: int = key(
+        0, "tokens that attention sees in the stage's first step, growing to seq_len; 0: all", least=0
+    )
+    growth_steps: int = key(0, "steps over which it grows, by masks alone (SkyLadder)", least=0)
+
+
+@dataclass(frozen=True)
 class Stage:
     """One length of the curriculum. Give it `steps` or `tokens`."""
 
@@ -324,6 +364,8 @@ class Stage:
     strategy: str | None = key(None, "exchange; default context_parallel.strategy", choices=STRATEGIES)
     rope: Rope = field(default_factory=Rope, metadata={"help": "rotary embedding"})
     lr: StageLR | None = field(default=None, metadata={"help": "own schedule; default: the run's goes on"})
+    optimizer_state: str = key("keep", "what the stage begins with; reset: moments of zero", choices=("keep", "reset"))
+    data: StageData = field(default_factory=StageData, metadata={"help": "text of this stage"})
 
 
 @dataclass(frozen=True)

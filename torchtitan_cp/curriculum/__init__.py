@@ -4,6 +4,6 @@ No tensors. Imports `config` at most.
 """
 
 from torchtitan_cp.curriculum.rope import check_head_dim, describe_rope, rope_frequencies
-from torchtitan_cp.curriculum.stages import StagePlan, resolve_stages, stage_of
+from torchtitan_cp.curriculum.stages import StagePlan, resolve_stages
 
-__all__ = ["StagePlan", "check_head_dim", "describe_rope", "resolve_stages", "rope_frequencies", "stage_of"]
+__all__ = ["StagePlan", "check_head_dim", "describe_rope", "resolve_stages", "rope_frequencies"]

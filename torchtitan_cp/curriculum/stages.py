@@ -1,11 +1,32 @@
 """[[curriculum.stages]] with everything worked out that the mesh decides."""
 
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.config.sections import Rope, StageLR
+from torchtitan_cp.config.sections import Data, Rope, Stage, StageLR
+
+
+@dataclass(frozen=True)
+class StageText:
+    """[data] and a stage's own keys, put together; see config.sections.StageData."""
+
+    mixture: dict[str, float]
+    packing: str
+    packing_window: int
+    document_mask: bool
+    restart_positions: bool
+    short_share: float
+    short_seq_len: int
+    growth_from: int
+    growth_steps: int
+
+
+def stage_text(data: Data, stage: Stage) -> StageText:
+    """The stage's keys where it has them, else [data]'s."""
+    own = dataclasses.asdict(stage.data)
+    return StageText(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
 
 
 @dataclass(frozen=True)
@@ -17,10 +38,12 @@ class StagePlan:
         seq_len: S, tokens of a sequence.
         cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
         strategy: exchange by name; all_to_all_ranks: ranks that trade heads, for hybrid.
-        first_step: optimizer step of the run that opens it; steps: how many it has.
+        steps: optimizer steps, at most.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
         global_batch_tokens: tokens of one optimizer step over all ranks.
+        data: how it takes its text.
+        resets_optimizer: its moments begin at zero.
     """
 
     index: int
@@ -30,18 +53,14 @@ class StagePlan:
     dp: int
     strategy: str
     all_to_all_ranks: int
-    first_step: int
     steps: int
     micro_batch_sequences: int
     micro_batches: int
     global_batch_tokens: int
     rope: Rope
     lr: StageLR | None
-
-    @property
-    def last_step(self) -> int:
-        """One past its last optimizer step."""
-        return self.first_step + self.steps
+    data: StageText
+    resets_optimizer: bool = False
 
 
 def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
@@ -59,24 +78,17 @@ def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
                 dp=dp,
                 strategy=strategy,
                 all_to_all_ranks=config.context_parallel.all_to_all_ranks if strategy == "hybrid" and cp > 1 else 1,
-                first_step=plans[-1].last_step if plans else 0,
                 steps=stage.steps or -(-stage.tokens // stage.global_batch_tokens),
                 micro_batch_sequences=micro,
                 micro_batches=stage.global_batch_tokens // (stage.seq_len * dp * micro),
                 global_batch_tokens=stage.global_batch_tokens,
                 rope=stage.rope,
                 lr=stage.lr,
+                data=stage_text(config.data, stage),
+                resets_optimizer=stage.optimizer_state == "reset",
             )
         )
     return tuple(plans)
-
-
-def stage_of(plans: Sequence[StagePlan], step: int) -> StagePlan:
-    """The stage that optimizer step `step` (from 0) belongs to; the last one when all are done."""
-    for plan in plans:
-        if step < plan.last_step:
-            return plan
-    return plans[-1]
 
 
 def _length_name(seq_len: int) -> str:

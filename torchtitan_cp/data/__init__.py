@@ -9,7 +9,7 @@ from torchtitan_cp.data.corpus import Corpus, Document, check_corpus
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.data.statistics import SourceStatistics, statistics_table
 from torchtitan_cp.data.store import TokenStore
-from torchtitan_cp.data.stream import TokenStream
+from torchtitan_cp.data.stream import SeparatedStore, TokenStream
 from torchtitan_cp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from torchtitan_cp.data.vocabulary import train_sentencepiece
 
@@ -19,6 +19,7 @@ __all__ = [
     "Document",
     "PreparedCorpus",
     "PreparedSource",
+    "SeparatedStore",
     "SourceStatistics",
     "TokenStore",
     "TokenStream",

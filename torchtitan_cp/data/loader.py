@@ -1,37 +1,45 @@
-"""From the stream to the micro-batches of one rank, read ahead in a thread by torchdata's nodes.
+"""From a stage's sequences to the micro-batches of one rank, read ahead by torchdata's nodes.
 
-Ranks come in as integers. Which sequences a step holds depends on its cursor alone; which of them a rank
-reads, on its place among the data-parallel ranks; which tokens of those, on its plan.
+Ranks come in as integers. Which sequences a step holds depends on its number alone; which of them a rank reads, on
+their work and its place among the data-parallel ranks; which tokens of those, on the plan made of their documents.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torchdata.nodes as nodes
 from torch import Tensor
 
-from torchtitan_cp.attention import Plan
+from torchtitan_cp.attention import AttentionMask, Plan
+from torchtitan_cp.data.balance import attention_work, balanced_order
+from torchtitan_cp.data.packing import PackedSequence
+
+START_METHOD = "forkserver"  # a fork of a process with threads may hang
 
 
-class Stream(Protocol):
-    """Where sequences come from: TokenStream."""
+class Samples(Protocol):
+    """Where sequences come from: StageSamples."""
 
-    def sequence(self, cursor: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def sequence(self, number: int) -> PackedSequence: ...
+
+    def document_lengths(self, number: int) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """How the tokens of one optimizer step are dealt out, and which share is this rank's.
+    """How the sequences of one optimizer step are dealt out, and which share is this rank's.
 
     Attributes:
         seq_len: S.
         micro_batches: forwards of one step on one rank.
         micro_batch_sequences: B, sequences of one forward on one rank.
         dp: data-parallel ranks; dp_rank: this one's place among them.
-        plan: cuts each sequence for this rank, and goes with it to the attention.
+        make_plan: (S, mask=, like=) -> this rank's plan; can be pickled.
+        windows: how many keys the queries of a layer see, for every kind of layer; 0 for all.
     """
 
     seq_len: int
@@ -39,12 +47,27 @@ class StepShape:
     micro_batch_sequences: int
     dp: int
     dp_rank: int
-    plan: Plan
+    make_plan: Callable[..., Plan]
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step over all ranks."""
+        return self.micro_batches * self.micro_batch_sequences * self.dp
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step over all ranks: how far the cursor moves."""
-        return self.seq_len * self.micro_batches * self.micro_batch_sequences * self.dp
+        """Tokens of a step over all ranks."""
+        return self.seq_len * self.sequences
+
+    def plans(self, mask: AttentionMask | None = None) -> dict[int, Plan]:
+        """The plan of each window, and of none, all on one layout."""
+        mask = mask or AttentionMask()
+        plan = self.make_plan(self.seq_len, mask=mask)
+        plans = {0: plan}
+        for window in set(self.windows) - {0}:
+            plans[window] = self.make_plan(self.seq_len, mask=replace(mask, window=(window - 1, -1)), like=plan)
+        return plans
 
 
 @dataclass(frozen=True)
@@ -53,44 +76,65 @@ class MicroBatch:
 
     Attributes:
         tokens: `[B, S/cp]` int64.
-        labels: `[B, S/cp]` int64, the token after each.
-        positions: `[S/cp]` int64, global positions.
-        plan: for the attention.
+        labels: `[B, S/cp]` int64, the token after each; IGNORED where there is none.
+        positions: `[S/cp]` int64, or `[B, S/cp]` where rows differ.
+        plans: for the attention of layers by their window; 0 is no window.
+        numbers: of its sequences, in the stage.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    plan: Plan
+    plans: dict[int, Plan]
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """Of layers without a window."""
+        return self.plans[0]
 
 
-def read_step(stream: Stream, cursor: int, shape: StepShape) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches of the step that starts at `cursor`."""
-    return tuple(_read_micro_batch(stream, cursor, shape, index) for index in range(shape.micro_batches))
+def deal(samples: Samples, step: int, shape: StepShape) -> np.ndarray:
+    """`[micro_batches, dp, B]` int64: numbers of the sequences of a step of the stage, dealt out by their work."""
+    numbers = range(step * shape.sequences, (step + 1) * shape.sequences)
+    work = [attention_work(samples.document_lengths(number)) for number in numbers]
+    return numbers.start + balanced_order(work, shape.dp, shape.micro_batches)
 
 
-def _read_micro_batch(stream: Stream, cursor: int, shape: StepShape, index: int) -> MicroBatch:
-    first = (index * shape.dp + shape.dp_rank) * shape.micro_batch_sequences
-    starts = [cursor + (first + row) * shape.seq_len for row in range(shape.micro_batch_sequences)]
-    rows = [stream.sequence(start, shape.seq_len) for start in starts]
-    tokens, labels = (
-        shape.plan.shard(torch.from_numpy(np.stack([row[part] for row in rows])), dim=1) for part in (0, 1)
+def read_step(samples: Samples, shape: StepShape, step: int) -> tuple[MicroBatch, ...]:
+    """This rank's micro-batches of a step of the stage."""
+    return tuple(read_rows(samples, shape, rows) for rows in deal(samples, step, shape)[:, shape.dp_rank].tolist())
+
+
+def read_rows(samples: Samples, shape: StepShape, numbers: list[int]) -> MicroBatch:
+    """The micro-batch of these sequences, and the plan that their documents ask for."""
+    rows = [samples.sequence(number) for number in numbers]
+    lengths = tuple(row.document_lengths for row in rows)
+    whole = all(row == (shape.seq_len,) for row in lengths)
+    plans = shape.plans(None if whole else AttentionMask(document_lengths=lengths))
+    tokens, labels, positions = (
+        plans[0].shard(torch.from_numpy(np.stack([getattr(row, part) for row in rows])), dim=1)
+        for part in ("tokens", "labels", "positions")
     )
-    return MicroBatch(tokens, labels, shape.plan.positions, shape.plan)
+    same = bool((positions == positions[0]).all())
+    return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers))
 
 
 def read_steps(
-    stream: Stream, cursor: int, steps: int, shape: StepShape, *, read_ahead: int, pin: bool
+    samples: Samples, first: int, steps: int, shape: StepShape, *, workers: int, read_ahead: int, pin: bool
 ) -> Iterator[tuple[MicroBatch, ...]]:
-    """The micro-batches of `steps` steps from `cursor` on, read in a thread.
+    """The micro-batches of `steps` steps from `first` on, in order.
 
     Args:
+        workers: processes that read and plan; 0: a thread of this one does.
         read_ahead: steps kept ready.
         pin: copy them to pinned memory, so that a GPU can fetch them while it computes.
     """
-    cursors = range(cursor, cursor + steps * shape.tokens, shape.tokens)
-    node: nodes.BaseNode = nodes.IterableWrapper(cursors)
-    node = nodes.ParallelMapper(node, lambda start: read_step(stream, start, shape), num_workers=1, method="thread")
+    where: dict[str, Any] = {"num_workers": 1, "method": "thread"}
+    if workers:
+        where = {"num_workers": workers, "method": "process", "multiprocessing_context": START_METHOD}
+    node: nodes.BaseNode = nodes.IterableWrapper(range(first, first + steps))
+    node = nodes.ParallelMapper(node, partial(read_step, samples, shape), **where)
     if pin:
         node = nodes.ParallelMapper(node, _pin, num_workers=1, method="thread")
     return iter(nodes.Loader(nodes.Prefetcher(node, prefetch_factor=read_ahead)))
@@ -98,6 +142,11 @@ def read_steps(
 
 def _pin(step: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
     return tuple(
-        MicroBatch(batch.tokens.pin_memory(), batch.labels.pin_memory(), batch.positions.pin_memory(), batch.plan)
+        replace(
+            batch,
+            tokens=batch.tokens.pin_memory(),
+            labels=batch.labels.pin_memory(),
+            positions=batch.positions.pin_memory(),
+        )
         for batch in step
     )

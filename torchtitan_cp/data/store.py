@@ -189,6 +189,7 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
+        self._made_of = (folder, split, vocab_size)
         index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE, None)
         if len(index) < 2:
             raise _damaged(folder / f"{split}.offsets.bin", "is cut short")
@@ -202,6 +203,9 @@ class TokenStore:
             _map(folder / f"{split}-{number:05d}.bin", dtype, min(self._shard_tokens, self.tokens - start))
             for number, start in enumerate(starts)
         ]
+
+    def __reduce__(self) -> Any:
+        return TokenStore, self._made_of
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""

@@ -1,7 +1,7 @@
 """An endless order of a store's tokens that can be entered anywhere by a cursor."""
 
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -99,6 +99,10 @@ class TokenStream:
         self.store, self.block_tokens, self.seed = store, block_tokens, seed
         self.shuffle, self.order = shuffle, order
         self._order = lru_cache(maxsize=2)(self._make_order)  # a read may cross from one epoch into the next
+
+    def __reduce__(self) -> Any:
+        make = partial(TokenStream, shuffle=self.shuffle, order=self.order)
+        return make, (self.store, self.block_tokens, self.seed)
 
     def read(self, cursor: int, count: int) -> np.ndarray:
         """Tokens `[count]` int64 from `cursor` on, a number of tokens consumed; crosses blocks and epochs."""

@@ -58,13 +58,18 @@ class Console:
         """Print lines of text above the bar."""
         self.terminal.print(text, markup=False, soft_wrap=True)
 
-    def step(self, record: StepRecord) -> None:
-        """Show a step: on the bar, or as a line unless the last one was printed a moment ago."""
+    def step(self, record: StepRecord, total_steps: int) -> None:
+        """Show a step: on the bar, or as a line unless the last one was printed a moment ago.
+
+        Args:
+            total_steps: of the whole run, as far as is known now.
+        """
+        self.total_steps = total_steps
         loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
         numbers = f"loss {loss}  {record.tokens_per_second:,.0f} tok/s  mfu {record.mfu:.1%}"
         stage = f"stage {record.stage_index + 1} ({record.stage}, cp {record.cp})"
         if self.live:
-            self.bar.update(self.task, completed=record.step, description=stage, numbers=numbers)
+            self.bar.update(self.task, completed=record.step, total=total_steps, description=stage, numbers=numbers)
             return
         last = record.step == self.total_steps
         if time.monotonic() - self.last_line >= PLAIN_LINE_SECONDS or last:

@@ -70,20 +70,17 @@ class LearningRates:
         self, optimizer: Optimizer, scheduler: LRScheduler, stages: Sequence[tuple[StageLR | None, int]]
     ) -> None:
         shared = Schedule(optimizer.lr, scheduler, sum(steps for own, steps in stages if own is None))
-        self._spans: list[tuple[int, int, int, Schedule]] = []
-        first, shared_done = 0, 0
+        self._stages: list[tuple[int, Schedule]] = []  # steps of the schedule that lie before the stage
+        shared_done = 0
         for own, steps in stages:
             if own is None:
-                self._spans.append((first, first + steps, shared_done - first, shared))
+                self._stages.append((shared_done, shared))
                 shared_done += steps
             else:
                 peak = optimizer.lr if own.peak is None else own.peak
-                self._spans.append((first, first + steps, -first, Schedule(peak, own, steps)))
-            first += steps
+                self._stages.append((0, Schedule(peak, own, steps)))
 
-    def at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0 over the whole run."""
-        for first, stop, offset, schedule in self._spans:
-            if first <= step < stop:
-                return schedule.at(step + offset)
-        raise IndexError(f"step {step} lies outside the run")
+    def at(self, stage: int, step: int) -> float:
+        """Learning rate of a stage's optimizer step, both counted from 0."""
+        before, schedule = self._stages[stage]
+        return schedule.at(before + step)
