@@ -213,3 +213,16 @@ def test_ranks_that_read_other_tokens_are_refused(ranks: Callable[[int], RankPoo
     (tmp_path / "other" / "corpus" / "ast.py").unlink()
     with pytest.raises(RankFailure, match=r"(?s)rank 1 has other tokens than rank 0.*give every node the same files"):
         ranks(2)(train_on_own_corpus, paths)
+
+
+def test_a_second_source_is_refused_before_anything_is_tokenized(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path)
+    corpus = f'path = "{tmp_path}/corpus"'
+    tables = "".join(f'[[data.sources]]\nname = "{name}"\nsource = "text"\n{corpus}\n' for name in ("one", "other"))
+    text = path.read_text().replace(f'source = "text"\n{corpus}\n', "").replace("validation_fraction = 0.25\n", tables)
+    path.write_text(text)
+    with pytest.raises(RankFailure, match=r"training reads one source, and \[\[data.sources\]\] names 2"):
+        ranks(2)(train, path)
+    assert not (tmp_path / "cache").exists()
