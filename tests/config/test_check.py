@@ -12,11 +12,14 @@ from torchtitan_cp.config.sections import (
     Activation,
     Compile,
     Curriculum,
+    Data,
+    DataSource,
     Optimizer,
     Parallel,
     ParameterGroup,
     Rope,
     Stage,
+    Tokenizer,
     Training,
 )
 
@@ -152,3 +155,35 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_a_rule_for_parameters_that_is_no_regular_expression_is_refused(match: str, wanted: str) -> None:
     optimizer = Optimizer(groups=(ParameterGroup("norm"), ParameterGroup(match)))
     assert wanted in refuse(config_with(optimizer=optimizer), 1)
+
+
+BOOKS = DataSource(name="books", source="text", path="books")
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (Data(path="books", sources=(BOOKS,)), "data.path is set beside [[data.sources]], and would be read by none"),
+        (Data(min_document=5, sources=(BOOKS,)), "fix: move min_document into the tables it is meant for"),
+        (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken\n  fix: give each source its own name"),
+        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is no name\n  fix: give one of letters"),
+        (Data(sources=(dataclasses.replace(BOOKS, name="a b"),)), "data.sources[0].name = 'a b' is no name"),
+        (Data(source="text", group_field="repo"), "data.group_field is set, and source = 'text' does not read it"),
+        (Data(token_field="ids"), "fix: leave it out, or use source = 'jsonl' or 'parquet' or 'huggingface'"),
+        (Data(source="jsonl", group_depth=1), "data.group_depth is set, and source = 'jsonl' does not read it"),
+        (Data(source="parquet", split="test"), "data.split is set, and source = 'parquet' does not read it"),
+        (Data(source="jsonl", token_field="ids", text_field="t"), "data has both text_field and token_field"),
+        (Data(source="jsonl", token_field="ids"), "data.token_field = 'ids' holds ids of a tokenizer, and [tokenizer]"),
+        (Data(min_document=10, max_document=9), "data.max_document = 9 is less than min_document = 10 or 2"),
+        (Data(max_document=1), "fix: raise max_document, or set it to 0 to split nothing"),
+    ],
+)
+def test_sources_that_contradict_themselves_are_refused(data: Data, wanted: str) -> None:
+    assert wanted in refuse(config_with(data=data), 1)
+
+
+def test_sources_that_fit_pass() -> None:
+    rows = DataSource(
+        "parquet", "rows", token_field="ids", group_field="repo", min_document=5, max_document=5, name="b"
+    )
+    check_config(config_with(data=Data(sources=(BOOKS, rows)), tokenizer=Tokenizer(kind="bytes")), 1)

@@ -149,3 +149,16 @@ def test_rules_for_parameters_are_tables_of_the_file(tmp_path: Path) -> None:
     assert rules == (ParameterGroup("norm", lr_scale=0.5), ParameterGroup("output", weight_decay=0.0))
     message = message_of(tmp_path, "[[optimizer.groups]]\nmath = 'norm'")
     assert "unknown key optimizer.groups[0].math\n  fix: did you mean match?" in message
+
+
+def test_sources_are_tables_of_the_file_that_overrides_reach(tmp_path: Path) -> None:
+    text = "[[data.sources]]\nname = 'a'\nsource = 'text'\n[[data.sources]]\nname = 'b'\nsource = 'jsonl'"
+    config = load_config(write(tmp_path, text), ["--data.sources[1].path=rows/*.jsonl"])
+    assert [(name, source.source, source.path) for name, source in config.data.by_name().items()] == [
+        ("a", "text", ""),
+        ("b", "jsonl", "rows/*.jsonl"),
+    ]
+    assert load_config(write(tmp_path, to_toml(config))) == config
+    assert "unknown key data.sources[0].pth\n  fix: did you mean path?" in message_of(
+        tmp_path, "[[data.sources]]\npth = 'x'"
+    )

@@ -1,5 +1,6 @@
 """Tokens on disk: what is written is read, across files."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cp.data import TokenStore
+from torchtitan_cp.data import DataError, TokenStore
 from torchtitan_cp.data.store import TokenWriter, token_dtype
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -73,3 +74,34 @@ def test_the_digest_follows_tokens_document_ends_and_groups(tmp_path: Path) -> N
     assert write(next(folders), [[1, 2], [4]]) != first
     assert write(next(folders), [[1], [2, 3]]) != first
     assert write(next(folders), [[1, 2], [3]], groups=[5, 5]) != first
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00001.bin", "train-00003.bin", "train.groups.bin"])
+def test_a_file_that_is_cut_short_or_missing_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    write(tmp_path, DOCUMENTS)
+    path = tmp_path / name
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(DataError) as caught:
+        TokenStore(tmp_path, "train", 100)
+    assert str(caught.value) == (
+        f"{path} has {size - 1} bytes, and by its index {size}\n  fix: delete {tmp_path}: the next start makes it again"
+    )
+    path.unlink()
+    with pytest.raises(DataError, match=f"{path} is missing\n  fix: delete"):
+        TokenStore(tmp_path, "train", 100)
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(8, "is cut short"), (20, "has 20 bytes, and by its index 16")])
+def test_an_index_that_is_cut_short_is_named(tmp_path: Path, size: int, wanted: str) -> None:
+    write(tmp_path, DOCUMENTS)
+    os.truncate(tmp_path / "train.offsets.bin", size)
+    with pytest.raises(DataError, match=f"train.offsets.bin {wanted}"):
+        TokenStore(tmp_path, "train", 100)
+
+
+def test_documents_without_a_group_are_groups_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "none", DOCUMENTS)
+    write(tmp_path / "given", DOCUMENTS, groups=[3, 1, 3, 0, 1])
+    assert TokenStore(tmp_path / "none", "train", 100).groups.tolist() == [0, 1, 2, 3, 4]
+    assert TokenStore(tmp_path / "given", "train", 100).groups.tolist() == [3, 1, 3, 0, 1]

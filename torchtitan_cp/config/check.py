@@ -12,6 +12,14 @@ from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+READ_BY = {  # keys of a source that some kinds alone read
+    "token_field": ROW_SOURCES,
+    "group_field": ROW_SOURCES,
+    "group_depth": ("python-stdlib", "text"),
+    "subset": ("huggingface",),
+    "split": ("huggingface",),
+    "revision": ("huggingface",),
+}
 
 
 def check_config(config: Config, ranks: int) -> Degrees:
@@ -97,9 +105,8 @@ def check_sources(config: Config) -> None:
 
 
 def _check_names(data: Data) -> None:
-    default = SourceKeys()
     for entry in dataclasses.fields(SourceKeys):
-        if getattr(data, entry.name) != getattr(default, entry.name):
+        if getattr(data, entry.name) != entry.default:
             raise ConfigError(
                 f"data.{entry.name} is set beside [[data.sources]], and would be read by none of them",
                 fix=f"move {entry.name} into the tables it is meant for",
@@ -115,12 +122,12 @@ def _check_names(data: Data) -> None:
 
 
 def _check_source(source: SourceKeys, where: str) -> None:
-    if source.source not in ROW_SOURCES and (source.token_field or source.group_field):
-        field = "token_field" if source.token_field else "group_field"
-        raise ConfigError(
-            f"{where}.{field} is set, and source = {source.source!r} has no fields",
-            fix=f"leave it out, or use a source of rows: {', '.join(ROW_SOURCES)}",
-        )
+    for name, kinds in READ_BY.items():
+        if getattr(source, name) != getattr(SourceKeys, name) and source.source not in kinds:
+            raise ConfigError(
+                f"{where}.{name} is set, and source = {source.source!r} does not read it",
+                fix=f"leave it out, or use source = {' or '.join(repr(kind) for kind in kinds)}",
+            )
     if source.token_field and source.text_field != SourceKeys.text_field:
         raise ConfigError(f"{where} has both text_field and token_field", fix="give the one that is to be read")
     if 0 < source.max_document < max(2, source.min_document):

@@ -206,7 +206,7 @@ class _Build:
         """
         for partial in self.root.glob("[0-9a-f]" * KEY_CHARACTERS + PARTIAL):
             journal = read_journal(partial)
-            if journal is None or (journal["settings"] == self.settings and partial.stem != self.folder.name):
+            if journal is None or (journal.get("settings") == self.settings and partial.stem != self.folder.name):
                 shutil.rmtree(partial)
 
     def _tell_why(self, name: str) -> None:

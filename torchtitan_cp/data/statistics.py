@@ -88,7 +88,8 @@ class SourceStatistics:
 
 def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:
     """Lines of a table of each source's training documents, for a terminal or a log."""
-    table = Table("source", title="Documents to train on, lengths in tokens", box=box.SIMPLE_HEAD)
+    table = Table(title="Documents to train on, lengths in tokens", box=box.SIMPLE_HEAD)
+    table.add_column("source", overflow="fold")
     longer = [f"in ≥{name}" for name in LONG_TOKENS]
     for header in ("documents", "tokens", "mean", "p50", "p90", "p99", "longest", *longer, "held out"):
         table.add_column(header, justify="right")

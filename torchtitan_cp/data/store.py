@@ -17,6 +17,7 @@ import numpy as np
 from torchtitan_cp.data.errors import DataError
 
 SHARD_BYTES = 512 << 20
+PART_TOKENS = 1 << 20  # of a long document, worked on at one time
 INDEX_DTYPE = np.dtype("<i8")
 
 
@@ -67,19 +68,18 @@ class TokenWriter:
 
     def append(self, ids: np.ndarray) -> None:
         """Add tokens `[n]` to the document at hand."""
-        left = np.ascontiguousarray(ids, dtype=self.dtype)
-        self._uncounted.append(left)
-        self._uncounted_tokens += len(left)
-        if self._uncounted_tokens > len(self._unigram_counts):
-            self._count()
-        while len(left):
-            part = left[: self._shard_tokens - self.tokens % self._shard_tokens].tobytes()
-            self._open_shard().write(part)
-            self._digest.update(part)
-            written = len(part) // self.dtype.itemsize
-            self.tokens, left = self.tokens + written, left[written:]
+        while len(ids):
+            room = self._shard_tokens - self.tokens % self._shard_tokens
+            part = np.ascontiguousarray(ids[: min(room, PART_TOKENS)], dtype=self.dtype)
+            self._open_shard().write(part.data)
+            self._digest.update(part.data)
+            self._uncounted.append(part)
+            self.tokens, self._uncounted_tokens = self.tokens + len(part), self._uncounted_tokens + len(part)
+            if self._uncounted_tokens > len(self._unigram_counts):
+                self._count()
             if self.tokens % self._shard_tokens == 0:
                 self._close_shard()
+            ids = ids[len(part) :]
 
     def end_document(self, group: int | None = None) -> None:
         """What comes next belongs to another document.

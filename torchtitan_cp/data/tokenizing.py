@@ -153,8 +153,10 @@ class _SplitsWriter:
         most = self.source.max_document - 1 if self.source.max_document else max(1, len(ids))
         parts = -(-len(ids) // most)
         self.split_documents += parts > 1
+        end = np.array([self.tokenizer.eos_id], dtype=ids.dtype)
         for part in np.array_split(ids, max(1, parts)):
-            writer.append(np.append(part, self.tokenizer.eos_id))
+            writer.append(part)
+            writer.append(end)
             writer.end_document(group)
 
     def _commit(self) -> None:

@@ -1,0 +1,203 @@
+"""Stages over mixtures of packed documents: stopped anywhere, on any ranks, a run reads what an unbroken one reads."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.ranks import RankPool
+from tests.runs import TINY, prepared, write_run
+from torchtitan_cp import registry
+from torchtitan_cp.curriculum import rope_frequencies
+from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.optimizer import IGNORED
+
+# Two sources of the same folder, told apart by their names; three stages of other lengths, degrees and packing.
+STAGES = """
+[[data.sources]]
+name = "early"
+source = "text"
+path = "{folder}/corpus/[a-c]*.py"
+validation_fraction = 0.25
+
+[[data.sources]]
+name = "late"
+source = "text"
+path = "{folder}/corpus/[d-z]*.py"
+validation_fraction = 0.0
+max_document = 700
+
+[[curriculum.stages]]
+seq_len = 128
+steps = 4
+global_batch_tokens = 512
+cp = 1
+
+[[curriculum.stages]]
+seq_len = 256
+steps = 3
+global_batch_tokens = 1024
+cp = -1
+rope = {{theta = 50000.0}}
+data = {{mixture = {{early = 3.0, late = 1.0}}, document_mask = true, packing = "best_fit", packing_window = 8}}
+
+[[curriculum.stages]]
+seq_len = 512
+steps = 3
+global_batch_tokens = 2048
+cp = 1
+optimizer_state = "reset"
+lr = {{peak = 1e-3, shape = "constant"}}
+data = {{document_mask = true, restart_positions = true, short_share = 0.5, short_seq_len = 128}}
+"""
+STEPS = 10
+MIXED = (
+    TINY[: TINY.index("[[curriculum.stages]]")]
+    .replace('source = "text"\npath = "{folder}/corpus"\n', "")
+    .replace("validation_fraction = 0.25\n", "")
+    + STAGES
+)
+
+Read = list[tuple[int, int, tuple[int, ...], Any]]
+
+
+class Stopped(Exception):
+    """The run ends here, as if killed after a step's checkpoint."""
+
+
+def train_on(path: Path, stop_after: int, *overrides: str) -> tuple[Read, list[float]]:
+    """On a rank: (stage, step, samples, their text) of each step it takes, and its losses; stopped after some steps."""
+    trainer = prepared(path, "--checkpoint.interval=1", *overrides)
+    read: Read = []
+    losses: list[float] = []
+    gradients, step = trainer.gradients, trainer._step
+
+    def recorded(batches: Any) -> Any:
+        for batch in batches:
+            pieces = [trainer.samples.sequence(number).pieces for number in batch.numbers]
+            read.append((trainer.progress.stage, trainer.progress.stage_step, batch.numbers, pieces))
+        report = gradients(batches)
+        losses.append(report.loss)
+        return report
+
+    def stopping(*arguments: Any) -> None:
+        if len(losses) == stop_after:
+            raise Stopped
+        step(*arguments)
+
+    trainer.gradients, trainer._step = recorded, stopping  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except Stopped:
+        dist.barrier()
+    return read, losses
+
+
+def samples_of(answers: list[tuple[Read, list[float]]]) -> dict[tuple[int, int, int], Any]:
+    """(stage, step, sample) -> its text, of all ranks together."""
+    found = {}
+    for read, _ in answers:
+        for stage, step, numbers, pieces in read:
+            found.update({(stage, step, number): text for number, text in zip(numbers, pieces, strict=True)})
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = write_run(tmp_path_factory.mktemp("mixed"), MIXED)
+    return path, ranks(1)(train_on, path, STEPS, f"--job.dump_folder={path.parent}/straight")
+
+
+@pytest.mark.parametrize("stops", [(2, 5), (4, 3, 2), (7,), (9,)])
+def test_a_run_stopped_anywhere_reads_on_other_ranks_what_an_unbroken_one_reads(
+    ranks: Callable[[int], RankPool], straight: tuple[Path, Any], stops: tuple[int, ...]
+) -> None:
+    path, whole = straight
+    folder = f"--job.dump_folder={path.parent}/{'-'.join(map(str, stops))}"
+    found: dict[tuple[int, int, int], Any] = {}
+    losses: list[float] = []
+    for size, steps in zip((2, 4, 1, 2), (*stops, STEPS), strict=False):
+        answers = ranks(size)(train_on, path, steps, folder)
+        here = samples_of(answers)
+        assert not found.keys() & here.keys(), "no step is taken twice"
+        found |= here
+        losses += answers[0][1]
+    assert found == samples_of(whole)
+    assert losses == pytest.approx(whole[0][1], rel=1e-4)
+
+
+def test_every_token_of_a_source_is_read_before_one_comes_again(straight: tuple[Path, Any]) -> None:
+    _, whole = straight
+    places = [
+        (piece.source, piece.document, place)
+        for text in samples_of(whole).values()
+        for piece in text
+        for place in range(piece.start, piece.stop)
+    ]
+    assert len(places) == 4 * 512 + 3 * 1024 + 3 * 2048
+    assert len(set(places)) == len(places)
+    assert {source for source, _, _ in places} == {"early", "late"}
+
+
+def documents_alone(path: Path, strategy: str) -> tuple[float, float, int]:
+    """On a rank: a step's loss, that of its documents one by one on the plain model, and how many there were."""
+    trainer = prepared(path, f"--context_parallel.strategy={strategy}", "--parallel.cp=2")
+    stage = trainer.stages[2]
+    shape = trainer.enter_stage(stage)
+    model = registry.architecture(trainer.config.model).build(trainer.shape, plain_attention)
+    weights = {name: p.full_tensor().detach() for name, p in trainer.parts[0].named_parameters()}  # type: ignore[attr-defined]
+    model.load_state_dict(weights, strict=False)
+    model.set_rope(*rope_frequencies(stage.rope, trainer.shape.head_dim, stage.seq_len), torch.device("cpu"))  # type: ignore[operator]
+    loss = trainer.gradients(read_step(trainer.samples, shape, 0)).loss
+    total, tokens, documents = 0.0, 0, 0
+    for number in range(shape.sequences):
+        sequence = trainer.samples.sequence(number)
+        edges = [0, *torch.tensor(sequence.document_lengths).cumsum(0).tolist()]
+        for start, stop in itertools.pairwise(edges):
+            labels = torch.from_numpy(sequence.labels[start:stop])
+            logits = model(torch.from_numpy(sequence.tokens[None, start:stop]), torch.arange(stop - start), None)[0]
+            total += F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item()
+            tokens += int((labels != IGNORED).sum())
+            documents += 1
+    return loss, total / tokens, documents
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: object, window: int) -> torch.Tensor:
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+def test_the_loss_of_packed_documents_is_that_of_each_alone(
+    ranks: Callable[[int], RankPool], straight: tuple[Path, Any], strategy: str
+) -> None:
+    for loss, alone, documents in ranks(2)(documents_alone, straight[0], strategy):
+        assert documents > 8
+        assert loss == pytest.approx(alone, rel=1e-5)
+
+
+def moments(path: Path) -> tuple[bool, bool]:
+    """On a rank: whether the optimizer has moments before the third stage's first step, and after."""
+    trainer = prepared(path, "--job.dump_folder=" + str(path.parent / "moments"), "--checkpoint.enable=false")
+    seen = []
+    step = trainer._step
+
+    def watched(stage: Any, batches: Any) -> None:
+        if stage.index == 2:
+            seen.append(bool(trainer.optimizers[0].state))
+        step(stage, batches)
+
+    trainer._step = watched  # type: ignore[method-assign]
+    trainer.run()
+    return seen[0], seen[1]
+
+
+def test_a_stage_that_resets_the_optimizer_begins_without_moments(
+    ranks: Callable[[int], RankPool], straight: tuple[Path, Any]
+) -> None:
+    assert ranks(1)(moments, straight[0]) == [(False, True)]
