@@ -201,3 +201,51 @@ def test_a_stage_that_resets_the_optimizer_begins_without_moments(
     ranks: Callable[[int], RankPool], straight: tuple[Path, Any]
 ) -> None:
     assert ranks(1)(moments, straight[0]) == [(False, True)]
+
+
+GATED = (
+    TINY[: TINY.index("[[curriculum.stages]]")]
+    + """
+[[curriculum.stages]]
+seq_len = 64
+global_batch_tokens = 256
+until = {{validation_loss = 5.2, short_loss_rise = 0.5, max_tokens = 10240}}
+
+[[curriculum.stages]]
+seq_len = 128
+global_batch_tokens = 256
+until = {{validation_loss = 0.1, max_tokens = 768}}
+"""
+)
+
+
+def gated(path: Path) -> tuple[int, list[tuple[int, int]]]:
+    """On a rank: steps of the whole run, and the (stage, step) of each that is taken now."""
+    trainer = prepared(path, "--evaluation.interval=2")
+    taken: list[tuple[int, int]] = []
+    gradients = trainer.gradients
+
+    def recorded(batches: Any) -> Any:
+        taken.append((trainer.progress.stage, trainer.progress.stage_step))
+        return gradients(batches)
+
+    trainer.gradients = recorded  # type: ignore[method-assign]
+    trainer.run()
+    return trainer.progress.step, taken
+
+
+def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, GATED)
+    steps, taken = ranks(2)(gated, path)[0]
+    first = [step for stage, step in taken if stage == 0]
+    second = [step for stage, step in taken if stage == 1]
+    assert 2 <= len(first) < 40, "the gate opened before max_tokens"
+    assert len(first) % 2 == 0, "after an evaluation"
+    assert second == [0, 1, 2], "max_tokens ends the stage whose gate stays shut"
+    assert steps == len(first) + 3
+    printed = capfd.readouterr().out
+    assert f"stage 1 ends after {len(first)} of 40 steps: validation_loss" in printed
+    assert "stage 2 ends at max_tokens, and its gate did not open: validation_loss" in printed
+    assert ranks(1)(gated, path)[0] == (steps, []), "a finished run has nothing to do"

@@ -24,6 +24,7 @@ from torchtitan_cp.curriculum import (
     StagePlan,
     check_head_dim,
     describe_rope,
+    judge,
     resolve_stages,
     rope_frequencies,
 )
@@ -248,6 +249,8 @@ class Trainer:
                 interval=config.metrics.interval,
             )
             self.writer.text("config", f"```toml\n{to_toml(config)}\n```", self.progress.step)
+            for name, stream in self.streams.items():
+                self.writer.lengths(name, stream.store.document_lengths)
         self.console.say(
             f"{config.model.architecture} {config.model.flavor}: {self.parameter_count:,} parameters on "
             f"{self.world.size} x {self.device.name}, {self.device.backend}, "
@@ -278,13 +281,18 @@ class Trainer:
         first = next(batches)
         self._announce(stage, shape, time.perf_counter() - begun)
         batches = itertools.chain([first], batches)
+        if "short_loss_rise" in stage.until and self.progress.stage_step == 0:
+            loss, _ = self._held_out_loss(self._at_shortest(shape), self.config.evaluation.tokens)
+            self.progress = dataclasses.replace(self.progress, short_loss=loss)
         for _ in range(left):
             self._step(stage, batches)
-            at_end = self._stage_over()
-            if self._due(self.config.evaluation.interval) or at_end:
+            if self._due(self.config.evaluation.interval) or self._stage_over():
                 self._validate(stage, shape)
+            at_end = self._stage_over()
             if self.config.checkpoint.enable and (self._due(self.config.checkpoint.interval) or at_end):
                 self._save()
+            if at_end:
+                return
 
     def _leave_stage(self) -> None:
         """Go on to the next stage, which reads on where this one stopped."""
@@ -365,7 +373,9 @@ class Trainer:
             shares = (f"{name} {weight / total:.0%}" for name, weight in self.samples.sampling.weights.items())
             said.append("mixture " + ", ".join(shares))
         if text.packing != "concat":
-            said.append(f"packed by {text.packing}")
+            largest = max(self.samples.packed.values(), key=lambda packed: packed.samples or 0)
+            whole = largest.report(0).whole_fraction
+            said.append(f"packed by {text.packing}, {whole:.0%} of the first window's documents whole")
         if text.document_mask:
             said.append("documents masked")
         if text.short_share:
@@ -522,12 +532,56 @@ class Trainer:
 
     def _validate(self, stage: StagePlan, shape: StepShape) -> None:
         """Mean loss on held-out text at the stage's length, beside a unigram model's on the same tokens."""
+        loss, unigram = self._held_out_loss(shape, self.config.evaluation.tokens)
+        if loss is None or unigram is None:
+            return
+        self.validation_losses = (loss, unigram)
+        step = self.progress.step
+        self.console.say(
+            f"validation at step {step}: loss {loss:.4f} on held-out text at length {stage.seq_len:,} "
+            f"(a unigram model: {unigram:.4f})"
+        )
+        if self.writer:
+            self.writer.validation(step, loss, unigram)
+        if stage.until:
+            self._judge(stage, shape, loss)
+
+    def _judge(self, stage: StagePlan, shape: StepShape, loss: float) -> None:
+        """End the stage if its gate opens; say what it looked at."""
+        measured = {"validation_loss": loss}
+        if "short_loss_rise" in stage.until:
+            short, _ = self._held_out_loss(self._at_shortest(shape), self.config.evaluation.tokens)
+            if short is not None and self.progress.short_loss is not None:
+                measured["short_loss_rise"] = short / self.progress.short_loss - 1
+        opened, why = judge(stage.until, measured)
+        if opened:
+            self.progress = dataclasses.replace(self.progress, stage_done=True)
+            said = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"
+        elif self._stage_over():
+            said = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
+        else:
+            said = f"stage {stage.index + 1} goes on"
+        self.console.say(f"{said}: {why}")
+        if self.writer:
+            self.writer.text("gate", f"{said}: {why}", self.progress.step)
+
+    def _at_shortest(self, shape: StepShape) -> StepShape:
+        """The stage's layout at the length of the curriculum's shortest stage."""
+        return dataclasses.replace(shape, seq_len=min(stage.seq_len for stage in self.stages))
+
+    def _held_out_loss(self, shape: StepShape, tokens: int) -> tuple[float | None, float | None]:
+        """Mean loss on held-out text of the stage's sources, and a unigram model's on it; None without such text.
+
+        Args:
+            shape: gives the length, and who reads what.
+            tokens: at least one round on all ranks is read.
+        """
         shape = dataclasses.replace(shape, micro_batches=1)
         sampling = self.samples.sampling
-        held_out = held_out_samples(self.held_out, stage.seq_len, sampling.weights, sampling.packing, shape.sequences)
+        held_out = held_out_samples(self.held_out, shape.seq_len, sampling.weights, sampling.packing, shape.sequences)
         if held_out is None:
-            return
-        rounds = max(1, self.config.evaluation.tokens // shape.tokens)
+            return None, None
+        rounds = max(1, tokens // shape.tokens)
         own = shape.dp_rank * shape.micro_batch_sequences
         batches = (
             read_rows(held_out, shape, [first + own + row for row in range(shape.micro_batch_sequences)])
@@ -545,15 +599,7 @@ class Trainer:
 
         loss = mean_loss(self.parts, batches, summed)
         labels = np.concatenate([held_out.sequence(number).labels for number in range(rounds * shape.sequences)])
-        unigram = unigram_loss(self.unigram_counts, labels[labels != IGNORED])
-        self.validation_losses = (loss, unigram)
-        step = self.progress.step
-        self.console.say(
-            f"validation at step {step}: loss {loss:.4f} on {rounds * shape.tokens:,} held-out tokens "
-            f"at length {stage.seq_len:,} (a unigram model: {unigram:.4f})"
-        )
-        if self.writer:
-            self.writer.validation(step, loss, unigram)
+        return loss, unigram_loss(self.unigram_counts, labels[labels != IGNORED])
 
     def _save(self) -> None:
         self.checkpoints.save(self.progress, self.parts, self.optimizers)

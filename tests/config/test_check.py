@@ -19,6 +19,7 @@ from torchtitan_cp.config.sections import (
     ParameterGroup,
     Rope,
     Stage,
+    StageData,
     Tokenizer,
     Training,
 )
@@ -66,8 +67,31 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
         (dataclasses.replace(STAGE, seq_len=2, cp=2), 2, "fix: use 4, or another cp"),
         (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "is not a multiple of seq_len 1024 x 2 sequences"),
         (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "fix: use 4096"),
-        (dataclasses.replace(STAGE, steps=0), 1, "has neither steps nor tokens"),
-        (dataclasses.replace(STAGE, tokens=5), 1, "has both steps and tokens"),
+        (dataclasses.replace(STAGE, steps=0), 1, "has none of steps, tokens and until"),
+        (dataclasses.replace(STAGE, tokens=5), 1, "has steps and tokens"),
+        (
+            dataclasses.replace(STAGE, steps=0, until={"accuracy": 1.0}),
+            1,
+            "names accuracy, which no evaluation measures",
+        ),
+        (
+            dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0}),
+            1,
+            "needs max_tokens, which ends the stage",
+        ),
+        (
+            dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 9.0}),
+            1,
+            "looked at after evaluations, and evaluation.interval is 0",
+        ),
+        (
+            dataclasses.replace(STAGE, data=StageData(mixture={"books": 1.0})),
+            1,
+            "data.mixture names 'books', and the sources are corpus",
+        ),
+        (dataclasses.replace(STAGE, data=StageData(mixture={"corpus": 0.0})), 1, "has weights that sum to zero"),
+        (dataclasses.replace(STAGE, data=StageData(short_share=0.5)), 1, "give both, with a length below 1024"),
+        (dataclasses.replace(STAGE, data=StageData(growth_from=1024, growth_steps=5)), 1, "from a length below 1024"),
         (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
         (dataclasses.replace(STAGE, global_batch_tokens=0), 1, "curriculum.stages[0] has no global_batch_tokens"),
         (

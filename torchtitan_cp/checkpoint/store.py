@@ -47,6 +47,7 @@ class Progress:
         source_tokens: of each source's stream, what the stages before this one took.
         identity: what must be the same to go on: the model's shape, the data.
         block_tokens: block of the data order; another one reorders what is still to come.
+        short_loss: held-out loss at the curriculum's shortest length when the stage began, where its gate asks.
         consecutive_skips: non-finite steps in a row up to here.
         stage_losses: per stage begun, its first and last training loss.
     """
@@ -59,6 +60,7 @@ class Progress:
     source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
+    short_loss: float | None = None
     consecutive_skips: int = 0
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 

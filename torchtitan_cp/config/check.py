@@ -11,6 +11,7 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
 
+MEASURED = ("validation_loss", "short_loss_rise")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 READ_BY = {  # keys of a source that some kinds alone read
     "token_field": ROW_SOURCES,
@@ -141,9 +142,12 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
     if not stage.seq_len or not stage.global_batch_tokens:
         missing = "seq_len" if not stage.seq_len else "global_batch_tokens"
         raise ConfigError(f"{where} has no {missing}", fix=f"add {missing} = ... to the stage")
-    if bool(stage.steps) == bool(stage.tokens):
-        both = "both steps and tokens" if stage.steps else "neither steps nor tokens"
-        raise ConfigError(f"{where} has {both}", fix="give one of them")
+    ends = [name for name in ("steps", "tokens", "until") if getattr(stage, name)]
+    if len(ends) != 1:
+        has = " and ".join(ends) if ends else "none of steps, tokens and until"
+        raise ConfigError(f"{where} has {has}", fix="give one of them")
+    if stage.until:
+        _check_until(config, stage, f"{where}.until")
     if stage.cp is not None and stage.cp < 1 and stage.cp != -1:
         raise ConfigError(f"{where}.cp = {stage.cp} is no degree", fix="use 1 or more, or -1 for every rank")
     cp = degrees.stage_cp(stage)
@@ -177,6 +181,21 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
         )
     _check_micro_batches(config, stage, where, degrees)
+
+
+def _check_until(config: Config, stage: Stage, where: str) -> None:
+    unknown = [name for name in stage.until if name not in (*MEASURED, "max_tokens")]
+    if unknown:
+        raise ConfigError(
+            f"{where} names {', '.join(unknown)}, which no evaluation measures", fix=f"use {', '.join(MEASURED)}"
+        )
+    if not stage.until.get("max_tokens", 0) > 0 or len(stage.until) == 1:
+        raise ConfigError(
+            f"{where} = {stage.until} needs max_tokens, which ends the stage at last, and a condition",
+            fix=f"e.g. {where} = {{validation_loss = 2.5, max_tokens = 1_000_000_000}}",
+        )
+    if config.evaluation.interval == 0:
+        raise ConfigError(f"{where} is looked at after evaluations, and evaluation.interval is 0", fix="set it")
 
 
 def _check_stage_data(config: Config, stage: Stage, where: str) -> None:

@@ -353,12 +353,17 @@ class StageData:
 
 @dataclass(frozen=True)
 class Stage:
-    """One length of the curriculum. Give it `steps` or `tokens`."""
+    """One length of the curriculum. Give it `steps`, `tokens` or `until`."""
 
     name: str = key("", "shown in logs; default is the length")
     seq_len: int = key(0, "tokens of a sequence; divisible by 2 x cp", least=1)
     steps: int = key(0, "optimizer steps", least=0)
     tokens: int = key(0, "tokens, instead of steps (rounded up to whole steps)", least=0)
+    until: dict[str, float] = key(  # noqa: RUF009
+        {},
+        "instead of steps: the stage ends when all hold, looked at after each evaluation: validation_loss, "
+        "short_loss_rise (of the shortest stage's length, over its value at this stage's start); and max_tokens",
+    )
     global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
     cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")
     strategy: str | None = key(None, "exchange; default context_parallel.strategy", choices=STRATEGIES)

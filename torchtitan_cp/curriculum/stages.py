@@ -1,6 +1,7 @@
 """[[curriculum.stages]] with everything worked out that the mesh decides."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from torchtitan_cp.config import Config
@@ -44,6 +45,7 @@ class StagePlan:
         global_batch_tokens: tokens of one optimizer step over all ranks.
         data: how it takes its text.
         resets_optimizer: its moments begin at zero.
+        until: conditions that end it before its last step; see gate.judge.
     """
 
     index: int
@@ -61,6 +63,7 @@ class StagePlan:
     lr: StageLR | None
     data: StageText
     resets_optimizer: bool = False
+    until: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
@@ -68,6 +71,7 @@ def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
+        tokens = stage.tokens or stage.until.get("max_tokens", 0)
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
         plans.append(
             StagePlan(
@@ -78,7 +82,8 @@ def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
                 dp=dp,
                 strategy=strategy,
                 all_to_all_ranks=config.context_parallel.all_to_all_ranks if strategy == "hybrid" and cp > 1 else 1,
-                steps=stage.steps or -(-stage.tokens // stage.global_batch_tokens),
+                steps=stage.steps or math.ceil(tokens / stage.global_batch_tokens),
+                until={name: bound for name, bound in stage.until.items() if name != "max_tokens"},
                 micro_batch_sequences=micro,
                 micro_batches=stage.global_batch_tokens // (stage.seq_len * dp * micro),
                 global_batch_tokens=stage.global_batch_tokens,

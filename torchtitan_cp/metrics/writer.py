@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_cp.metrics.record import StepRecord
@@ -67,6 +68,11 @@ class MetricsWriter:
         """Write a text, in Markdown, to TensorBoard."""
         if self.board:
             self.board.add_text(tag, text, step)
+
+    def lengths(self, source: str, tokens: np.ndarray) -> None:
+        """Show how long a source's documents are, in powers of two of tokens. `tokens`: `[documents]`."""
+        if self.board and len(tokens):
+            self.board.add_histogram(f"documents/{source}, log2 of tokens", np.log2(np.maximum(tokens, 1)), 0)
 
     def close(self) -> None:
         self.lines.close()
