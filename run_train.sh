@@ -39,5 +39,12 @@ if [ "$NNODES" -gt 1 ]; then
 else
     rendezvous=(--standalone)
 fi
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-    "$ROOT/train.py" "$CONFIG_FILE" "$@"
+# A stage that wants another tp or pp ends the job with a checkpoint, and leaves this file.
+RELAUNCH_FILE="$(mktemp -u "${TMPDIR:-/tmp}/relaunch-XXXXXX")"
+export RELAUNCH_FILE
+while true; do
+    "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+        "$ROOT/train.py" "$CONFIG_FILE" "$@" || exit $?
+    [ -e "$RELAUNCH_FILE" ] || exit 0
+    rm -f "$RELAUNCH_FILE"
+done

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+from pathlib import Path
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
@@ -17,6 +18,8 @@ from torchtitan_cp.preflight import preflight
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
 
+# Where run_train.sh is told to start the job anew.
+RELAUNCH_FILE = "RELAUNCH_FILE"
 BAD_INPUT, HALTED, LOST_RANK, PARITY_BROKEN = 2, 3, 4, 5
 
 
@@ -53,7 +56,10 @@ def main(arguments: list[str]) -> int:
                 holds = verify_parity(config, world, options.verify_parity)
                 stop_ranks()
                 return 0 if holds else PARITY_BROKEN
-            Trainer(config, world).run()
+            trainer = Trainer(config, world)
+            trainer.run()
+            if trainer.relaunches and os.environ.get("LOCAL_RANK") == "0" and RELAUNCH_FILE in os.environ:
+                Path(os.environ[RELAUNCH_FILE]).touch()
             stop_ranks()
     except (UserError, ContextParallelError) as error:
         return _complain(rank, f"{options.config}: {error}", BAD_INPUT)

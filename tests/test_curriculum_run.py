@@ -1,6 +1,10 @@
 """Stages over mixtures of packed documents: stopped anywhere, on any ranks, a run reads what an unbroken one reads."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from tests.runs import TINY, prepared, write_run
 from torchtitan_cp import registry
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.metrics import Console
 from torchtitan_cp.optimizer import IGNORED
 
 # Two sources of the same folder, told apart by their names; three stages of other lengths, degrees and packing.
@@ -56,6 +61,7 @@ lr = {{peak = 1e-3, shape = "constant"}}
 data = {{document_mask = true, restart_positions = true, short_share = 0.5, short_seq_len = 128}}
 """
 STEPS = 10
+REPOSITORY = Path(__file__).parents[1]
 MIXED = (
     TINY[: TINY.index("[[curriculum.stages]]")]
     .replace('source = "text"\npath = "{folder}/corpus"\n', "")
@@ -219,8 +225,8 @@ until = {{validation_loss = 0.1, max_tokens = 768}}
 )
 
 
-def gated(path: Path) -> tuple[int, list[tuple[int, int]]]:
-    """On a rank: steps of the whole run, and the (stage, step) of each that is taken now."""
+def gated(path: Path) -> tuple[int, list[tuple[int, int]], str]:
+    """On a rank: steps of the whole run, the (stage, step) of each that is taken now, and what is said."""
     trainer = prepared(path, "--evaluation.interval=2")
     taken: list[tuple[int, int]] = []
     gradients = trainer.gradients
@@ -230,22 +236,89 @@ def gated(path: Path) -> tuple[int, list[tuple[int, int]]]:
         return gradients(batches)
 
     trainer.gradients = recorded  # type: ignore[method-assign]
-    trainer.run()
-    return trainer.progress.step, taken
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Console, "say", lambda console, text: said.append(text))
+        trainer.run()
+    return trainer.progress.step, taken, "\n".join(said)
 
 
 def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
-    ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     path = write_run(tmp_path, GATED)
-    steps, taken = ranks(2)(gated, path)[0]
+    steps, taken, said = ranks(2)(gated, path)[0]
     first = [step for stage, step in taken if stage == 0]
     second = [step for stage, step in taken if stage == 1]
     assert 2 <= len(first) < 40, "the gate opened before max_tokens"
     assert len(first) % 2 == 0, "after an evaluation"
     assert second == [0, 1, 2], "max_tokens ends the stage whose gate stays shut"
     assert steps == len(first) + 3
-    printed = capfd.readouterr().out
-    assert f"stage 1 ends after {len(first)} of 40 steps: validation_loss" in printed
-    assert "stage 2 ends at max_tokens, and its gate did not open: validation_loss" in printed
-    assert ranks(1)(gated, path)[0] == (steps, []), "a finished run has nothing to do"
+    assert f"stage 1 ends after {len(first)} of 40 steps: validation_loss" in said
+    assert "stage 2 ends at max_tokens, and its gate did not open: validation_loss" in said
+    assert ranks(1)(gated, path)[0][:2] == (steps, []), "a finished run has nothing to do"
+
+
+DIMENSIONS = (
+    TINY[: TINY.index("[[curriculum.stages]]")]
+    + """
+[[curriculum.stages]]
+seq_len = 64
+steps = 3
+global_batch_tokens = 512
+
+[[curriculum.stages]]
+seq_len = 128
+steps = 3
+global_batch_tokens = 512
+tp = {tp}
+activation = {{checkpoint = "attention_saved", mlp_tiles = 2}}
+
+[[curriculum.stages]]
+seq_len = 64
+steps = 3
+global_batch_tokens = 512
+pp = {pp}
+activation = {{checkpoint = "none"}}
+"""
+)
+
+
+def dimensions(folder: Path, tp: int, pp: int) -> Path:
+    folder.mkdir()
+    return write_run(folder, DIMENSIONS.replace("tp = {tp}", f"tp = {tp}").replace("pp = {pp}", f"pp = {pp}"))
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_to_an_end(path: Path) -> tuple[bool, int]:
+    trainer = prepared(path)
+    trainer.run()
+    dist.barrier()
+    return trainer.relaunches, trainer.progress.stage
+
+
+def test_stages_with_a_tp_and_pp_of_their_own_go_on_from_the_checkpoint_between(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    plain, changing = dimensions(tmp_path / "plain", 1, 1), dimensions(tmp_path / "changing", 2, 2)
+    assert ranks(2)(train_to_an_end, plain)[0] == (False, 2)
+    assert ranks(2)(train_to_an_end, changing) == [(True, 1)] * 2
+    assert ranks(2)(train_to_an_end, changing) == [(True, 2)] * 2
+    assert ranks(2)(train_to_an_end, changing) == [(False, 2)] * 2
+    assert len(losses_of(changing.parent)) == 9
+    assert losses_of(changing.parent) == pytest.approx(losses_of(plain.parent), rel=1e-4)
+
+
+def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: Path) -> None:
+    path = dimensions(tmp_path / "run", 2, 1)
+    environment = {**os.environ, "CONFIG_FILE": str(path), "NPROC": "2", "VENV": sys.prefix, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [str(REPOSITORY / "run_train.sh")], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the job starts anew from its checkpoint") == 2
+    assert len(losses_of(path.parent)) == 9
+    assert not list(tmp_path.glob("relaunch-*"))

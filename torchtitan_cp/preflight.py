@@ -22,14 +22,15 @@ def preflight(config: Config, ranks: int) -> str:
     Raises:
         UserError, ContextParallelError: the first thing found wrong.
     """
-    degrees = check_config(config, ranks)
+    check_config(config, ranks)
     shape = registry.shape_of(config.model)
-    check_shape(shape, degrees.tp)
-    stages = resolve_stages(config, degrees)
+    stages = resolve_stages(config, ranks)
     check_head_dim(stages, shape.head_dim)
-    plan_stages(config.parallel, degrees.pp, layer_costs(shape, max(stage.seq_len for stage in stages)))
+    costs = layer_costs(shape, max(stage.seq_len for stage in stages))
     settings = config.context_parallel
     for stage in stages:
+        check_shape(shape, stage.tp)
+        plan_stages(config.parallel, stage.pp, costs)
         make_plan(
             stage.seq_len,
             ranks=stage.cp,

@@ -20,6 +20,7 @@ from torchtitan_cp.checkpoint import Checkpoints, Progress
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, ConfigError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
+from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import (
     StagePlan,
     check_head_dim,
@@ -58,6 +59,7 @@ from torchtitan_cp.parallel import (
     seed_step,
     use_deterministic_kernels,
     vocabulary_part,
+    wrap_blocks,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,10 +82,13 @@ class Trainer:
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        degrees = check_config(config, world.size)
+        check_config(config, world.size)
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
-        self.stages = resolve_stages(config, degrees)
+        self.stages = resolve_stages(config, world.size)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        begins = self._first_stage()
+        degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         if config.training.deterministic:
             use_deterministic_kernels()
@@ -99,12 +104,11 @@ class Trainer:
         check_shape(shape, degrees.tp)
         check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
-        self._build_parts(shape)
+        self._build_parts(shape, begins)
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.probe = GradientProbe(next(iter(self.parts[0].layers.values())))  # type: ignore[operator]
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
@@ -145,12 +149,23 @@ class Trainer:
                 fix="give every node the same files under data.path, and delete data.cache_folder where it is older",
             )
 
-    def _build_parts(self, shape: Any) -> None:
+    def _first_stage(self) -> StagePlan:
+        """The stage that training begins with or goes on in: its tp and pp are those of this process's life."""
+        found = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
+        if found is None:
+            return self.stages[0]
+        self.progress = found[1]
+        last = len(self.stages) - 1
+        return self.stages[min(self.progress.stage + self._stage_over(), last)]
+
+    def _build_parts(self, shape: Any, begins: StagePlan) -> None:
         """This rank's parts of the network, sharded and filled: all of it, or its stages of the pipeline.
 
         The attention follows the plan that comes with each batch.
         """
         self.shape, settings, mesh = shape, self.config.parallel, self.meshes.pp
+        config = dataclasses.replace(self.config, activation=begins.activation)
+        self.activation = begins.activation
         architecture, ranks = registry.architecture(self.config.model), mesh.size()
         costs = layer_costs(shape, max(stage.seq_len for stage in self.stages))
         self.layers = plan_stages(settings, ranks, costs)
@@ -160,7 +175,7 @@ class Trainer:
                 part = architecture.build(shape, attend_layer)
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
                 part.keep(*self.layers.layers[number])  # type: ignore[operator]
-            parallelize(part, self.meshes, architecture.sharding, self.config)
+            parallelize(part, self.meshes, architecture.sharding, config)
             self.parts.append(part)
         self.parameter_count = sum(whole.values())
         self.parameter_names = list(whole)
@@ -191,6 +206,19 @@ class Trainer:
     def _stage_over(self) -> bool:
         return self.progress.stage_done or self.progress.stage_step >= self.stages[self.progress.stage].steps
 
+    @property
+    def relaunches(self) -> bool:
+        """Whether the stage at hand wants another tp or pp than this process began with: a new one has to go on."""
+        stage, mesh = self.stages[self.progress.stage], self.meshes.degrees
+        return (stage.tp, stage.pp) != (mesh.tp, mesh.pp)
+
+    def _relaunching(self) -> str:
+        stage = self.stages[self.progress.stage]
+        return (
+            f"stage {stage.index + 1} wants tp {stage.tp} and pp {stage.pp}: the job starts anew from its checkpoint "
+            "(run_train.sh does; otherwise run the same command again)"
+        )
+
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
         self._resume()
@@ -205,6 +233,9 @@ class Trainer:
             while not self.finished:
                 if self._stage_over():
                     self._leave_stage()
+                if self.relaunches:
+                    self.console.say(self._relaunching())
+                    return
                 self._run_stage(self.stages[self.progress.stage])
             self.console.finish(self._summaries(), self._closing())
         finally:
@@ -266,6 +297,10 @@ class Trainer:
         """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
         begun = time.perf_counter()
         shape = self.enter_stage(stage)
+        if stage.activation != self.activation:
+            self.activation = stage.activation
+            for part in self.parts:
+                wrap_blocks(part, stage.activation, self.config.compile, self.device.device.type)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self._build_optimizers()
         left = stage.steps - self.progress.stage_step
@@ -388,7 +423,7 @@ class Trainer:
 
     def _exchange_of(self, shape: StepShape) -> str:
         """The strategy, and for `auto` what it came to."""
-        tp = self.config.parallel.tp
+        tp = self.meshes.degrees.tp
         plan, heads = shape.plans()[0], (self.shape.n_heads // tp, self.shape.n_kv_heads // tp)
         return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
 
@@ -465,7 +500,7 @@ class Trainer:
     def _hidden(self, batch: MicroBatch) -> Hidden:
         """What travels between stages of the pipeline."""
         sequences, length = batch.tokens.shape
-        return Hidden((sequences, length // self.config.parallel.tp, self.shape.dim), self.compute_dtype)
+        return Hidden((sequences, length // self.meshes.degrees.tp, self.shape.dim), self.compute_dtype)
 
     def _update_or_skip(self, stage: StagePlan, report: StepReport, lr: float) -> bool:
         """Let the optimizer run, unless a number is not finite on any rank. Returns whether it was skipped."""
@@ -519,8 +554,9 @@ class Trainer:
             skipped=skipped,
         )
         if not skipped:
-            losses = self.progress.stage_losses.get(str(stage.index), [report.loss])
-            stage_losses = {**self.progress.stage_losses, str(stage.index): [losses[0], report.loss]}
+            first = self.progress.stage_losses.get(str(stage.index), [report.loss])[0]
+            row = [first, report.loss, float(self.progress.stage_step)]
+            stage_losses = {**self.progress.stage_losses, str(stage.index): row}
             self.progress = dataclasses.replace(self.progress, stage_losses=stage_losses)
         before = self.stage_speeds.get(stage.index, speed)
         self.stage_speeds[stage.index] = 0.9 * before + 0.1 * speed
@@ -609,9 +645,9 @@ class Trainer:
     def _summaries(self) -> list[StageSummary]:
         rows = []
         for stage in self.stages:
-            first, last = self.progress.stage_losses.get(str(stage.index), [None, None])
+            first, last, steps = self.progress.stage_losses.get(str(stage.index), [None, None, 0])
             speed = self.stage_speeds.get(stage.index)
-            rows.append(StageSummary(stage.name, stage.seq_len, stage.cp, stage.steps, first, last, speed))
+            rows.append(StageSummary(stage.name, stage.seq_len, stage.cp, int(steps or 0), first, last, speed))
         return rows
 
     def _closing(self) -> str:

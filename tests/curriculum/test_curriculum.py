@@ -3,7 +3,6 @@
 import dataclasses
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Curriculum, Data, Stage, StageData, Training
 from torchtitan_cp.curriculum import resolve_stages
 
@@ -15,7 +14,7 @@ STAGES = (
 
 def test_stages_follow_each_other_and_tokens_round_up_to_steps() -> None:
     config = Config(curriculum=Curriculum(STAGES), training=Training(micro_batch_sequences=2))
-    first, second = resolve_stages(config, Degrees(1, 1, 4, 1, 1))
+    first, second = resolve_stages(config, 4)
     assert (first.name, first.steps, first.cp, first.dp) == ("1K", 10, 1, 4)
     assert first.micro_batches == 16384 // (1024 * 4 * 2)
     assert (second.name, second.steps, second.cp, second.dp) == ("long", 7, 4, 1)
@@ -25,6 +24,6 @@ def test_stages_follow_each_other_and_tokens_round_up_to_steps() -> None:
 def test_a_stages_own_keys_rule_over_those_of_the_data_section() -> None:
     stages = (STAGES[0], dataclasses.replace(STAGES[1], data=StageData(mixture={"b": 1.0}, document_mask=False)))
     data = Data(mixture={"a": 2.0, "b": 1.0}, document_mask=True, packing="best_fit")
-    first, second = resolve_stages(Config(curriculum=Curriculum(stages), data=data), Degrees(1, 1, 1, 1, 1))
+    first, second = resolve_stages(Config(curriculum=Curriculum(stages), data=data), 1)
     assert (first.data.mixture, first.data.document_mask, first.data.packing) == (data.mixture, True, "best_fit")
     assert (second.data.mixture, second.data.document_mask, second.data.packing) == ({"b": 1.0}, False, "best_fit")

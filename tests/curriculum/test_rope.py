@@ -12,7 +12,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
-from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.rope import TAKES
 from torchtitan_cp.config.sections import ROPE_KINDS, Curriculum, Rope, Stage
 from torchtitan_cp.curriculum import check_head_dim, describe_rope, resolve_stages, rope_frequencies
@@ -262,11 +261,11 @@ def test_keys_that_go_together_pass(rope: Rope) -> None:
     ],
 )
 def test_a_scaling_that_the_heads_cannot_take_is_refused(rope: Rope, head_dim: int, wanted: str) -> None:
-    stages = resolve_stages(config_of(rope), Degrees(1, 1, 1, 1, 1))
+    stages = resolve_stages(config_of(rope), 1)
     with pytest.raises(ConfigError) as caught:
         check_head_dim(stages, head_dim)
     assert f"curriculum.stages[1].{wanted}" in str(caught.value)
 
 
 def test_lists_of_one_number_a_pair_are_taken() -> None:
-    check_head_dim(resolve_stages(config_of(LONGROPE), Degrees(1, 1, 1, 1, 1)), 8)
+    check_head_dim(resolve_stages(config_of(LONGROPE), 1), 8)

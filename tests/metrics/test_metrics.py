@@ -88,9 +88,9 @@ def test_where_there_is_no_terminal_a_step_is_a_plain_line() -> None:
     console = Console(100, 0, speaks=True)
     console.live = False
     text = printed(console)
-    console.step(record(1))
-    console.step(record(2, None))
-    console.step(record(100, None))
+    console.step(record(1), 100)
+    console.step(record(2, None), 100)
+    console.step(record(100, None), 100)
     first, last = text.getvalue().splitlines()
     assert first.startswith("step 1/100  stage 1 (4K, cp 2)  loss 2.0000  5,000 tok/s  mfu 40.0%")
     assert "left" in first
@@ -122,6 +122,6 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(100, 0, speaks=False)
     console.start()
     console.say("hello")
-    console.step(record(1))
+    console.step(record(1), 100)
     console.finish([], "bye")
     assert capsys.readouterr().out == ""

@@ -49,7 +49,7 @@ class Progress:
         block_tokens: block of the data order; another one reorders what is still to come.
         short_loss: held-out loss at the curriculum's shortest length when the stage began, where its gate asks.
         consecutive_skips: non-finite steps in a row up to here.
-        stage_losses: per stage begun, its first and last training loss.
+        stage_losses: per stage begun, its first and last training loss, and the steps taken.
     """
 
     step: int = 0

@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees
+from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees, stage_parallel
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
@@ -40,7 +40,17 @@ def check_config(config: Config, ranks: int) -> Degrees:
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
     for index, stage in enumerate(config.curriculum.stages):
-        _check_stage(config, stage, f"curriculum.stages[{index}]", degrees)
+        where, own = (
+            f"curriculum.stages[{index}]",
+            dataclasses.replace(config, parallel=stage_parallel(config.parallel, stage)),
+        )
+        if own != config and not config.checkpoint.enable:
+            raise ConfigError(
+                f"{where} changes tp or pp, which goes by a checkpoint, and checkpoint.enable = false",
+                fix="enable checkpoints, or keep one tp and pp",
+            )
+        _check_pipeline(own)
+        _check_stage(own, stage, where, resolve_degrees(own.parallel, ranks))
     return degrees
 
 

@@ -1,5 +1,6 @@
 """Degrees of the mesh as plain integers, worked out from [parallel] and the number of ranks."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -61,6 +62,12 @@ class Degrees:
     def stage_dp(self, stage: Stage) -> int:
         """Ranks that hold different sequences in a stage."""
         return self.dp_replicate * self.fsdp // self.stage_cp(stage)
+
+
+def stage_parallel(parallel: Parallel, stage: Stage) -> Parallel:
+    """[parallel] with the tp and pp of a stage, where it has its own."""
+    own = {name: getattr(stage, name) for name in ("tp", "pp") if getattr(stage, name) is not None}
+    return dataclasses.replace(parallel, **own)
 
 
 def resolve_degrees(parallel: Parallel, ranks: int) -> Degrees:

@@ -10,6 +10,7 @@ STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+ACTIVATIONS = ("none", "full", "selective", "attention_saved")
 FLOAT8_RECIPES = ("none", "tensorwise", "rowwise")
 RESHARD = ("auto", "always", "never")
 PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
@@ -249,7 +250,7 @@ class Activation:
         "none",
         "none keeps all; full each block's input; attention_saved also the attention's output; selective also "
         "matrix products; the rest is recomputed",
-        choices=("none", "full", "selective", "attention_saved"),
+        choices=ACTIVATIONS,
     )
     offload: bool = key(
         False, "CUDA: park what is kept in pinned host memory, copied out and back beside the computation"
@@ -352,6 +353,15 @@ class StageData:
 
 
 @dataclass(frozen=True)
+class StageActivation:
+    """What a stage keeps between forward and backward; keys that are left out are [activation]'s."""
+
+    checkpoint: str | None = key(None, "what is recomputed", choices=ACTIVATIONS)
+    offload: bool | None = key(None, "CUDA: park what is kept in host memory")
+    mlp_tiles: int | None = key(None, "stretches of the sequence in which a block's MLP runs", least=1)
+
+
+@dataclass(frozen=True)
 class Stage:
     """One length of the curriculum. Give it `steps`, `tokens` or `until`."""
 
@@ -367,9 +377,12 @@ class Stage:
     global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
     cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")
     strategy: str | None = key(None, "exchange; default context_parallel.strategy", choices=STRATEGIES)
+    tp: int | None = key(None, "tensor-parallel ranks; a change of tp or pp relaunches the job from its checkpoint")
+    pp: int | None = key(None, "pipeline ranks; default parallel.pp")
     rope: Rope = field(default_factory=Rope, metadata={"help": "rotary embedding"})
     lr: StageLR | None = field(default=None, metadata={"help": "own schedule; default: the run's goes on"})
     optimizer_state: str = key("keep", "what the stage begins with; reset: moments of zero", choices=("keep", "reset"))
+    activation: StageActivation = field(default_factory=StageActivation, metadata={"help": "what is kept"})
     data: StageData = field(default_factory=StageData, metadata={"help": "text of this stage"})
 
 

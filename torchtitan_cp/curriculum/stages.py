@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.config.sections import Data, Rope, Stage, StageLR
+from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
+from torchtitan_cp.config.sections import Activation, Data, Rope, Stage, StageLR
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,12 @@ def stage_text(data: Data, stage: Stage) -> StageText:
     return StageText(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
 
 
+def stage_activation(activation: Activation, stage: Stage) -> Activation:
+    """[activation] with the stage's own keys."""
+    own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
+    return dataclasses.replace(activation, **own)
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """One stage, ready to run.
@@ -42,6 +48,8 @@ class StagePlan:
         steps: optimizer steps, at most.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
+        tp, pp: tensor- and pipeline-parallel degrees.
+        activation: what is kept between forward and backward.
         global_batch_tokens: tokens of one optimizer step over all ranks.
         data: how it takes its text.
         resets_optimizer: its moments begin at zero.
@@ -59,6 +67,9 @@ class StagePlan:
     micro_batch_sequences: int
     micro_batches: int
     global_batch_tokens: int
+    tp: int
+    pp: int
+    activation: Activation
     rope: Rope
     lr: StageLR | None
     data: StageText
@@ -66,10 +77,11 @@ class StagePlan:
     until: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
-    """Work out every stage of a config that has passed `check_config`."""
+def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
+    """Work out every stage of a config that has passed `check_config` for so many ranks."""
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
+        degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
         tokens = stage.tokens or stage.until.get("max_tokens", 0)
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
@@ -87,6 +99,9 @@ def resolve_stages(config: Config, degrees: Degrees) -> tuple[StagePlan, ...]:
                 micro_batch_sequences=micro,
                 micro_batches=stage.global_batch_tokens // (stage.seq_len * dp * micro),
                 global_batch_tokens=stage.global_batch_tokens,
+                tp=degrees.tp,
+                pp=degrees.pp,
+                activation=stage_activation(config.activation, stage),
                 rope=stage.rope,
                 lr=stage.lr,
                 data=stage_text(config.data, stage),

@@ -4,7 +4,7 @@ Imports `config` at most. Each function takes a mesh and plain values; the order
 visible in `apply.py`.
 """
 
-from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.device import Device, World, seed_step, start_ranks, stop_ranks, use_deterministic_kernels
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Hidden, Pipeline, bubble_share, plan_stages
@@ -25,4 +25,5 @@ __all__ = [
     "stop_ranks",
     "use_deterministic_kernels",
     "vocabulary_part",
+    "wrap_blocks",
 ]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
@@ -35,21 +36,29 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         shard_tensors(model, roles, meshes.tp)
         if config.parallel.async_tp:
             overlap_products(meshes.tp)
-    tile_mlps(model, config.activation.mlp_tiles)
-    host = host_memory(meshes.device_type) if config.activation.offload else None
-    # What a compiled block keeps passes through the hooks around it, its attention too.
-    recompute_blocks(model, config.activation.checkpoint, None if config.compile.enable else host)
-    if config.compile.enable:
-        compile_blocks(model, config.compile.mode)
-    if host:
-        for layer in model.layers.values():  # type: ignore[operator]
-            layer.forward = host.around(layer.forward)
+    wrap_blocks(model, config.activation, config.compile, meshes.device_type)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
     shard(model, meshes.fsdp, config, on_host)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
     fill(model, config.training.seed)
+
+
+def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:
+    """Have the blocks keep what `activation` says, and compile them; what an earlier call asked for is undone."""
+    for layer in model.layers.values():  # type: ignore[operator]
+        for replaced in ("forward", "mlp"):
+            vars(layer).pop(replaced, None)
+    tile_mlps(model, activation.mlp_tiles)
+    host = host_memory(device_type) if activation.offload else None
+    # What a compiled block keeps passes through the hooks around it, its attention too.
+    recompute_blocks(model, activation.checkpoint, None if compiling.enable else host)
+    if compiling.enable:
+        compile_blocks(model, compiling.mode)
+    if host:
+        for layer in model.layers.values():  # type: ignore[operator]
+            layer.forward = host.around(layer.forward)
 
 
 def host_memory(device_type: str) -> HostMemory | None:
