@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from torchtitan_cp import registry
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy
-from torchtitan_cp.checkpoint import Checkpoints, Progress
-from torchtitan_cp.checkpoint.store import check_identity
-from torchtitan_cp.config import Config, ConfigError, to_toml
+from torchtitan_cp.checkpoint import Checkpoints, Progress, SaveSchedule, check_identity
+from torchtitan_cp.config import Config, ConfigError, UserError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages, rope_frequencies, stage_of
 from torchtitan_cp.data import TokenStream, prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
-from torchtitan_cp.health import GradientProbe, Policy, StepReport, exchange
+from torchtitan_cp.health import GradientProbe, NonFiniteError, Policy, StepReport, exchange
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token, layer_costs
 from torchtitan_cp.metrics.console import StageSummary
 from torchtitan_cp.optimizer import (
@@ -39,7 +38,9 @@ from torchtitan_cp.parallel import (
     Hidden,
     Meshes,
     Pipeline,
+    StopSignals,
     World,
+    any_rank,
     bubble_share,
     check_shape,
     parallelize,
@@ -96,7 +97,8 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.probe = GradientProbe(next(iter(self.parts[0].layers.values())))  # type: ignore[operator]
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
@@ -153,9 +155,15 @@ class Trainer:
         self._open_logs(leads)
         self.console.start()
         try:
-            while self.progress.step < self.total_steps:
-                self._run_stage(stage_of(self.stages, self.progress.step))
-            self.console.finish(self._summaries(), self._closing())
+            with self.signals:
+                while self.progress.step < self.total_steps and not self.stopping:
+                    self._run_stage(stage_of(self.stages, self.progress.step))
+            self._save_the_last()
+            if not self.stopping:
+                self.console.finish(self._summaries(), self._closing())
+        except NonFiniteError:
+            self._save_the_last()
+            raise
         finally:
             self.console.stop()
             if self.writer:
@@ -227,8 +235,9 @@ class Trainer:
             at_end = self.progress.step == stage.last_step
             if self._due(self.config.evaluation.interval) or at_end:
                 self._validate(stage, shape)
-            if self.config.checkpoint.enable and (self._due(self.config.checkpoint.interval) or at_end):
-                self._save()
+            self._save_if_due(at_end)
+            if self.stopping:
+                return
 
     def enter_stage(self, stage: StagePlan) -> StepShape:
         """Make the stage's groups and set its frequencies. Returns how its steps are dealt out. Collective."""
@@ -453,8 +462,45 @@ class Trainer:
         if self.writer:
             self.writer.validation(step, loss, unigram)
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.progress, self.parts, self.optimizers)
+    def _save_if_due(self, stage_end: bool) -> None:
+        """Begin a checkpoint where one is due, and see whether a signal asks any rank to stop. Collective."""
+        self.checkpoints.poll()
+        self.stopping, time_is_up = any_rank(
+            self.signals.received is not None, self.save_schedule.time_is_up(), device=self.device.device
+        )
+        due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end
+        if self.config.checkpoint.enable and due:
+            self._save(stage_end)
+
+    def _save(self, stage_end: bool) -> None:
+        self.save_schedule.saved()
+        self.checkpoints.save(self.progress, self.parts, self.optimizers, stage_end=stage_end)
+
+    def _save_the_last(self) -> None:
+        """Have the state as it is on disk, at the end of a run or before a stop.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if self.config.checkpoint.enable:
+            self.checkpoints.wait()
+            if self.checkpoints.newest_step != self.progress.step:
+                at_end = self.progress.step in {stage.last_step for stage in self.stages}
+                self._save(at_end)
+                self.checkpoints.wait()
+            self.checkpoints.close()
+            if self.checkpoints.newest_step != self.progress.step:
+                raise UserError(
+                    f"the last checkpoint, of step {self.progress.step}, could not be written to "
+                    f"{self.checkpoints.folder}; the log above says why",
+                    fix="mend that, and run the same command again: it goes on from the last good checkpoint",
+                )
+        if self.stopping:
+            saved = "saved" if self.config.checkpoint.enable else "not saved, as checkpoint.enable = false"
+            self.console.say(
+                f"stopped by a signal after step {self.progress.step} of {self.total_steps}; the state is {saved}. "
+                "Run the same command again to go on."
+            )
 
     # A run's end ---------------------------------------------------------------------------------------------
 
