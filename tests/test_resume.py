@@ -1,6 +1,7 @@
 """Stopping and going on gives the losses of going straight; what is damaged or foreign is not taken."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, losses, train, write_run
+from torchtitan_cp.checkpoint.manifest import read_manifest, wrong_files
 
 # 8 steps at 128 tokens, then 6 at 256 with another cp degree and theta.
 TWO_STAGES = (
@@ -91,45 +93,29 @@ def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
     assert losses(lines) == pytest.approx(straight, rel=1e-4)
 
 
-def test_a_partial_checkpoint_and_one_without_its_progress_are_passed_over(
-    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
-) -> None:
-    folder = stopped_copy(run_toml, "damaged", 14)
-    checkpoints = folder / "checkpoints"
-    (checkpoints / "step-14").rename(checkpoints / "step-14.partial")
-    (checkpoints / "step-10" / "progress.json").unlink()
-    lines = ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]
-    assert losses(lines) == straight
-    assert not (checkpoints / "step-14.partial").exists()
-
-
-def test_a_checkpoint_with_spoiled_progress_is_passed_over_and_all_spoiled_are_refused(
-    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
-) -> None:
-    folder = stopped_copy(run_toml, "spoiled", 14)
-    for step, text in ((14, "{"), (10, '{"steps": 1}'), (8, "")):
-        (folder / "checkpoints" / f"step-{step}" / "progress.json").write_text(text)
-    assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
-    for path in (folder / "checkpoints").glob("step-*"):
-        (path / "progress.json").write_text("[]")
-    with pytest.raises(RankFailure, match=r"(?s)no checkpoint in .* can be read.*move the folder away"):
-        ranks(2)(train, run_toml, f"--job.dump_folder={folder}")
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_checkpoint_with_a_damaged_part_is_refused_with_the_way_to_mend_it(
+@pytest.mark.parametrize("damage", ["partial", "no progress", "cut", "gone", "flipped"])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_anew(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], damage: str
 ) -> None:
-    folder = stopped_copy(run_toml, f"part-{damage}", 10)
-    part = next((folder / "checkpoints" / "step-10").glob("__1_*.distcp"))
-    if damage == "cut":
-        part.write_bytes(part.read_bytes()[:100])
-    else:
+    folder = stopped_copy(run_toml, f"damaged-{damage}", 10)
+    newest = folder / "checkpoints" / "step-10"
+    part = next(newest.glob("__1_*.distcp"))
+    if damage == "partial":
+        newest.rename(newest.with_name("step-10.partial"))
+    elif damage == "no progress":
+        (newest / "progress.json").unlink()
+    elif damage == "cut":
+        os.truncate(part, 100)
+    elif damage == "gone":
         part.unlink()
-    with pytest.raises(RankFailure, match=r"(?s)step-10 cannot be loaded: .*delete .*step-10 to resume from the"):
-        ranks(2)(train, run_toml, f"--job.dump_folder={folder}")
-    shutil.rmtree(folder / "checkpoints" / "step-10")
+    else:
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
     assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
+    manifest = read_manifest(newest)
+    assert wrong_files(newest, manifest, manifest.files) == []
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step-10", "step-14", "step-5", "step-8"]
 
 
 def test_a_finished_run_takes_no_step_and_writes_nothing(
@@ -141,12 +127,12 @@ def test_a_finished_run_takes_no_step_and_writes_nothing(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_only_the_newest_checkpoints_are_kept(
+def test_the_newest_checkpoints_and_the_ends_of_stages_are_kept(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:
     folder = run_toml.parent / "kept"
     ranks(2)(train, run_toml, f"--job.dump_folder={folder}", "--checkpoint.keep=2", "--checkpoint.interval=3")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-12", "step-14"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-12", "step-14", "step-8"]
 
 
 @pytest.mark.parametrize(

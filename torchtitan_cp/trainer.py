@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from torchtitan_cp import registry
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy
-from torchtitan_cp.checkpoint import Checkpoints, Progress
-from torchtitan_cp.checkpoint.store import check_identity
-from torchtitan_cp.config import Config, ConfigError, to_toml
+from torchtitan_cp.checkpoint import Checkpoints, Progress, SaveSchedule, check_identity
+from torchtitan_cp.config import Config, ConfigError, UserError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import (
@@ -34,7 +33,7 @@ from torchtitan_cp.data.loader import MicroBatch, StepShape, read_rows, read_ste
 from torchtitan_cp.data.packing import Packing
 from torchtitan_cp.data.samples import Sampling, StageSamples, held_out_samples
 from torchtitan_cp.evaluation import mean_loss, unigram_loss
-from torchtitan_cp.health import GradientProbe, Policy, StepReport, exchange
+from torchtitan_cp.health import GradientProbe, NonFiniteError, Policy, StepReport, exchange
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token, layer_costs
 from torchtitan_cp.metrics.console import StageSummary
 from torchtitan_cp.optimizer import (
@@ -51,7 +50,9 @@ from torchtitan_cp.parallel import (
     Hidden,
     Meshes,
     Pipeline,
+    StopSignals,
     World,
+    any_rank,
     bubble_share,
     check_shape,
     parallelize,
@@ -86,7 +87,7 @@ class Trainer:
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
         self.stages = resolve_stages(config, world.size)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         begins = self._first_stage()
         degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
@@ -109,6 +110,7 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.probe = GradientProbe(next(iter(self.parts[0].layers.values())))  # type: ignore[operator]
+        self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
@@ -151,10 +153,10 @@ class Trainer:
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins with or goes on in: its tp and pp are those of this process's life."""
-        found = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
-        if found is None:
+        self.saved = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
+        if self.saved is None:
             return self.stages[0]
-        self.progress = found[1]
+        self.progress = self.saved[1]
         last = len(self.stages) - 1
         return self.stages[min(self.progress.stage + self._stage_over(), last)]
 
@@ -230,14 +232,21 @@ class Trainer:
         self._open_logs(leads)
         self.console.start()
         try:
-            while not self.finished:
-                if self._stage_over():
-                    self._leave_stage()
-                if self.relaunches:
-                    self.console.say(self._relaunching())
-                    return
-                self._run_stage(self.stages[self.progress.stage])
-            self.console.finish(self._summaries(), self._closing())
+            with self.signals:
+                while not (self.finished or self.stopping):
+                    if self._stage_over():
+                        self._leave_stage()
+                    if self.relaunches:
+                        break
+                    self._run_stage(self.stages[self.progress.stage])
+            self._save_the_last()
+            if self.relaunches and not self.stopping:
+                self.console.say(self._relaunching())
+            elif not self.stopping:
+                self.console.finish(self._summaries(), self._closing())
+        except NonFiniteError:
+            self._save_the_last()
+            raise
         finally:
             self.console.stop()
             if self.writer:
@@ -246,10 +255,9 @@ class Trainer:
     # A run's beginning -------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        found = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
-        if found is None:
+        if self.saved is None:
             return
-        path, saved = found
+        path, saved = self.saved
         check_identity(saved.identity, self.progress.identity, path)
         if saved.block_tokens != self.progress.block_tokens:
             logger.warning(
@@ -323,10 +331,8 @@ class Trainer:
             self._step(stage, batches)
             if self._due(self.config.evaluation.interval) or self._stage_over():
                 self._validate(stage, shape)
-            at_end = self._stage_over()
-            if self.config.checkpoint.enable and (self._due(self.config.checkpoint.interval) or at_end):
-                self._save()
-            if at_end:
+            self._save_if_due(self._stage_over())
+            if self._stage_over() or self.stopping:
                 return
 
     def _leave_stage(self) -> None:
@@ -637,8 +643,44 @@ class Trainer:
         labels = np.concatenate([held_out.sequence(number).labels for number in range(rounds * shape.sequences)])
         return loss, unigram_loss(self.unigram_counts, labels[labels != IGNORED])
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.progress, self.parts, self.optimizers)
+    def _save_if_due(self, stage_end: bool) -> None:
+        """Begin a checkpoint where one is due, and see whether a signal asks any rank to stop. Collective."""
+        self.checkpoints.poll()
+        self.stopping, time_is_up = any_rank(
+            self.signals.received is not None, self.save_schedule.time_is_up(), device=self.device.device
+        )
+        due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end
+        if self.config.checkpoint.enable and due:
+            self._save(stage_end)
+
+    def _save(self, stage_end: bool) -> None:
+        self.save_schedule.saved()
+        self.checkpoints.save(self.progress, self.parts, self.optimizers, stage_end=stage_end)
+
+    def _save_the_last(self) -> None:
+        """Have the state as it is on disk, at the end of a run or before a stop.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if self.config.checkpoint.enable:
+            self.checkpoints.wait()
+            if self.checkpoints.newest_step != self.progress.step:
+                self._save(self._stage_over())
+                self.checkpoints.wait()
+            self.checkpoints.close()
+            if self.checkpoints.newest_step != self.progress.step:
+                raise UserError(
+                    f"the last checkpoint, of step {self.progress.step}, could not be written to "
+                    f"{self.checkpoints.folder}; the log above says why",
+                    fix="mend that, and run the same command again: it goes on from the last good checkpoint",
+                )
+        if self.stopping:
+            saved = "saved" if self.config.checkpoint.enable else "not saved, as checkpoint.enable = false"
+            self.console.say(
+                f"stopped by a signal after step {self.progress.step} of {self.total_steps}; the state is {saved}. "
+                "Run the same command again to go on."
+            )
 
     # A run's end ---------------------------------------------------------------------------------------------
 

@@ -270,9 +270,13 @@ class Compile:
 class Checkpoint:
     """When the run is saved."""
 
-    enable: bool = key(True, "save, and resume from the newest complete checkpoint")
-    interval: int = key(100, "optimizer steps between checkpoints; the last step is always saved", least=1)
-    keep: int = key(2, "newest checkpoints kept", least=1)
+    enable: bool = key(True, "save, and resume from the newest checkpoint that is whole")
+    interval: int = key(100, "optimizer steps between checkpoints; the end of a stage is always saved", least=1)
+    interval_minutes: float = key(0.0, "save also when so many minutes have passed since the last one; 0: no", least=0)
+    keep: int = key(2, "newest checkpoints kept; the end of each stage is kept for good", least=1)
+    keep_every_steps: int = key(0, "keep for good what was saved at a multiple of these steps; 0: none", least=0)
+    asynchronous: bool = key(True, "write while training goes on, from a copy in host memory")
+    timeout_seconds: float = key(1800.0, "a save that waits longer for another rank has failed", least=1)
 
 
 @dataclass(frozen=True)

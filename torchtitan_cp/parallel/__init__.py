@@ -8,6 +8,7 @@ from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.device import Device, World, seed_step, start_ranks, stop_ranks, use_deterministic_kernels
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Hidden, Pipeline, bubble_share, plan_stages
+from torchtitan_cp.parallel.signals import StopSignals, any_rank
 from torchtitan_cp.parallel.tensor import check_shape, vocabulary_part
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "Hidden",
     "Meshes",
     "Pipeline",
+    "StopSignals",
     "World",
+    "any_rank",
     "bubble_share",
     "check_shape",
     "parallelize",
