@@ -93,6 +93,7 @@ def train_on(path: Path, stop_after: int, *overrides: str) -> tuple[Read, list[f
 
     def stopping(*arguments: Any) -> None:
         if len(losses) == stop_after:
+            trainer.checkpoints.close()
             raise Stopped
         step(*arguments)
 
