@@ -202,15 +202,21 @@ def _all_sequences(trainer: Trainer, stage: StagePlan) -> MicroBatch:
     return MicroBatch(tokens, labels, torch.arange(stage.seq_len), None)  # type: ignore[arg-type]
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int, sinks: Tensor | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    if not window:
+    if not window and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
     rows = torch.arange(q.shape[2], device=q.device)
     distance = rows.unsqueeze(1) - rows
-    seen = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)
+    seen = (distance >= 0) & (distance < (window or len(rows)))
+    mask = seen
+    if sinks is not None:
+        # One more key of zeros: its score is the sink and its value nothing.
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        scores = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf).expand(len(sinks), -1, -1)
+        mask = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(-1, len(rows), 1)], -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
 @contextmanager
@@ -220,8 +226,8 @@ def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
     watched: list[tuple[Any, Callable[..., Tensor]]] = []
 
     def watch(name: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attended(*arguments: Any) -> Tensor:
-            out = attend(*arguments)
+        def attended(*arguments: Any, **options: Any) -> Tensor:
+            out = attend(*arguments, **options)
             outputs.setdefault(name, out.detach())
             return out
 
