@@ -207,15 +207,23 @@ def _all_sequences(trainer: Trainer, shape: StepShape) -> tuple[Tensor, Tensor, 
     return tokens, labels, positions, numbers
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int) -> Tensor:
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int, sinks: Tensor | None = None
+) -> Tensor:
     """Scaled dot-product attention of whole sequences with their mask written out."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     rows = torch.arange(q.shape[2], device=q.device)
     distance = rows.unsqueeze(1) - rows
     seen = (distance >= 0) & (distance < (window or len(rows)))
-    seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)
+    mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    if sinks is not None:
+        # One more key of zeros: its score is the sink and its value nothing.
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
+        column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
+        mask = torch.cat([scores, column], -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
 @contextmanager
@@ -225,8 +233,8 @@ def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
     watched: list[tuple[Any, Callable[..., Tensor]]] = []
 
     def watch(name: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attended(*arguments: Any) -> Tensor:
-            out = attend(*arguments)
+        def attended(*arguments: Any, **options: Any) -> Tensor:
+            out = attend(*arguments, **options)
             outputs.setdefault(name, out.detach())
             return out
 

@@ -66,9 +66,11 @@ from torchtitan_cp.parallel import (
 logger = logging.getLogger(__name__)
 
 
-def attend_layer(q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int) -> Tensor:
+def attend_layer(
+    q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of a layer that has this window: what the model is handed."""
-    return attend(q, k, v, plans[window])
+    return attend(q, k, v, plans[window], sinks=sinks)
 
 
 class Trainer:

@@ -1,10 +1,10 @@
 """The Llama family: shapes by name, and the network."""
 
 from models.architecture import Architecture
-from models.llama.flavors import FLAVORS, LlamaShape
+from models.llama.flavors import FLAVORS, PUBLISHED_ROPE, LlamaShape
 from models.llama.model import Llama
 from models.llama.sharding import SHARDING
 
-ARCHITECTURE = Architecture("llama", FLAVORS, Llama, SHARDING)
+ARCHITECTURE = Architecture("llama", FLAVORS, Llama, SHARDING, PUBLISHED_ROPE)
 
 __all__ = ["ARCHITECTURE", "FLAVORS", "SHARDING", "Llama", "LlamaShape"]

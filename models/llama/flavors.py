@@ -1,11 +1,16 @@
-"""Shapes of the Llama family by name. Source: the config.json of each released checkpoint."""
+"""Shapes of the Llama family by name, and the rotary embedding each was published with.
 
-from dataclasses import dataclass
+Source: the config.json of each released checkpoint.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama network.
+    """Sizes of a Llama network, and the options in which its relatives differ.
 
     Attributes:
         dim: E, width of the residual stream.
@@ -18,6 +23,9 @@ class LlamaShape:
         tie_embeddings: the output matrix is the embedding.
         norm_eps: added to the mean square in RMSNorm.
         windows: keys that a query sees, itself counted, in the layers in turn; 0 is all of them.
+        qkv_bias: the projections to q, k and v have a bias (Qwen2).
+        qk_norm: q and k pass an RMSNorm over each head, before RoPE (Qwen3).
+        sinks: each head has a learned logit that takes its share of the softmax and gives no value (gpt-oss).
     """
 
     dim: int
@@ -30,6 +38,9 @@ class LlamaShape:
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     windows: tuple[int, ...] = (0,)
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -53,6 +64,15 @@ class LlamaShape:
         return f"head_dim = {self.head_dim} is odd, and RoPE turns pairs" if self.head_dim % 2 else None
 
 
+def _qwen2(shape: LlamaShape, norm_eps: float = 1e-6) -> LlamaShape:
+    return replace(shape, norm_eps=norm_eps, qkv_bias=True)
+
+
+def _qwen3(shape: LlamaShape) -> LlamaShape:
+    return replace(shape, norm_eps=1e-6, qk_norm=True)
+
+
+# E, layers, Hq, Hkv, D, SwiGLU, V. Names without a family are Llama 3 (3.1 and 3.2 where it has that size).
 FLAVORS = {
     "debug": LlamaShape(192, 4, 6, 2, 32, 512, tie_embeddings=True),
     "60M": LlamaShape(512, 8, 8, 4, 64, 1408, tie_embeddings=True),
@@ -61,4 +81,44 @@ FLAVORS = {
     "8B": LlamaShape(4096, 32, 32, 8, 128, 14336, 128256),
     "70B": LlamaShape(8192, 80, 64, 8, 128, 28672, 128256),
     "405B": LlamaShape(16384, 126, 128, 8, 128, 53248, 128256),
+    "llama2-7B": LlamaShape(4096, 32, 32, 32, 128, 11008, 32000),
+    "llama2-13B": LlamaShape(5120, 40, 40, 40, 128, 13824, 32000),
+    "llama2-70B": LlamaShape(8192, 80, 64, 8, 128, 28672, 32000),
+    "mistral-7B": LlamaShape(4096, 32, 32, 8, 128, 14336, 32000, windows=(4096,)),
+    "mistral-7B-v0.3": LlamaShape(4096, 32, 32, 8, 128, 14336, 32768),
+    # Qwen2 and Qwen2.5 have the same sizes, but for 3B, 14B and 32B, which only Qwen2.5 has.
+    "qwen2-0.5B": _qwen2(LlamaShape(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True)),
+    "qwen2-1.5B": _qwen2(LlamaShape(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True)),
+    "qwen2-3B": _qwen2(LlamaShape(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True)),
+    "qwen2-7B": _qwen2(LlamaShape(3584, 28, 28, 4, 128, 18944, 152064)),
+    "qwen2-14B": _qwen2(LlamaShape(5120, 48, 40, 8, 128, 13824, 152064), norm_eps=1e-5),
+    "qwen2-32B": _qwen2(LlamaShape(5120, 64, 40, 8, 128, 27648, 152064), norm_eps=1e-5),
+    "qwen2-72B": _qwen2(LlamaShape(8192, 80, 64, 8, 128, 29568, 152064), norm_eps=1e-5),
+    "qwen3-0.6B": _qwen3(LlamaShape(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True)),
+    "qwen3-1.7B": _qwen3(LlamaShape(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True)),
+    "qwen3-4B": _qwen3(LlamaShape(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True)),
+    "qwen3-8B": _qwen3(LlamaShape(4096, 36, 32, 8, 128, 12288, 151936)),
+    "qwen3-14B": _qwen3(LlamaShape(5120, 40, 40, 8, 128, 17408, 151936)),
+    "qwen3-32B": _qwen3(LlamaShape(5120, 64, 64, 8, 128, 25600, 151936)),
+}
+
+_LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192}
+_SCALED_8 = {"theta": 500000.0, "kind": "llama3", "factor": 8.0, **_LLAMA31}
+_SCALED_32 = {"theta": 500000.0, "kind": "llama3", "factor": 32.0, **_LLAMA31}
+_PLAIN: dict[str, Mapping[str, Any]] = {
+    "llama2": {"theta": 10000.0},
+    "mistral": {"theta": 10000.0},
+    "qwen2": {"theta": 1e6},
+    "qwen3": {"theta": 1e6},
+}
+
+# What a stage writes as `rope = {...}` to go on as each was published; Llama 3 itself has theta 5e5 alone.
+PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {
+    **{name: _PLAIN[name.split("-")[0]] for name in FLAVORS if "-" in name},
+    "1B": _SCALED_32,
+    "3B": _SCALED_32,
+    "8B": _SCALED_8,
+    "70B": _SCALED_8,
+    "405B": _SCALED_8,
+    "mistral-7B-v0.3": {"theta": 1e6},
 }

@@ -2,7 +2,7 @@
 
 The attention itself is a callable handed in, (q, k, v, plan, window) -> out; the model passes `plan` through
 unread, and says which window the layer has. Names follow the published checkpoints of Meta. Source: Touvron
-et al., 2023; Dubey et al., 2024.
+et al., 2023; Dubey et al., 2024; the options, Qwen2 (Yang et al., 2024), Qwen3 and gpt-oss (2025).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.llama.flavors import LlamaShape
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any, int], Tensor]
+Attend = Callable[..., Tensor]
 Head = Callable[[Tensor, nn.Linear], Any]
 
 
@@ -24,7 +24,8 @@ class Llama(nn.Module):
     Args:
         shape: sizes; vocab_size must be set.
         attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan, window)
-            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all.
+            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. A shape with sinks calls it
+            with `sinks=` `[Hq]` besides.
     """
 
     def __init__(self, shape: LlamaShape, attend: Attend) -> None:
@@ -32,16 +33,18 @@ class Llama(nn.Module):
         self.shape = shape
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
         # By number, so that a stage of a pipeline keeps the names of the layers it has.
-        windows = shape.layer_windows
-        self.layers = nn.ModuleDict(
-            {str(number): Block(shape, attend, windows[number]) for number in range(len(windows))}
-        )
+        windows = enumerate(shape.layer_windows)
+        self.layers = nn.ModuleDict({str(number): self.block(shape, attend, window) for number, window in windows})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.rope: tuple[Tensor, float] | None = None
         self.opens = self.closes = True
+
+    def block(self, shape: Any, attend: Attend, window: int) -> nn.Module:
+        """A layer; what a relative of Llama has instead, it makes here."""
+        return Block(shape, attend, window)
 
     def keep(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
@@ -99,12 +102,14 @@ class Llama(nn.Module):
         return tuple((wave * factor).float().unsqueeze(-2) for wave in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 
     def init_std(self, parameter: str) -> float | None:
-        """Standard deviation a parameter starts with, by name; None starts it at one.
+        """Standard deviation a parameter starts with, by name; 0 starts it at zero, None at one.
 
         Projections back into the residual stream are smaller with depth. Source: GPT-2.
         """
         if "norm" in parameter:
             return None
+        if parameter.endswith((".bias", "sinks.weight")):
+            return 0.0
         into_residual = parameter.endswith(("wo.weight", "w2.weight"))
         return 0.02 * (2 * self.shape.n_layers) ** -0.5 if into_residual else 0.02
 
@@ -133,14 +138,32 @@ class Attention(nn.Module):
     def __init__(self, shape: LlamaShape, attend: Attend, window: int) -> None:
         super().__init__()
         self.head_dim, self.attend, self.window = shape.head_dim, attend, window
-        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
-        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.sinks = Sinks(shape.n_heads) if shape.sinks else None
         self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
-        return self.wo(self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, plan, self.window).flatten(-2))
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        options = {"sinks": self.sinks()} if self.sinks else {}
+        out = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, plan, self.window, **options)
+        return self.wo(out.flatten(-2))
+
+
+class Sinks(nn.Module):
+    """A logit for each head, `[Hq]`. A module of its own, so that it can be dealt out like the heads."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_heads))
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class FeedForward(nn.Module):

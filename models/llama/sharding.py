@@ -5,6 +5,8 @@ SHARDING = {
     "layers.*.attention_norm": "sequence",
     "layers.*.attention": "gather",
     "layers.*.attention.w[qkv]": "column",
+    "layers.*.attention.[qk]_norm": "heads",
+    "layers.*.attention.sinks": "per_head",
     "layers.*.attention.wo": "row",
     "layers.*.ffn_norm": "sequence",
     "layers.*.feed_forward": "gather",

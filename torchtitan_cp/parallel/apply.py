@@ -120,8 +120,8 @@ def fill(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         std = model.init_std(name)  # type: ignore[operator]
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        if std is None:
-            values.fill_(1.0)
+        if not std:
+            values.fill_(1.0 if std is None else 0.0)
         else:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest[:7], "big"))

@@ -13,7 +13,7 @@ from torch import _inductor as inductor
 from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -54,6 +54,20 @@ class VocabularyRows(RowwiseParallel):
         return module
 
 
+class PerHead(ParallelStyle):
+    """A module that gives its weight `[Hq]`, a number for each head; a rank has those of its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh, _deal_out)
+        module.register_forward_hook(lambda module, inputs, output: output.to_local())
+        return module
+
+
+def _deal_out(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+
 # What an architecture's plan may call a module. A new role goes here.
 ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # A linear layer whose outputs are dealt out, and one whose inputs are; between them a rank works alone.
@@ -65,6 +79,9 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # A norm on a rank's own part of the sequence, with the same weight everywhere.
     "sequence": SequenceParallel,
     "gather": GatherSequence,
+    # A norm over each head of `[B, s, H/tp, D]`, with the same weight everywhere; and numbers that heads have one each.
+    "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    "per_head": PerHead,
 }
 
 

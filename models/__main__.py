@@ -1,0 +1,40 @@
+"""`python -m models` prints the table of shapes, with what a stage writes to go on with a published one."""
+
+from collections.abc import Iterator
+
+from models import ARCHITECTURES
+from models.architecture import Architecture
+
+HEAD = """# Models
+
+`[model] architecture` and `flavor`; `overrides = {{n_layers = 2}}` replaces a size. Made by `python -m models`.
+{tables}"""
+
+
+def as_markdown() -> str:
+    """The tables of all architectures."""
+    return HEAD.format(tables="".join(_table(architecture) for architecture in ARCHITECTURES))
+
+
+def _table(architecture: Architecture) -> str:
+    head = "| flavor | E | layers | Hq | Hkv | D | MLP | V | besides | published with `rope =` |\n"
+    rows = "\n".join(_rows(architecture))
+    return f"\n## {architecture.name}\n\n{head}|{'---|' * 10}\n{rows}\n"
+
+
+def _rows(architecture: Architecture) -> Iterator[str]:
+    for name, shape in architecture.flavors.items():
+        sizes = [shape.dim, shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn_dim]
+        options = [option for option in ("tie_embeddings", "qkv_bias", "qk_norm", "sinks") if getattr(shape, option)]
+        options += [f"windows = {list(shape.windows)}"] if any(shape.windows) else []
+        rope = ", ".join(f"{key} = {_toml(value)}" for key, value in architecture.published_rope.get(name, {}).items())
+        cells = [f"`{name}`", *map(str, sizes), str(shape.vocab_size or "the tokenizer's"), ", ".join(options)]
+        yield f"| {' | '.join(cells)} | {f'`{{{rope}}}`' if rope else ''} |"
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")
