@@ -1,5 +1,6 @@
 """A pool of gloo ranks that outlives a test: started once for each size, and given functions to run."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -73,8 +74,10 @@ class RankPool:
         try:
             failed, value, self.groups = pickle.loads(self.pipes[rank].recv_bytes())
         except EOFError:
+            self.processes[rank].join(10)
+            code = self.processes[rank].exitcode
             self.stop()
-            raise RankFailure(f"rank {rank} of {self.size} died") from None
+            raise RankFailure(f"rank {rank} of {self.size} died with exit code {code}; stacks are on stderr") from None
         if failed:
             self.stop()
             raise RankFailure(f"rank {rank} of {self.size}:\n{value}")
@@ -99,6 +102,7 @@ class RankPool:
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
