@@ -12,6 +12,9 @@
 #   NODE_RANK      this node's number, from 0           (default 0)
 #   RDZV_ENDPOINT  host:port of node 0, for NNODES > 1
 #   VENV           virtual environment                  (default: the active one, else .venv)
+#
+# A rank that dies or hangs is started again with all others, from the last checkpoint, up to job.max_restarts times.
+# SIGTERM and SIGUSR1 have the run finish its step, save and end with exit code 0; the same command goes on from there.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS=""
@@ -39,5 +42,5 @@ if [ "$NNODES" -gt 1 ]; then
 else
     rendezvous=(--standalone)
 fi
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-    "$ROOT/train.py" "$CONFIG_FILE" "$@"
+exec "$PYTHON" -m torchtitan_cp.launch "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+    -- "$ROOT/train.py" "$CONFIG_FILE" "$@"

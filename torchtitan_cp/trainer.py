@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from torchtitan_cp.parallel import (
     use_deterministic_kernels,
     vocabulary_part,
 )
+from torchtitan_cp.parallel.failure import doing
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,8 @@ class Trainer:
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
+        self.patience_seconds = self.config.job.startup_timeout_seconds
+        doing("looking for a checkpoint to go on from", 0, self.patience_seconds)
         self._resume()
         leads = self.world.rank == 0
         self.console = Console(self.total_steps, self.progress.step, speaks=leads)
@@ -156,18 +160,24 @@ class Trainer:
         self.console.start()
         try:
             with self.signals:
-                while self.progress.step < self.total_steps and not self.stopping:
-                    self._run_stage(stage_of(self.stages, self.progress.step))
-            self._save_the_last()
+                self._train()
             if not self.stopping:
                 self.console.finish(self._summaries(), self._closing())
-        except NonFiniteError:
-            self._save_the_last()
-            raise
         finally:
             self.console.stop()
             if self.writer:
                 self.writer.close()
+
+    def _train(self) -> None:
+        """Stage by stage to the end, a stop or a halt, and the state then on disk."""
+        try:
+            while self.progress.step < self.total_steps and not self.stopping:
+                self._run_stage(stage_of(self.stages, self.progress.step))
+        except NonFiniteError:
+            with suppress(UserError):  # The log has it already, and why the run halts matters more.
+                self._save_the_last()
+            raise
+        self._save_the_last()
 
     # A run's beginning -------------------------------------------------------------------------------------
 
@@ -219,6 +229,9 @@ class Trainer:
 
     def _run_stage(self, stage: StagePlan) -> None:
         """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
+        # Its first step may compile.
+        self.patience_seconds = self.config.job.startup_timeout_seconds
+        doing(f"entering stage {stage.index + 1}", self.progress.step + 1, self.patience_seconds)
         shape = self.enter_stage(stage)
         self._announce(stage, shape)
         left = stage.last_step - self.progress.step
@@ -232,6 +245,7 @@ class Trainer:
         )
         for _ in range(left):
             self._step(stage, batches)
+            self.patience_seconds = self.config.job.timeout_seconds
             at_end = self.progress.step == stage.last_step
             if self._due(self.config.evaluation.interval) or at_end:
                 self._validate(stage, shape)
@@ -292,9 +306,11 @@ class Trainer:
     def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> None:
         """One optimizer step: read, run forward and backward, look, update, tell."""
         begun = time.perf_counter()
+        doing("waiting for its batch", self.progress.step + 1, self.patience_seconds)
         micro_batches = next(batches)
         waited = time.perf_counter() - begun
 
+        doing("in forward, backward and update with the others", self.progress.step + 1, self.patience_seconds)
         seed_step(self.config.training.seed, stage.index, self.progress.step, self.role)
         lr = self.learning_rates.at(self.progress.step)
         report = self.gradients(micro_batches)
@@ -442,6 +458,7 @@ class Trainer:
         batches = (read_step(self.held_out, cursor, shape)[0] for cursor in cursors)
 
         def summed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            doing("validating with the others", self.progress.step, self.patience_seconds)
             count = (batch.labels != IGNORED).sum().to(self.device.device)
             if self.pipeline:
                 result = self.pipeline.evaluate(batch, self._hidden(batch), self._forward)
@@ -473,6 +490,8 @@ class Trainer:
             self._save(stage_end)
 
     def _save(self, stage_end: bool) -> None:
+        # A save before it may have to end first.
+        doing("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.save_schedule.saved()
         self.checkpoints.save(self.progress, self.parts, self.optimizers, stage_end=stage_end)
 
@@ -483,6 +502,7 @@ class Trainer:
             UserError: it cannot be written.
         """
         if self.config.checkpoint.enable:
+            doing("waiting for the last checkpoint", self.progress.step, self.config.checkpoint.timeout_seconds)
             self.checkpoints.wait()
             if self.checkpoints.newest_step != self.progress.step:
                 at_end = self.progress.step in {stage.last_step for stage in self.stages}
