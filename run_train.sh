@@ -12,6 +12,9 @@
 #   NODE_RANK      this node's number, from 0           (default 0)
 #   RDZV_ENDPOINT  host:port of node 0, for NNODES > 1
 #   VENV           virtual environment                  (default: the active one, else .venv)
+#
+# A rank that dies or hangs is started again with all others, from the last checkpoint, up to job.max_restarts times.
+# SIGTERM and SIGUSR1 have the run finish its step, save and end with exit code 0; the same command goes on from there.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS=""
@@ -39,12 +42,5 @@ if [ "$NNODES" -gt 1 ]; then
 else
     rendezvous=(--standalone)
 fi
-# A stage that wants another tp or pp ends the job with a checkpoint, and leaves this file.
-RELAUNCH_FILE="$(mktemp -u "${TMPDIR:-/tmp}/relaunch-XXXXXX")"
-export RELAUNCH_FILE
-while true; do
-    "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-        "$ROOT/train.py" "$CONFIG_FILE" "$@" || exit $?
-    [ -e "$RELAUNCH_FILE" ] || exit 0
-    rm -f "$RELAUNCH_FILE"
-done
+exec "$PYTHON" -m torchtitan_cp.launch "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+    -- "$ROOT/train.py" "$CONFIG_FILE" "$@"

@@ -4,23 +4,29 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.config import UserError, load_config
+from torchtitan_cp.checkpoint import hold_folder
+from torchtitan_cp.config import Config, UserError, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.health import NonFiniteError
-from torchtitan_cp.parallel import start_ranks, stop_ranks
-from torchtitan_cp.parallel.failure import LostRankError, name_lost_ranks
+from torchtitan_cp.launch import RELAUNCH_FILE
+from torchtitan_cp.parallel import World, start_ranks, stop_ranks
+from torchtitan_cp.parallel.agreement import check_same_job
+from torchtitan_cp.parallel.failure import LOST_RANK, LostRankError, RankWatch, doing, name_lost_ranks
 from torchtitan_cp.parity import verify_parity
 from torchtitan_cp.preflight import preflight
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
 
-# Where run_train.sh is told to start the job anew.
-RELAUNCH_FILE = "RELAUNCH_FILE"
-BAD_INPUT, HALTED, LOST_RANK, PARITY_BROKEN = 2, 3, 4, 5
+BAD_INPUT, HALTED, PARITY_BROKEN = 2, 3, 5
+ROOT = Path(__file__).parent
+SOURCES = (ROOT / "train.py", ROOT / "models", ROOT / "torchtitan_cp")
+# Several beats within the time that is allowed, so that a silent rank is told from a slow one.
+BEATS, LONGEST_BEAT_SECONDS = 8, 5.0
 
 
 def main(arguments: list[str]) -> int:
@@ -50,17 +56,13 @@ def main(arguments: list[str]) -> int:
         if options.check is not None:
             print(f"{options.config}: {preflight(config, options.check)}")
             return 0
-        with name_lost_ranks(config.job.timeout_seconds):
-            world = start_ranks(config.job.timeout_seconds)
-            if options.verify_parity is not None:
-                holds = verify_parity(config, world, options.verify_parity)
-                stop_ranks()
-                return 0 if holds else PARITY_BROKEN
-            trainer = Trainer(config, world)
-            trainer.run()
-            if trainer.relaunches and os.environ.get("LOCAL_RANK") == "0" and RELAUNCH_FILE in os.environ:
-                Path(os.environ[RELAUNCH_FILE]).touch()
-            stop_ranks()
+        with name_lost_ranks():
+            world = start_ranks(config.job.startup_timeout_seconds)
+        if options.verify_parity is None:
+            run(config, world)
+        elif not verify_parity(config, world, options.verify_parity):
+            return PARITY_BROKEN
+        stop_ranks()
     except (UserError, ContextParallelError) as error:
         return _complain(rank, f"{options.config}: {error}", BAD_INPUT)
     except NonFiniteError as error:
@@ -70,11 +72,53 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def run(config: Config, world: World) -> None:
+    """Train, watched over, as the only job on the run's folder."""
+    settings = config.job
+    doing("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
+    beat_seconds = min(LONGEST_BEAT_SECONDS, settings.timeout_seconds / BEATS)
+    with RankWatch(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, name_lost_ranks(watch):
+        check_same_job(config, SOURCES)
+        with hold_folder(settings.dump_folder):
+            trainer = Trainer(config, world)
+            trainer.run()
+            if trainer.relaunches and os.environ.get("LOCAL_RANK") == "0" and RELAUNCH_FILE in os.environ:
+                Path(os.environ[RELAUNCH_FILE]).touch()
+
+
 def _complain(rank: int, message: str, code: int) -> int:
     if rank == 0:
         print(f"error: {message}", file=sys.stderr)
     return code
 
 
+def _earlier_end() -> Path | None:
+    """Where a run that need not be tried again leaves its exit code, for the ranks that torchrun starts all the same.
+
+    torchrun restarts after every failure; it keeps the error files of one run's attempts in a folder of its own.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[2] / "no_use_to_restart" if error_file else None
+
+
+def _entry() -> int:
+    """What a rank exits with; it leaves at once after a failure, however many threads still wait for another rank."""
+    ended = _earlier_end()
+    if ended and ended.exists():
+        return int(ended.read_text())
+    try:
+        code = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if ended and code in (BAD_INPUT, HALTED, PARITY_BROKEN):
+        ended.write_text(str(code))
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    result = _entry()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if result:
+        os._exit(result)

@@ -10,6 +10,9 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
 #SBATCH --output=%x-%j.log
+# Before the time is up, or the job is preempted: the run finishes its step, saves and ends with exit code 0. Submit the
+# same command again to go on. Give it the time of a step and a save.
+#SBATCH --signal=USR1@300
 set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the folder of the repository}"

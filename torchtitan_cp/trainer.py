@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ from torchtitan_cp.parallel import (
     vocabulary_part,
     wrap_blocks,
 )
+from torchtitan_cp.parallel.failure import doing
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +227,8 @@ class Trainer:
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
+        self.patience_seconds = self.config.job.startup_timeout_seconds
+        doing("looking for a checkpoint to go on from", 0, self.patience_seconds)
         self._resume()
         leads = self.world.rank == 0
         self.console = Console(self.total_steps, self.progress.step, speaks=leads)
@@ -235,24 +239,30 @@ class Trainer:
         self.console.start()
         try:
             with self.signals:
-                while not (self.finished or self.stopping):
-                    if self._stage_over():
-                        self._leave_stage()
-                    if self.relaunches:
-                        break
-                    self._run_stage(self.stages[self.progress.stage])
-            self._save_the_last()
+                self._train()
             if self.relaunches and not self.stopping:
                 self.console.say(self._relaunching())
             elif not self.stopping:
                 self.console.finish(self._summaries(), self._closing())
-        except NonFiniteError:
-            self._save_the_last()
-            raise
         finally:
             self.console.stop()
             if self.writer:
                 self.writer.close()
+
+    def _train(self) -> None:
+        """Stage by stage to the end, a stop or a halt, and the state then on disk."""
+        try:
+            while not (self.finished or self.stopping):
+                if self._stage_over():
+                    self._leave_stage()
+                if self.relaunches:
+                    break
+                self._run_stage(self.stages[self.progress.stage])
+        except NonFiniteError:
+            with suppress(UserError):  # The log has it already, and why the run halts matters more.
+                self._save_the_last()
+            raise
+        self._save_the_last()
 
     # A run's beginning -------------------------------------------------------------------------------------
 
@@ -306,6 +316,9 @@ class Trainer:
     def _run_stage(self, stage: StagePlan) -> None:
         """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
         begun = time.perf_counter()
+        # Its first step may compile.
+        self.patience_seconds = self.config.job.startup_timeout_seconds
+        doing(f"entering stage {stage.index + 1}", self.progress.step + 1, self.patience_seconds)
         shape = self.enter_stage(stage)
         if stage.activation != self.activation:
             self.activation = stage.activation
@@ -331,6 +344,7 @@ class Trainer:
             self.progress = dataclasses.replace(self.progress, short_loss=loss)
         for _ in range(left):
             self._step(stage, batches)
+            self.patience_seconds = self.config.job.timeout_seconds
             if self._due(self.config.evaluation.interval) or self._stage_over():
                 self._validate(stage, shape)
             self._save_if_due(self._stage_over())
@@ -443,9 +457,11 @@ class Trainer:
     def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> None:
         """One optimizer step: read, run forward and backward, look, update, tell."""
         begun = time.perf_counter()
+        doing("waiting for its batch", self.progress.step + 1, self.patience_seconds)
         micro_batches = next(batches)
         waited = time.perf_counter() - begun
 
+        doing("in forward, backward and update with the others", self.progress.step + 1, self.patience_seconds)
         seed_step(self.config.training.seed, stage.index, self.progress.stage_step, self.role)
         lr = self.learning_rates.at(stage.index, self.progress.stage_step)
         report = self.gradients(micro_batches)
@@ -633,6 +649,7 @@ class Trainer:
         )
 
         def summed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            doing("validating with the others", self.progress.step, self.patience_seconds)
             count = (batch.labels != IGNORED).sum().to(self.device.device)
             if self.pipeline:
                 result = self.pipeline.evaluate(batch, self._hidden(batch), self._forward)
@@ -656,6 +673,8 @@ class Trainer:
             self._save(stage_end)
 
     def _save(self, stage_end: bool) -> None:
+        # A save before it may have to end first.
+        doing("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.save_schedule.saved()
         self.checkpoints.save(self.progress, self.parts, self.optimizers, stage_end=stage_end)
 
@@ -666,6 +685,7 @@ class Trainer:
             UserError: it cannot be written.
         """
         if self.config.checkpoint.enable:
+            doing("waiting for the last checkpoint", self.progress.step, self.config.checkpoint.timeout_seconds)
             self.checkpoints.wait()
             if self.checkpoints.newest_step != self.progress.step:
                 self._save(self._stage_over())

@@ -18,7 +18,8 @@ from tests.ranks import RankFailure, RankPool
 from torchtitan_cp.checkpoint import Checkpoints, Progress, check_identity, store, writer
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Checkpoint
+from torchtitan_cp.config.sections import Checkpoint, Optimizer
+from torchtitan_cp.optimizer import build_optimizer
 
 NOBODY = 65534
 
@@ -109,6 +110,29 @@ def test_a_save_holds_what_was_when_it_began_and_tells_how_long_training_stood_s
     assert len(lines) == 1
     assert "step-1: training stood still 0." in lines[0]
     assert "bytes were on disk after" in lines[0]
+
+
+def save_eight_bits(folder: Path) -> tuple[bool, bool]:
+    def make_8bit() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(256, 256))
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        optimizer = build_optimizer(model, Optimizer(state="8bit"), compute_dtype=torch.float32, names=sizes)
+        model(torch.randn(4, 256)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    checkpoints, (model, optimizer), (other, other_optimizer) = Checkpoints(folder), make_8bit(), make_8bit()
+    checkpoints.save(Progress(step=1), [model], [optimizer])
+    checkpoints.close()
+    checkpoints.load(folder / "step-1", [other], [other_optimizer])
+    first, second = (o.state[m[0].weight]["exp_avg"] for m, o in ((model, optimizer), (other, other_optimizer)))
+    return type(first) is not torch.Tensor, torch.equal(first.dequantize(), second.dequantize())
+
+
+def test_moments_in_8_bits_are_saved_though_they_cannot_be_staged(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_eight_bits, tmp_path)[0] == (True, True)
 
 
 def keep_some(folder: Path) -> None:

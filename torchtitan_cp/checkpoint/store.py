@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.checkpoint.manifest import PROGRESS_FILE, DamagedError, read_manifest, wrong_files
 from torchtitan_cp.checkpoint.progress import Progress
@@ -104,16 +105,23 @@ class Checkpoints:
             self._open()
         waited = time.monotonic() - begun
         writer = CheckpointWriter(self.folder / f"step-{progress.step}", progress, stage_end=stage_end)
-        answer = dcp.async_save(
-            _state(parts, optimizers),
-            storage_writer=writer,
-            process_group=self._save_group,
-            async_stager=self._stager,
-        )
-        done = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
+        done = self._begin(_state(parts, optimizers), writer)
         self._saving = Saving(writer, done, begun, waited, time.monotonic() - begun - waited)
         if not self.settings.asynchronous:
             self.wait()
+
+    def _begin(self, state: dict[str, Any], writer: CheckpointWriter) -> Future[Any]:
+        """Copy the state and have a thread write it; what cannot be copied is written at once."""
+        group = self._save_group
+        if _can_be_staged(state):
+            answer = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=self._stager)
+            return answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
+        done: Future[Any] = Future()
+        try:
+            done.set_result(dcp.save(state, storage_writer=writer, process_group=group))
+        except (Exception, CheckpointException) as error:
+            done.set_exception(error)
+        return done
 
     def _open(self) -> None:
         """Host memory and a group of the thread's own, whose collectives run beside those of training."""
@@ -264,6 +272,13 @@ def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
         state["model"].update(model_state)
         state["optimizer"].update(optimizer_state)
     return state
+
+
+def _can_be_staged(state: dict[str, Any]) -> bool:
+    """Whether torch's stager knows these tensors; torchao's moments in 8 bits it does not."""
+    tensors = [value for kind in state.values() for value in kind.values() if isinstance(value, torch.Tensor)]
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
+    return all(type(value) in (torch.Tensor, nn.Parameter) for value in local)
 
 
 def _read_progress(path: Path) -> Progress:

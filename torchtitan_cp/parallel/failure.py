@@ -1,10 +1,29 @@
-"""When another rank dies: say so in one line, and leave the launcher time to name it."""
+"""When a rank dies or hangs: end the job within a set time, and say which rank it was and what it was doing.
 
+A rank's main thread says what it begins with `doing`. A thread beside it tells the others through the job's store,
+several times within the time that is allowed, and ends the process when that is over: the launcher then starts all
+ranks again, or ends the job.
+"""
+
+import dataclasses
+import json
 import logging
+import os
 import re
+import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
@@ -13,20 +32,224 @@ LOST_CONTACT = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)",
     re.IGNORECASE,
 )
+LOST_RANK = 4
 # torchrun looks at its processes every 0.1 s, and reports the first that failed: the dead one, if we linger.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 2.0
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class LostRankError(RuntimeError):
     """A collective failed because another rank is gone or silent."""
 
 
-@contextmanager
-def name_lost_ranks(timeout_seconds: float) -> Iterator[None]:
-    """Turn a transport error into one line, after waiting for the launcher to see which rank died first.
+@dataclass(frozen=True)
+class Activity:
+    """What this process's main thread does.
+
+    Attributes:
+        what: in words.
+        step: optimizer step it belongs to, from 1; 0 before the first.
+        limit_seconds: the job is ended when it takes longer.
+        since: time.monotonic() of its beginning.
+    """
+
+    what: str
+    step: int
+    limit_seconds: float
+    since: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last told the others.
+
+    Attributes:
+        number: beats so far; one that stays is a rank that is silent.
+        activity_seconds: how long it had been at it.
+        place: innermost line of ours that its main thread was in.
+    """
+
+    number: int
+    host: str
+    pid: int
+    what: str
+    step: int
+    activity_seconds: float
+    place: str
+
+    def __str__(self) -> str:
+        step = f"step {self.step}" if self.step else "before its first step"
+        return f"on {self.host}, pid {self.pid}: {step}, {self.what} for {self.activity_seconds:.0f} s, at {self.place}"
+
+
+_now = Activity("starting", 0, float("inf"), time.monotonic())
+
+
+def doing(what: str, step: int, limit_seconds: float) -> None:
+    """Say what this rank begins; the time it may take counts from here.
 
     Args:
-        timeout_seconds: how long collectives wait, for the message.
+        what: in words that fit behind "rank 3 is", e.g. "waiting for its batch".
+        step: optimizer step it belongs to, from 1; 0 before the first.
+        limit_seconds: the job is ended when it takes longer.
+    """
+    global _now
+    _now = Activity(what, step, limit_seconds, time.monotonic())
+
+
+class RankWatch:
+    """Watches over this rank while it is entered, and can say where every rank is.
+
+    Args:
+        world_size: ranks of the job; rank: this one.
+        beat_seconds: between two messages to the others.
+        folder: of the run, for what the flight recorder of collectives holds.
+    """
+
+    def __init__(self, rank: int, world_size: int, beat_seconds: float, folder: str | Path) -> None:
+        self.rank, self.world_size, self.beat_seconds, self.folder = rank, world_size, beat_seconds, Path(folder)
+        # A connection of the thread's own: a wait of the main thread on the store would hold it up.
+        self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._main, self._left, self._beats = threading.get_ident(), threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+
+    def __enter__(self) -> "RankWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            activity = _now
+            self._tell(activity)
+            if time.monotonic() - activity.since > activity.limit_seconds and activity is _now:
+                self._give_up(activity)
+            if self._left.wait(self.beat_seconds):
+                return
+
+    def _tell(self, activity: Activity) -> None:
+        """Tell the others what this rank does."""
+        self._beats += 1
+        seconds = time.monotonic() - activity.since
+        place = _place(sys._current_frames().get(self._main))
+        beat = Beat(self._beats, socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
+        with suppress(RuntimeError):
+            # A store that is gone went with its host: the time limit still holds.
+            self._store.set(f"beat/{self.rank}", json.dumps(dataclasses.asdict(beat)))
+
+    def _give_up(self, activity: Activity) -> None:
+        """End this process, whose main thread hangs."""
+        self.report(
+            f"no progress in {activity.limit_seconds:g} s: rank {self.rank} was {activity.what}; the job is ended"
+        )
+        sys.stderr.flush()
+        # No thread and no collective can hold this up.
+        os._exit(LOST_RANK)
+
+    def report(self, reason: str) -> None:
+        """Log who is to blame, on the first rank that asks, and write what the flight recorder has, on each."""
+        with suppress(RuntimeError):
+            self._store.set(f"over/{self.rank}", "")
+        beats, silent = self._look_around()
+        if self._is_first():
+            logger.error("%s.\n%s", reason, describe(beats, silent))
+        dump_flight_recorder(self.folder, self.rank)
+
+    def _is_first(self) -> bool:
+        with suppress(RuntimeError):
+            return bool(self._store.add("reports", 1) == 1)
+        return True
+
+    def _look_around(self) -> tuple[dict[int, Beat], set[int]]:
+        """The last beat of each rank that told any, and the ranks that are dead, stopped or silent."""
+        first = self._read()
+        local = {rank: beat.pid for rank, beat in first.items() if beat.host == socket.gethostname()}
+        silent = {rank for rank, pid in local.items() if _is_gone(pid)}
+        if not silent - self._over():
+            for _ in range(6):
+                self._tell(_now)
+                time.sleep(self.beat_seconds / 2)
+            beats = self._read()
+            silent = {rank for rank in first if first[rank].number == beats[rank].number}
+            silent |= set(range(self.world_size)) - beats.keys()
+            first = beats
+        # Those that gave up before this one did no wrong.
+        return first, silent - self._over() - {self.rank}
+
+    def _read(self) -> dict[int, Beat]:
+        beats = {}
+        for rank in range(self.world_size):
+            with suppress(RuntimeError):
+                if self._store.check([f"beat/{rank}"]):
+                    beats[rank] = Beat(**json.loads(self._store.get(f"beat/{rank}")))
+        return beats
+
+    def _over(self) -> set[int]:
+        """Ranks that have given up."""
+        with suppress(RuntimeError):
+            return {rank for rank in range(self.world_size) if self._store.check([f"over/{rank}"])}
+        return set()
+
+
+def describe(beats: dict[int, Beat], silent: set[int]) -> str:
+    """Who is to blame, as far as the beats tell: silent ranks, else those that are behind the others."""
+    if silent:
+        lines = [f"rank {rank} is dead, stopped or cut off. Last heard {_last(beats, rank)}" for rank in sorted(silent)]
+    else:
+        states = {rank: (beat.step, beat.what) for rank, beat in beats.items()}
+        common = max(set(states.values()), key=list(states.values()).count)
+        behind = [rank for rank, state in states.items() if state != common] or list(beats)
+        lines = [f"rank {rank} hangs {_last(beats, rank)}" for rank in behind]
+    others = sorted(beats.keys() - silent)
+    lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in others[:1] if silent]
+    return "\n".join(f"  {line}" for line in lines[:16])
+
+
+def _last(beats: dict[int, Beat], rank: int) -> str:
+    return str(beats[rank]) if rank in beats else "never: it did not get so far as to join"
+
+
+def _place(frame: Any) -> str:
+    """File, line and function of the innermost frame that is ours."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE):
+            return f"{name[len(PACKAGE) :]}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "no line of the trainer"
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended or is stopped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return Path("/proc/self/stat").exists()
+    except OSError:
+        return False
+    return state in "ZXTt"
+
+
+def dump_flight_recorder(folder: Path, rank: int) -> None:
+    """Write the collectives that this rank has begun and ended lately, where torch records them, as JSON."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dist.is_available() and dump:
+        with suppress(OSError, RuntimeError):
+            (folder / "flight_recorder").mkdir(parents=True, exist_ok=True)
+            (folder / "flight_recorder" / f"rank-{rank}.json").write_bytes(dump())
+
+
+@contextmanager
+def name_lost_ranks(watch: RankWatch | None = None) -> Iterator[None]:
+    """Turn a transport error into one message, and leave the launcher time to see which rank died first.
+
+    Args:
+        watch: knows where the ranks were; None while they have not joined yet.
 
     Raises:
         LostRankError: in place of the transport's error.
@@ -37,11 +260,9 @@ def name_lost_ranks(timeout_seconds: float) -> Iterator[None]:
         if not LOST_CONTACT.search(str(error)):
             raise
         reason = str(error).strip().splitlines()[0]
-        logger.error(
-            "lost contact with another rank (%s). The launcher names the rank that died first below; a rank that "
-            "hangs is given up after job.timeout_seconds = %g. Run the same command again to resume.",
-            reason,
-            timeout_seconds,
-        )
+        if watch:
+            watch.report(f"lost contact with another rank ({reason})")
+        else:
+            logger.error("lost contact with another rank (%s) before the ranks had joined", reason)
         time.sleep(GRACE_SECONDS)
         raise LostRankError(reason) from None

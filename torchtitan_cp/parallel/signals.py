@@ -28,8 +28,10 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if kind is None:
+            # After a failure the launcher sends SIGTERM, and what went wrong is still to be told.
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.received = number

@@ -1,0 +1,145 @@
+"""Who is to blame for a hang, from what the ranks last told each other."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import RankFailure, RankPool
+from torchtitan_cp.config import load_config
+from torchtitan_cp.parallel import failure
+from torchtitan_cp.parallel.agreement import check_same_job, code_version
+from torchtitan_cp.parallel.failure import Beat, LostRankError, RankWatch, describe, doing, name_lost_ranks
+
+BATCH, STEP = "waiting for its batch", "in forward, backward and update with the others"
+
+
+def beat(host: str, what: str, step: int = 7) -> Beat:
+    return Beat(3, host, 99, what, step, 12.0, "data/loader.py:9 in read")
+
+
+def test_a_silent_rank_is_to_blame_and_the_others_wait() -> None:
+    text = describe({0: beat("a", STEP), 1: beat("b", STEP, 6), 2: beat("c", STEP)}, {1})
+    assert text.splitlines() == [
+        f"  rank 1 is dead, stopped or cut off. Last heard on b, pid 99: step 6, {STEP} for 12 s, "
+        "at data/loader.py:9 in read",
+        f"  rank 0 waits for the others on a, pid 99: step 7, {STEP} for 12 s, at data/loader.py:9 in read",
+    ]
+
+
+def test_a_rank_that_never_joined_is_named() -> None:
+    assert "rank 1 is dead, stopped or cut off. Last heard never" in describe({0: beat("a", STEP, 0)}, {1})
+
+
+def test_where_all_are_alive_the_one_that_does_something_else_is_to_blame() -> None:
+    text = describe({0: beat("a", STEP), 1: beat("b", BATCH), 2: beat("c", STEP)}, set())
+    assert text == f"  rank 1 hangs on b, pid 99: step 7, {BATCH} for 12 s, at data/loader.py:9 in read"
+
+
+def lose_contact(folder: Path) -> tuple[int, str]:
+    lines: list[str] = []
+    failure.logger.error = lambda message, *values: lines.append(message % values)  # type: ignore[method-assign]
+    doing(STEP, 4, 60.0)
+    message = ""
+    with RankWatch(dist.get_rank(), dist.get_world_size(), 0.2, folder) as watch:
+        dist.barrier()
+        try:
+            with name_lost_ranks(watch):
+                raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:42\nmore")
+        except LostRankError as error:
+            message = str(error)
+        dist.barrier()
+    assert message == "[gloo] Connection closed by peer [10.0.0.1]:42"
+    return len(lines), "\n".join(lines)
+
+
+def test_lost_contact_is_told_by_one_rank_with_the_places_of_all(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    answers = ranks(2)(lose_contact, tmp_path)
+    assert sorted(count for count, _ in answers) == [0, 1]
+    text = max(text for _, text in answers)
+    assert "lost contact with another rank ([gloo] Connection closed by peer [10.0.0.1]:42)" in text
+    assert f"step 4, {STEP}" in text
+    assert sorted(path.name for path in (tmp_path / "flight_recorder").iterdir()) == ["rank-0.json", "rank-1.json"]
+
+
+def raise_another_error() -> None:
+    with name_lost_ranks():
+        raise RuntimeError("shapes do not fit")
+
+
+def test_another_error_passes_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$"):
+        raise_another_error()
+
+
+def test_a_stopped_and_a_dead_process_are_told_from_a_live_one() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not failure._is_gone(process.pid)
+    process.send_signal(19)
+    deadline = time.monotonic() + 10
+    while not failure._is_gone(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert failure._is_gone(process.pid)
+
+
+# Ranks that would not run the same thing -----------------------------------------------------------------------
+
+
+def compare(paths: list[Path], sources: list[Path]) -> None:
+    rank = dist.get_rank()
+    check_same_job(load_config(paths[rank]), [sources[rank]])
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("one.toml", "other.toml")]
+    for path in paths:
+        path.write_text("[[curriculum.stages]]\nseq_len = 128\n")
+    return paths
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / name / "package" for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_text("x = 1\n")
+    return folders
+
+
+def test_ranks_with_the_same_config_and_code_agree(
+    ranks: Callable[[int], RankPool], configs: list[Path], sources: list[Path]
+) -> None:
+    ranks(2)(compare, configs, sources)
+
+
+def test_ranks_with_different_configs_are_refused_with_the_difference(
+    ranks: Callable[[int], RankPool], configs: list[Path], sources: list[Path]
+) -> None:
+    configs[1].write_text("training.seed = 5\n[[curriculum.stages]]\nseq_len = 256\n")
+    with pytest.raises(
+        RankFailure,
+        match=r"(?s)rank 1 on \S+ would run something else than rank 0 on \S+: training.seed: 5, on rank 0 0; "
+        r"curriculum.stages\[0\].seq_len: 256, on rank 0 128\n.*from the same files",
+    ):
+        ranks(2)(compare, configs, sources)
+
+
+def test_ranks_with_different_code_are_refused(
+    ranks: Callable[[int], RankPool], configs: list[Path], sources: list[Path]
+) -> None:
+    (sources[1] / "a.py").write_text("x = 2\n")
+    with pytest.raises(RankFailure, match=r"than rank 0 on \S+: the code: '\w{12}', on rank 0 '\w{12}'"):
+        ranks(2)(compare, configs, sources)
+    (sources[1] / "a.py").write_text("x = 1\n")
+    (sources[1] / "a.py").rename(sources[1] / "b.py")
+    assert code_version([sources[0]]) != code_version([sources[1]])

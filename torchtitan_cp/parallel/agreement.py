@@ -1,0 +1,66 @@
+"""Ranks that would not run the same thing are refused before they begin."""
+
+import dataclasses
+import hashlib
+import platform
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_cp.config import Config, ConfigError
+
+MOST_SHOWN = 5
+
+
+def check_same_job(config: Config, sources: Iterable[Path]) -> None:
+    """Compare config, code and versions over all ranks. Collective.
+
+    Args:
+        sources: files and folders of Python files that the run is made of.
+
+    Raises:
+        ConfigError: on every rank, naming the first rank that differs, its host, and what differs.
+    """
+    facts = {
+        **_flat(dataclasses.asdict(config)),
+        "the code": code_version(sources),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), facts))
+    first_host, first = every[0]
+    for rank, (host, other) in enumerate(every):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            lines = [f"{name}: {other.get(name)!r}, on rank 0 {first.get(name)!r}" for name in names[:MOST_SHOWN]]
+            more = f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+            raise ConfigError(
+                f"rank {rank} on {host} would run something else than rank 0 on {first_host}: {'; '.join(lines)}{more}",
+                fix="start every node from the same files and with the same arguments",
+            )
+
+
+def code_version(sources: Iterable[Path]) -> str:
+    """A short digest of Python files by name and content, whatever folder they lie in."""
+    digest = hashlib.sha256()
+    for source in sources:
+        files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
+        for file in files:
+            digest.update(f"{file.relative_to(source.parent)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested tables and lists as dotted names, as the command line has them."""
+    if isinstance(value, dict) and value:
+        entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
+    elif isinstance(value, (list, tuple)) and value:
+        entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
+    else:
+        return {name: value}
+    return {dotted: plain for key, entry in entries for dotted, plain in _flat(entry, key).items()}
