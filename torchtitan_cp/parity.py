@@ -182,10 +182,15 @@ def _single_step(trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor],
     tokens, labels, positions = (device.move(x) for x in (batch.tokens, batch.labels, batch.positions))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
+
+    def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+        logits = output(hidden).float().flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss, loss.detach()
+
     with _watch_attention([model]) as outputs:
-        logits = model(tokens, positions, None).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        loss.backward()
+        differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, None, head))
+        differentiated.backward()
     peak = device.peak_memory_bytes() - before
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     gradients = {key: p.grad.float().cpu() for key, p in model.named_parameters() if p.grad is not None}

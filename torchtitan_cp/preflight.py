@@ -23,6 +23,7 @@ def preflight(config: Config, ranks: int) -> str:
         UserError, ContextParallelError: the first thing found wrong.
     """
     degrees = check_config(config, ranks)
+    registry.check_support(config, degrees)
     shape = registry.shape_of(config.model)
     check_shape(shape, degrees.tp)
     stages = resolve_stages(config, degrees)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_cp import registry
-from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy
+from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks
 from torchtitan_cp.checkpoint import Checkpoints, Progress
+from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.store import check_identity
 from torchtitan_cp.config import Config, ConfigError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
@@ -52,11 +53,18 @@ from torchtitan_cp.parallel import (
 logger = logging.getLogger(__name__)
 
 
-def attend_layer(
-    q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention of a layer that has this window: what the model is handed."""
-    return attend(q, k, v, plans[window], sinks=sinks)
+class LayerAttention:
+    """What the model is handed, with the plan of each window that a layer has."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of a layer that has this window."""
+        return attend(q, k, v, plans[window], sinks=sinks)
+
+    def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
+        """Sum over the ranks that share each sequence."""
+        return sum_ranks(x, next(iter(plans.values())))
 
 
 class Trainer:
@@ -72,6 +80,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         degrees = check_config(config, world.size)
+        registry.check_support(config, degrees)
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
         self.stages = resolve_stages(config, degrees)
@@ -129,7 +138,7 @@ class Trainer:
         self.parts = nn.ModuleList()
         for number in self.layers.of(mesh.get_local_rank()):
             with torch.device("meta"):
-                part = architecture.build(shape, attend_layer)
+                part = architecture.build(shape, LayerAttention())
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
                 part.keep(*self.layers.layers[number])  # type: ignore[operator]
             parallelize(part, self.meshes, architecture.sharding, self.config)
@@ -168,6 +177,7 @@ class Trainer:
     def _resume(self) -> None:
         found = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
         if found is None:
+            self._start_from_hub()
             return
         path, saved = found
         check_identity(saved.identity, self.progress.identity, path)
@@ -183,6 +193,12 @@ class Trainer:
             saved, block_tokens=self.progress.block_tokens, identity=self.progress.identity
         )
         logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
+
+    def _start_from_hub(self) -> None:
+        """Take the weights of model.hub_checkpoint, if the config names one."""
+        model, rope = self.config.model, self.stages[0].rope
+        if model.hub_checkpoint:
+            start_from_hub(Path(model.hub_checkpoint), self.parts, registry.hub_of(model).names, rope)
 
     def _open_logs(self, leads: bool) -> None:
         config, rank_peak = self.config, self.config.metrics.peak_tflops

@@ -73,6 +73,15 @@ def prepare(data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
     return build.open()
 
 
+def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
+    """The run's tokenizer: from its file, or as it was trained on the corpus.
+
+    Raises:
+        DataError: as `prepare`, or `load_tokenizer`.
+    """
+    return prepare(data, tokenizer).tokenizer if trains_tokenizer(tokenizer) else load_tokenizer(tokenizer)
+
+
 @dataclass(frozen=True)
 class _Build:
     """One folder of the cache, made or to be made.
