@@ -4,7 +4,8 @@
 """
 
 from models.llama import ARCHITECTURE as LLAMA
+from models.moe import ARCHITECTURE as MOE
 
-ARCHITECTURES = (LLAMA,)
+ARCHITECTURES = (LLAMA, MOE)
 
 __all__ = ["ARCHITECTURES"]

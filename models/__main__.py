@@ -27,6 +27,8 @@ def _rows(architecture: Architecture) -> Iterator[str]:
         sizes = [shape.dim, shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn_dim]
         options = [option for option in ("tie_embeddings", "qkv_bias", "qk_norm", "sinks") if getattr(shape, option)]
         options += [f"windows = {list(shape.windows)}"] if any(shape.windows) else []
+        if hasattr(shape, "n_experts"):
+            options.append(f"{shape.n_experts} experts, {shape.experts_per_token} a token")
         rope = ", ".join(f"{key} = {_toml(value)}" for key, value in architecture.published_rope.get(name, {}).items())
         cells = [f"`{name}`", *map(str, sizes), str(shape.vocab_size or "the tokenizer's"), ", ".join(options)]
         yield f"| {' | '.join(cells)} | {f'`{{{rope}}}`' if rope else ''} |"

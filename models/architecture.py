@@ -8,6 +8,21 @@ from torch import nn
 
 
 @dataclass(frozen=True)
+class Hub:
+    """How the checkpoints of an architecture look in Hugging Face's format.
+
+    Attributes:
+        names: our parameter -> theirs; `*` stands for the layer's number in both.
+        sizes: config.json -> values of the shape; ValueError says why it is none of this architecture.
+        config: shape -> config.json, without rotary embedding, length and tokens; ValueError says what it cannot say.
+    """
+
+    names: Mapping[str, str]
+    sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """An architecture by name.
 
@@ -16,9 +31,13 @@ class Architecture:
             `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`.
         build: (shape, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to some layers,
-            `opens` and `closes`, and `forward(tokens, positions, plan, head)`.
+            `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
+            plan, window) and may be given `sinks=`; `attend.sum_ranks(x, plan)` sums a tensor without gradient
+            over the ranks that share each sequence, and is missing where a sequence is whole.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
         published_rope: flavor -> keys of a stage's `rope` with which it was published.
+        hub: names and sizes in Hugging Face's format; None where it has none.
+        lacks: dotted key of the config -> why this architecture cannot have it on (a flag), or above 1 (a degree).
     """
 
     name: str
@@ -26,3 +45,5 @@ class Architecture:
     build: Callable[[Any, Any], nn.Module]
     sharding: Mapping[str, str]
     published_rope: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    hub: Hub | None = None
+    lacks: Mapping[str, str] = field(default_factory=dict)

@@ -184,10 +184,15 @@ def _single_step(
     tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, shape))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
+
+    def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+        logits = output(hidden).float().flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss, loss.detach()
+
     with _watch_attention([model]) as outputs:
-        logits = model(tokens, positions, documents).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        loss.backward()
+        differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, documents, head))
+        differentiated.backward()
     peak = device.peak_memory_bytes() - before
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     gradients = {key: p.grad.float().cpu() for key, p in model.named_parameters() if p.grad is not None}

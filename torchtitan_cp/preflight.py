@@ -29,6 +29,7 @@ def preflight(config: Config, ranks: int) -> str:
     costs = layer_costs(shape, max(stage.seq_len for stage in stages))
     settings = config.context_parallel
     for stage in stages:
+        registry.check_support(config, stage)
         check_shape(shape, stage.tp)
         plan_stages(config.parallel, stage.pp, costs)
         make_plan(

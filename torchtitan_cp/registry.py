@@ -2,13 +2,26 @@
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Model
+
+
+class Hub(Protocol):
+    """An architecture's checkpoints in Hugging Face's format."""
+
+    @property
+    def names(self) -> Mapping[str, str]: ...
+    @property
+    def sizes(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]: ...
+    @property
+    def config(self) -> Callable[[Any], dict[str, Any]]: ...
 
 
 class Architecture(Protocol):
@@ -22,6 +35,10 @@ class Architecture(Protocol):
     def build(self) -> Callable[[Any, Any], nn.Module]: ...
     @property
     def sharding(self) -> Mapping[str, str]: ...
+    @property
+    def hub(self) -> Hub | None: ...
+    @property
+    def lacks(self) -> Mapping[str, str]: ...
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}
@@ -44,11 +61,31 @@ def architecture(model: Model) -> Architecture:
     return _ARCHITECTURES[model.architecture]
 
 
+def check_support(config: Config, degrees: Any) -> None:
+    """Refuse what the config asks for and its architecture lacks.
+
+    Args:
+        degrees: with `pp` and `tp`, of the mesh or of a stage.
+
+    Raises:
+        ConfigError: naming the key, and the architecture's reason.
+    """
+    for key, reason in architecture(config.model).lacks.items():
+        section, name = key.split(".")
+        plain = 1 if section == "parallel" else False
+        if (getattr(degrees, name) if section == "parallel" else getattr(getattr(config, section), name)) != plain:
+            raise ConfigError(
+                f"{key} does not go with the architecture {config.model.architecture!r}: {reason}",
+                fix=f"set {key} = {str(plain).lower()}, or use another model.architecture",
+            )
+
+
 def shape_of(model: Model) -> Any:
     """The flavor's shape with [model] overrides applied; vocab_size may still be 0 (the tokenizer's).
 
     Raises:
-        ConfigError: an unknown flavor or override, an override of the wrong type, or sizes that do not fit.
+        ConfigError: an unknown flavor or override, an override of the wrong type, sizes that do not fit, or that
+            are not those of model.hub_checkpoint.
     """
     flavors = architecture(model).flavors
     if model.flavor not in flavors:
@@ -68,7 +105,57 @@ def shape_of(model: Model) -> Any:
     shape = dataclasses.replace(shape, **overrides)
     if problem := shape.problem():
         raise ConfigError(f"model {model.flavor} with its overrides: {problem}", fix="change model.overrides")
+    return _as_in_hub(model, shape) if model.hub_checkpoint else shape
+
+
+def hub_of(model: Model) -> Hub:
+    """How the architecture looks in Hugging Face's format.
+
+    Raises:
+        ConfigError: it has no such format.
+    """
+    hub = architecture(model).hub
+    if hub is None:
+        raise ConfigError(
+            f"the architecture {model.architecture!r} has no names in Hugging Face's format",
+            fix="use another architecture, or add them as models/llama/hub.py has them",
+        )
+    return hub
+
+
+def _as_in_hub(model: Model, shape: Any) -> Any:
+    """The shape with the vocabulary of the hub checkpoint, whose every other size it must have."""
+    path = Path(model.hub_checkpoint).expanduser() / "config.json"
+    try:
+        sizes = hub_of(model).sizes(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(
+            f"model.hub_checkpoint: {path} cannot be read: {error.strerror}",
+            fix="give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it",
+        ) from None
+    except KeyError as error:
+        raise ConfigError(f"model.hub_checkpoint: {path} has no {error}", fix="give a complete config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"model.hub_checkpoint: {path}: {error}", fix="use another checkpoint") from None
+    if not shape.vocab_size:
+        shape = dataclasses.replace(shape, vocab_size=sizes["vocab_size"])
+    # One window for all layers may be said in more ways than one.
+    wanted = dataclasses.replace(shape, **sizes)
+    others = {name: size for name, size in sizes.items() if getattr(shape, name) != size}
+    if "windows" in others and wanted.layer_windows == shape.layer_windows:
+        del others["windows"]
+    if others:
+        differences = ", ".join(f"{name} {getattr(shape, name)!r} and not {size!r}" for name, size in others.items())
+        overrides = ", ".join(f"{name} = {_toml(size)}" for name, size in others.items())
+        raise ConfigError(
+            f"model.hub_checkpoint: the flavor {model.flavor} with its overrides has {differences}, as {path} says",
+            fix=f"use the flavor of that checkpoint, or add model.overrides = {{{overrides}}}",
+        )
     return shape
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def with_vocabulary(shape: Any, tokenizer_size: int) -> Any:

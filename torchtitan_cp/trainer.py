@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_cp import registry
-from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy
+from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks
 from torchtitan_cp.checkpoint import Checkpoints, Progress, SaveSchedule, check_identity
+from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.config import Config, ConfigError, UserError, to_toml
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import resolve_degrees
@@ -68,11 +69,18 @@ from torchtitan_cp.parallel.failure import doing
 logger = logging.getLogger(__name__)
 
 
-def attend_layer(
-    q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention of a layer that has this window: what the model is handed."""
-    return attend(q, k, v, plans[window], sinks=sinks)
+class LayerAttention:
+    """What the model is handed, with the plan of each window that a layer has."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of a layer that has this window."""
+        return attend(q, k, v, plans[window], sinks=sinks)
+
+    def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
+        """Sum over the ranks that share each sequence."""
+        return sum_ranks(x, next(iter(plans.values())))
 
 
 class Trainer:
@@ -93,6 +101,7 @@ class Trainer:
         self.stages = resolve_stages(config, world.size)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         begins = self._first_stage()
+        registry.check_support(config, begins)
         degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         if config.training.deterministic:
@@ -178,7 +187,7 @@ class Trainer:
         self.parts = nn.ModuleList()
         for number in self.layers.of(mesh.get_local_rank()):
             with torch.device("meta"):
-                part = architecture.build(shape, attend_layer)
+                part = architecture.build(shape, LayerAttention())
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
                 part.keep(*self.layers.layers[number])  # type: ignore[operator]
             parallelize(part, self.meshes, architecture.sharding, config)
@@ -268,6 +277,7 @@ class Trainer:
 
     def _resume(self) -> None:
         if self.saved is None:
+            self._start_from_hub()
             return
         path, saved = self.saved
         check_identity(saved.identity, self.progress.identity, path)
@@ -283,6 +293,12 @@ class Trainer:
             saved, block_tokens=self.progress.block_tokens, identity=self.progress.identity
         )
         logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
+
+    def _start_from_hub(self) -> None:
+        """Take the weights of model.hub_checkpoint, if the config names one."""
+        model, rope = self.config.model, self.stages[0].rope
+        if model.hub_checkpoint:
+            start_from_hub(Path(model.hub_checkpoint), self.parts, registry.hub_of(model).names, rope)
 
     def _open_logs(self, leads: bool) -> None:
         config, rank_peak = self.config, self.config.metrics.peak_tflops

@@ -2,9 +2,10 @@
 
 from models.architecture import Architecture
 from models.llama.flavors import FLAVORS, PUBLISHED_ROPE, LlamaShape
+from models.llama.hub import HUB
 from models.llama.model import Llama
 from models.llama.sharding import SHARDING
 
-ARCHITECTURE = Architecture("llama", FLAVORS, Llama, SHARDING, PUBLISHED_ROPE)
+ARCHITECTURE = Architecture("llama", FLAVORS, Llama, SHARDING, PUBLISHED_ROPE, HUB)
 
 __all__ = ["ARCHITECTURE", "FLAVORS", "SHARDING", "Llama", "LlamaShape"]

@@ -4,7 +4,7 @@ Three choices that do not know each other: a layout says which chunk of the sequ
 says which tiles it computes and which keys must travel, a kernel computes one tile.
 """
 
-from torchtitan_cp.attention.api import ContextParallel, attend, make_plan
+from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.intercept import context_parallel
 from torchtitan_cp.attention.mask import AttentionMask
@@ -27,4 +27,5 @@ __all__ = [
     "context_parallel",
     "make_plan",
     "simulate",
+    "sum_ranks",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_cp.attention import transfer
 from torchtitan_cp.attention.codec import find_codec
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import check_kernel
@@ -215,6 +216,18 @@ def attend(
     trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, trade_ranks)[0]
+
+
+def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
+    """Sum a small tensor over the ranks that share the plan's sequences: counts of what a model meets in them.
+
+    Collective over the plan's group; without gradient.
+
+    Args:
+        x: of one shape on all ranks.
+        plan: of any layer.
+    """
+    return transfer.sum_ranks(x, plan.groups, plan.ranks, plan.all_to_all_ranks)
 
 
 def _formats(name: str) -> tuple[Any, Any]:

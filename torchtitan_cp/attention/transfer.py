@@ -222,3 +222,8 @@ def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:
     outer = ring.all_gather(inner).wait()
     assert outer is not None
     return outer.flatten(0, 1)
+
+
+def sum_ranks(x: Tensor, groups: Groups | None, ranks: int, all_to_all_ranks: int) -> Tensor:
+    """The sum of a small tensor over the P = `ranks` of a context-parallel group; without gradient."""
+    return gather(x.detach(), find_groups(groups, ranks, all_to_all_ranks)).sum(0)

@@ -50,6 +50,7 @@ class Model:
     architecture: str = key("llama", "architecture by name, from models/")
     flavor: str = key("debug", "shape by name: debug, 1B, 3B, 8B, 70B, 405B, ...")
     overrides: dict[str, Any] = key({}, "sizes that replace the flavor's, e.g. {n_layers = 2}")  # noqa: RUF009
+    hub_checkpoint: str = key("", "folder in Hugging Face's format (config.json, *.safetensors) to start from")
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,15 @@ def _digest(values: list[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:KEY_CHARACTERS]
 
 
+def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
+    """The run's tokenizer: from its file, or as it was trained on the corpus.
+
+    Raises:
+        DataError: as `prepare`, or `load_tokenizer`.
+    """
+    return prepare(data, tokenizer).tokenizer if trains_tokenizer(tokenizer) else load_tokenizer(tokenizer)
+
+
 @dataclass(frozen=True)
 class _Build:
     """One folder of the cache, made or to be made.

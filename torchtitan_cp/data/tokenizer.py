@@ -15,6 +15,11 @@ from torchtitan_cp.data.extras import import_extra
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
 SPACE_MARK = "\u2581"
+# What transformers writes beside the tokenizer itself.
+BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
 
 
 class Tokenizer(Protocol):
@@ -24,11 +29,13 @@ class Tokenizer(Protocol):
         vocab_size: V; every id is below it.
         eos_id: the token that ends a document. `encode_batch` never gives it.
         fingerprint: tells this tokenizer from others.
+        path: its file; None if it has none.
     """
 
     vocab_size: int
     eos_id: int
     fingerprint: str
+    path: Path | None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all the cores we may use."""
@@ -51,6 +58,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: Path) -> None:
         model = _read_file(path)
+        self.path: Path | None = path
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             self.vocab_size: int = self._processor.vocab_size()
@@ -99,6 +107,8 @@ class SentencePieceTokenizer:
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, and 256 to end a document."""
 
+    path: Path | None = None
+
     def __init__(self) -> None:
         self.vocab_size, self.eos_id, self.fingerprint = 257, 256, "bytes"
 
@@ -123,6 +133,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         content = _read_file(path)
+        self.path: Path | None = path
         library = import_extra("tokenizers", extra="huggingface", needed_by="tokenizer.kind = 'huggingface'")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
@@ -176,6 +187,23 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
             f"tokenizer.kind = {settings.kind!r} needs tokenizer.path", fix="set tokenizer.path to a tokenizer.json"
         )
     return SentencePieceTokenizer(path) if settings.kind == "sentencepiece" else HuggingFaceTokenizer(path)
+
+
+def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path | None) -> dict[str, Path]:
+    """The files that go with a model's weights: name there -> file here.
+
+    Args:
+        start: folder in Hugging Face's format that the model came from; its other files count only if the run's
+            tokenizer is one of them, or one beside it.
+    """
+    if tokenizer.path is None:
+        return {}
+    own = "tokenizer.model" if settings.kind == "sentencepiece" else "tokenizer.json"
+    folders = [tokenizer.path.parent] if settings.path else []
+    if start and (start / own).is_file() and (start / own).read_bytes() == tokenizer.path.read_bytes():
+        folders.append(start)
+    beside = {name: folder / name for folder in folders for name in BESIDE if (folder / name).is_file()}
+    return {**beside, own: tokenizer.path}
 
 
 def check_tokenizer(settings: TokenizerConfig) -> None:

@@ -1,0 +1,113 @@
+"""Llama and its relatives as Hugging Face checkpoints: names of weights and keys of config.json, as data.
+
+Source: the `modeling_*` and `configuration_*` files of Hugging Face transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.architecture import Hub
+from models.llama.flavors import LlamaShape
+
+# Ours -> theirs; `*` is the layer's number. RoPE turns halves in both, so no row changes its place.
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
+    "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
+    "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+
+# model_type -> (qkv_bias, qk_norm).
+FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# What a released config leaves out, as its class has it.
+DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a LlamaShape from a config.json.
+
+    Raises:
+        ValueError: it describes a network that this block is not; the message says what of it.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type is {family!r}, and this architecture is {', '.join(FAMILIES)}")
+    for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if config.get(key, wanted) != wanted:
+            raise ValueError(f"{key} is {config[key]!r}, and these blocks have {wanted!r}")
+    filled = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    filled.setdefault("num_key_value_heads", filled["num_attention_heads"])
+    filled.setdefault("head_dim", filled["hidden_size"] // filled["num_attention_heads"])
+    qkv_bias, qk_norm = FAMILIES[family]
+    found = {name: filled[key] for name, key in KEYS.items()}
+    return {**found, "qkv_bias": qkv_bias, "qk_norm": qk_norm, "windows": _windows(family, filled, config)}
+
+
+def _windows(family: str, filled: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The window of the layers in turn, as short as it can be said."""
+    layers = filled["num_hidden_layers"]
+    if family == "mistral":
+        return (config.get("sliding_window", 4096) or 0,)
+    if family == "llama" or not filled.get("use_sliding_window", False):
+        return (0,)
+    first = filled.get("max_window_layers", 28)
+    kinds = filled.get("layer_types") or [
+        "sliding_attention" if number >= first else "full_attention" for number in range(layers)
+    ]
+    windows = [filled["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
+    periods = (length for length in range(1, layers + 1) if layers % length == 0)
+    return next(tuple(windows[:length]) for length in periods if windows[:length] * (layers // length) == windows)
+
+
+def config(shape: LlamaShape) -> dict[str, Any]:
+    """A config.json of this shape, without its rotary embedding, length and tokens.
+
+    Raises:
+        ValueError: no family has these options together; the message names them.
+    """
+    if shape.sinks or (shape.qkv_bias and shape.qk_norm):
+        options = [name for name in ("sinks", "qkv_bias", "qk_norm") if getattr(shape, name)]
+        raise ValueError(f"no published family of this block has {' and '.join(options)}")
+    windows = set(shape.layer_windows)
+    family = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "mistral" if any(windows) else "llama"
+    if len(windows - {0}) > 1 or (family == "mistral" and 0 in windows):
+        raise ValueError(f"{family} has one window in every layer, and windows = {list(shape.windows)}")
+    found: dict[str, Any] = {key: getattr(shape, name) for name, key in KEYS.items()}
+    found |= {"architectures": [f"{CLASSES[family]}ForCausalLM"], "model_type": family, "hidden_act": "silu"}
+    if family == "llama" or family == "qwen3":
+        found["attention_bias"] = False
+    if family == "mistral":
+        found["sliding_window"] = max(windows)
+    if family.startswith("qwen"):
+        kinds = ["sliding_attention" if window else "full_attention" for window in shape.layer_windows]
+        found |= {"use_sliding_window": any(windows), "sliding_window": max(windows) or None, "layer_types": kinds}
+    return found
+
+
+HUB = Hub(NAMES, sizes, config)

@@ -1,0 +1,320 @@
+"""Hugging Face checkpoints in and out, with transformers as the judge."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from models.llama import Llama, LlamaShape
+from models.llama.hub import HUB
+from tests.models.hub_models import FAMILIES, OURS, SHAPES, save_model
+from tests.ranks import RankPool
+from tests.runs import TINY, gradients_of, prepared, train, write_run
+from torchtitan_cp.checkpoint import export as export_module
+from torchtitan_cp.checkpoint.export import export
+from torchtitan_cp.checkpoint.hub import INDEX_FILE, _copy_shard, hub_name, load_hub_weights, rope_parameters, shard_of
+from torchtitan_cp.checkpoint.weights import open_saved_model
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.generate import LayerCache, load_model
+from torchtitan_cp.registry import shape_of
+
+
+def write_start(folder: Path, family: str, max_shard_size: str = "5GB") -> Path:
+    """A model of this family, and a config of ours that starts from it."""
+    folder.mkdir(exist_ok=True)
+    save_model(family, folder / "hub", max_shard_size)
+    sizes, rope = SHAPES[family]
+    model = f'flavor = "debug"\nhub_checkpoint = "{folder}/hub"\noverrides = {{{OURS}, {sizes}}}'
+    lines = [line for line in TINY.splitlines() if not line.startswith("overrides")]
+    text = "\n".join(lines).format(folder=folder).replace('flavor = "debug"', model)
+    return write_run(folder, f"{text}\nrope = {rope}\n".replace("{", "{{").replace("}", "}}"))
+
+
+def started(path: Path, *overrides: str) -> Any:
+    """On a rank: the trainer with the hub's weights."""
+    trainer = prepared(path, *overrides)
+    trainer._start_from_hub()
+    return trainer
+
+
+def first_step(path: Path, *overrides: str) -> tuple[dict[str, Tensor], float, Tensor | None]:
+    """On a rank: whole weights, loss of the first step, and on one rank the logits of its first sequence."""
+    trainer = started(path, *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    weights = {n: p.full_tensor().detach() for part in trainer.parts for n, p in part.named_parameters()}
+    batches = read_step(trainer.samples, shape, 0)
+    loss = gradients_of(trainer, batches)[0]
+    if trainer.world.size > 1:
+        return weights, loss, None
+    return weights, loss, trainer.parts[0](batches[0].tokens, batches[0].positions, batches[0].plans).detach()
+
+
+def sequences(path: Path) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of the first step, all four sequences."""
+    trainer = prepared(path)
+    trainer.enter_stage(trainer.stages[0])
+    rows = [trainer.samples.sequence(number) for number in range(4)]
+    tokens, labels = (
+        torch.stack([torch.from_numpy(getattr(row, part)) for row in rows]) for part in ("tokens", "labels")
+    )
+    return tokens, labels
+
+
+def in_transformers(folder: Path, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights and logits."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        return dict(model.named_parameters()), model(tokens).logits
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_training(
+    ranks: Callable[[int], RankPool], tmp_path: Path, family: str
+) -> None:
+    path = write_start(tmp_path, family, "100KB")
+    assert (tmp_path / "hub" / INDEX_FILE).is_file()
+    tokens, labels = ranks(1)(sequences, path)[0]
+    their_weights, their_logits = in_transformers(tmp_path / "hub", tokens)
+    weights, loss, logits = ranks(1)(first_step, path)[0]
+    for name, weight in weights.items():
+        assert torch.equal(weight, their_weights[hub_name(name, HUB.names)]), name
+    assert close(logits, their_logits[:1])
+    their_loss = nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    assert loss == pytest.approx(their_loss.item(), rel=1e-5)
+
+    ranks(1)(train, path, "--curriculum.stages[0].steps=2")
+    export(tmp_path / "run", tmp_path / "out", most_bytes=100_000)
+    saved = open_saved_model(tmp_path / "run")
+    model = load_model(saved, torch.device("cpu"))
+    with torch.no_grad():
+        ours = torch.cat(
+            [model(row, torch.arange(128), iter([LayerCache() for _ in range(4)])) for row in tokens[:, None]]
+        )
+    exported, back = in_transformers(tmp_path / "out", tokens)
+    assert close(back, ours)
+    assert not close(back, their_logits), "it was trained"
+    for name, weight in saved.read([name for name, _ in model.named_parameters()]).items():
+        assert torch.equal(weight, exported[hub_name(name, HUB.names)]), name
+
+
+WIDE = {
+    "FSDP 2 x CP 2 x TP 2": ("qwen3", 8, ["--parallel.cp=2", "--parallel.tp=2"]),
+    "CP 2 x TP 2": ("qwen2, windows in the last layers", 4, ["--parallel.cp=2", "--parallel.tp=2"]),
+    "PP 2 x FSDP 2": ("llama", 4, ["--parallel.pp=2"]),
+}
+
+
+@pytest.mark.parametrize("layout", WIDE)
+def test_the_weights_arrive_bit_for_bit_on_ranks_and_give_the_same_loss(
+    ranks: Callable[[int], RankPool], tmp_path: Path, layout: str
+) -> None:
+    family, size, overrides = WIDE[layout]
+    path = write_start(tmp_path, family, "100KB")
+    tokens, labels = ranks(1)(sequences, path)[0]
+    their_weights, their_logits = in_transformers(tmp_path / "hub", tokens)
+    their_loss = nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten()).item()
+    found: set[str] = set()
+    for weights, loss, _ in ranks(size)(first_step, path, *overrides):
+        assert loss == pytest.approx(their_loss, rel=1e-5)
+        found |= weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, their_weights[hub_name(name, HUB.names)]), name
+    assert {hub_name(name, HUB.names) for name in found} == their_weights.keys()
+
+
+def read_rows(rows: int) -> tuple[int, int, int]:
+    """(first row, last row, rows held) of a tensor cut twice along the rows, as a rank reads it."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(rows * 2.0).view(rows, 2)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    (first, stop) = (shard_of(sharded)[0].start, shard_of(sharded)[0].stop)
+    assert torch.equal(whole[shard_of(sharded)], sharded.to_local())
+    return first, stop, len(sharded.to_local())
+
+
+def test_a_rank_reads_its_own_rows_and_none_where_it_has_none(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(4)(read_rows, 6) == [(0, 2, 2), (2, 4, 2), (4, 6, 2), (6, 6, 0)]
+
+
+def test_a_rank_reads_no_more_of_a_file_than_it_holds(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    save_file({"w": torch.arange(64.0).view(8, 8)}, tmp_path / "one.safetensors")
+    assert ranks(2)(rows_read, tmp_path / "one.safetensors") == [
+        [(slice(0, 4), slice(0, 8))],
+        [(slice(4, 8), slice(0, 8))],
+    ]
+
+
+def rows_read(path: Path) -> list[Any]:
+    """What `_copy_shard` asks a file for."""
+    asked: list[Any] = []
+    parameter = distribute_tensor(torch.zeros(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with safe_open(path, framework="pt") as file:
+        piece = file.get_slice("w")
+
+        class Watched:
+            def get_shape(self) -> list[int]:
+                return piece.get_shape()
+
+            def __getitem__(self, where: Any) -> Tensor:
+                asked.append(where)
+                return piece[where]
+
+        _copy_shard(Watched(), parameter, "w")
+    assert torch.equal(parameter.full_tensor(), torch.arange(64.0).view(8, 8))
+    return asked
+
+
+def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_come_along(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_start(tmp_path, "llama")
+    (tmp_path / "hub" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    ranks(1)(train, path, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
+    assert export_module.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 128
+    assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 1e6
+    assert config["rope_scaling"]["factor"] == 8.0
+    assert config["bos_token_id"] == 1, "what the run does not change stays as it was"
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert export_module.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+
+
+def test_a_run_of_its_own_exports_with_its_tokenizer(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, TINY.replace('kind = "bytes"', 'kind = "sentencepiece"\nvocab_size = 400'))
+    ranks(1)(train, path, "--curriculum.stages[0].steps=1")
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").stat().st_size > 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 1}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert export_module.main([str(tmp_path / "run"), str(tmp_path / "other")]) == 2
+    assert "is no checkpoint and has none" in capsys.readouterr().err
+
+
+ROPES = {
+    "ntk is another theta": (
+        Rope(theta=1e4, kind="ntk", factor=4.0),
+        {"rope_type": "default", "rope_theta": 1e4 * 4.0 ** (64 / 62)},
+    ),
+    "linear": (Rope(kind="linear", factor=4.0), {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "longrope with one list": (
+        Rope(kind="longrope", factor=4.0, original_seq_len=64, long_factor=(2.0, 3.0)),
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "long_factor": [2.0, 3.0],
+            "short_factor": [2.0, 3.0],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_scaling_is_written_with_their_keys(name: str) -> None:
+    rope, want = ROPES[name]
+    assert rope_parameters(rope, 64) == want
+
+
+def hub_problem(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        shape_of(load_config(path, overrides).model)
+    return str(caught.value)
+
+
+def change_config(folder: Path, **keys: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+def test_what_the_config_of_a_checkpoint_says_must_be_the_shape(tmp_path: Path) -> None:
+    path = write_start(tmp_path, "mistral")
+    shape = shape_of(load_config(path, []).model)
+    assert (shape.vocab_size, shape.windows) == (288, (20,)), "the vocabulary is the checkpoint's"
+    message = hub_problem(path, "--model.overrides.n_layers=2", "--model.overrides.windows=[0]")
+    assert "n_layers 2 and not 4, windows (0,) and not (20,)" in message
+    assert "add model.overrides = {n_layers = 4, windows = [20]}" in message
+    assert "cannot be read: No such file" in hub_problem(path, "--model.hub_checkpoint=/none")
+    change_config(tmp_path / "hub", model_type="gpt2")
+    assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)
+    change_config(tmp_path / "hub", model_type="llama", attention_bias=True)
+    assert "attention_bias is True, and these blocks have False" in hub_problem(path)
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "llama"}')
+    assert "config.json has no 'num_attention_heads'" in hub_problem(path)
+
+
+def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    model = Llama(LlamaShape(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
+    whole = load_file(tmp_path / "model.safetensors")
+
+    def problem() -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_hub_weights(tmp_path, [model], HUB.names)
+        return str(caught.value)
+
+    save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, tmp_path / "model.safetensors")
+    assert "has no tensor model.norm.weight, which is our norm.weight" in problem()
+    save_file({**whole, "model.layers.0.mlp.down_proj.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert "no place for: model.layers.0.mlp.down_proj.bias" in problem()
+    save_file({**whole, "model.norm.weight": torch.zeros(47)}, tmp_path / "model.safetensors")
+    assert "model.norm.weight has the shape [47], and the model's is [48]" in problem()
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:5000])
+    assert "model.safetensors cannot be read" in problem()
+    (tmp_path / "model.safetensors").unlink()
+    assert f"has neither model.safetensors nor {INDEX_FILE}" in problem()
+
+
+def test_options_that_no_family_has_are_not_exported() -> None:
+    shape = LlamaShape(48, 4, 4, 2, 12, 96, 288)
+    for options, message in (
+        ({"sinks": True}, "no published family of this block has sinks"),
+        ({"qkv_bias": True, "qk_norm": True}, "has qkv_bias and qk_norm"),
+        ({"windows": (20, 0)}, r"mistral has one window in every layer, and windows = \[20, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HUB.config(LlamaShape(**{**shape.__dict__, **options}))  # type: ignore[arg-type]
+
+
+def change_of_rope(path: Path) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchtitan_cp.checkpoint.hub")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        started(path)
+        started(path, "--curriculum.stages[0].rope.theta=2e6")
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in messages if "trained with:" in message]
+
+
+def test_another_rotary_embedding_than_the_checkpoint_s_is_said(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    (message,) = ranks(1)(change_of_rope, write_start(tmp_path, "llama"))[0]
+    assert message.endswith("trained with: rope_theta 500000.0 -> 2000000.0")

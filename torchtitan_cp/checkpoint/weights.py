@@ -1,0 +1,84 @@
+"""The weights of a finished checkpoint, read by one process: for export and generation."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchtitan_cp.checkpoint.manifest import read_manifest
+from torchtitan_cp.checkpoint.reader import CheckpointPlanner, CheckpointReader, read_table
+from torchtitan_cp.checkpoint.store import PROGRESS_FILE, Checkpoints
+from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.sections import Stage
+
+PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint's model.
+
+    Attributes:
+        path: the step-N folder.
+        config: of the run.
+        stage: the last that the run had begun.
+        sizes: of the shape.
+        tensors: name -> (size, dtype) of each parameter.
+        table: where they lie in which file.
+    """
+
+    path: Path
+    config: Config
+    stage: Stage
+    sizes: dict[str, Any]
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]
+    table: Metadata
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """These parameters, whole, on the host."""
+        values = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
+        with warnings.catch_warnings():
+            # One process is what is meant; torch wonders about it.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            reader = CheckpointReader(self.path, self.table)
+            dcp.load({"model": values}, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
+        return values
+
+    def shape(self, kind: type) -> Any:
+        """The sizes as a shape of this kind."""
+        return kind(**{name: tuple(size) if isinstance(size, list) else size for name, size in self.sizes.items()})
+
+
+def open_saved_model(path: Path) -> SavedModel:
+    """Look into a checkpoint.
+
+    Args:
+        path: a step-N folder, or a run's folder, whose newest checkpoint is taken.
+
+    Raises:
+        ConfigError: there is none, or the run's config.toml is not where the run wrote it.
+    """
+    if not (path / PROGRESS_FILE).is_file():
+        complete = Checkpoints(path / "checkpoints").complete()
+        if not complete:
+            raise ConfigError(
+                f"{path} is no checkpoint and has none", fix="give a run's folder, or .../checkpoints/step-N"
+            )
+        path = complete[-1][1]
+    config = load_config(path.parents[1] / "config.toml")
+    progress = json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8"))
+    stage = config.curriculum.stages[max(map(int, progress["stage_losses"]), default=0)]
+    table = read_table(path, read_manifest(path))
+    saved: dict[str, Any] = table.state_dict_metadata
+    tensors = {
+        name.removeprefix(PREFIX): (entry.size, entry.properties.dtype)
+        for name, entry in saved.items()
+        if name.startswith(PREFIX)
+    }
+    return SavedModel(path, config, stage, progress["identity"]["model"], tensors, table)
