@@ -44,9 +44,8 @@ class Estimate:
         parameters: of the network.
         linear_flops, attention_flops: of a step over all ranks, forward and backward, recomputation not counted.
         memory: of the fullest rank; usable_bytes: what it may be.
-        volumes: strategy -> what the busiest rank sends.
-        seconds: what a step's time goes to; exposed: the messages among it.
-        step_seconds: their sum.
+        seconds: what a step's time goes to -> how long.
+        peak_flops: FLOP/s of all ranks.
     """
 
     stage: StagePlan
@@ -56,7 +55,6 @@ class Estimate:
     attention_flops: float
     memory: Memory
     usable_bytes: float
-    volumes: dict[str, Volume]
     seconds: dict[str, float]
     peak_flops: float
 
@@ -103,11 +101,43 @@ def estimate_stage(config: Config, shape: Any, degrees: Degrees, stage: StagePla
     Raises:
         ContextParallelError: the strategy does not fit the stage.
     """
+    setting = setting_of(config, shape, degrees, stage, cluster)
+    stages = stages_of(config, shape, degrees, stage)
+    attention = _Attention(config, shape, degrees, stage, cluster)
+    linear, pairs = model_flops(shape, stage.seq_len)
+    times = [_rank_seconds(shape, setting, stages, rank, degrees, cluster, attention) for rank in range(degrees.pp)]
+    ranks = degrees.pp * degrees.dp_replicate * degrees.fsdp * degrees.tp
+    return Estimate(
+        stage=stage,
+        strategy=setting.strategy,
+        parameters=total_parameters(shape),
+        linear_flops=linear * stage.global_batch_tokens,
+        attention_flops=pairs * stage.global_batch_tokens / stage.seq_len,
+        memory=stage_memory(config, shape, degrees, stage, cluster),
+        usable_bytes=cluster.usable_bytes,
+        seconds=max(times, key=lambda seconds: sum(seconds.values())),
+        peak_flops=cluster.rate(config.training.compute_dtype, 1.0) * ranks,
+    )
+
+
+def stage_memory(config: Config, shape: Any, degrees: Degrees, stage: StagePlan, cluster: Cluster) -> Memory:
+    """The fullest moment of a stage's step on the pipeline rank that holds most."""
+    setting = setting_of(config, shape, degrees, stage, cluster)
+    parts = parts_of(stages_of(config, shape, degrees, stage), config, stage, degrees.pp)
+    return max((memory_of(shape, part, setting) for part in parts), key=lambda memory: memory.total)
+
+
+def stage_volumes(
+    config: Config, shape: Any, degrees: Degrees, stage: StagePlan, cluster: Cluster
+) -> dict[str, Volume]:
+    """What the busiest rank sends for attention under each possible strategy, all layers in one pipeline rank."""
+    return _Attention(config, shape, degrees, stage, cluster).volumes()
+
+
+def setting_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan, cluster: Cluster) -> Setting:
+    """What a stage's memory and time depend on."""
     strategy = _strategy(shape, degrees, stage)
-    inner = _inner(strategy, stage.cp, stage.all_to_all_ranks)
-    longest = max([stage.seq_len, *(other.seq_len for other in config.curriculum.stages)])
-    stages = _stages(config.parallel, degrees.pp, shape, longest)
-    setting = Setting(
+    return Setting(
         config=config,
         tokens=stage.micro_batch_sequences * stage.seq_len // stage.cp,
         micro_batches=stage.micro_batches,
@@ -115,35 +145,15 @@ def estimate_stage(config: Config, shape: Any, degrees: Degrees, stage: StagePla
         fsdp=degrees.fsdp,
         cp=stage.cp,
         strategy=strategy,
-        inner=inner,
+        inner=_inner(strategy, stage.cp, stage.all_to_all_ranks),
         fused_norm=cluster.accelerator.fused_norm or config.compile.enable,
     )
-    attention = _Attention(config, shape, degrees, stage, cluster)
-    linear, pairs = model_flops(shape, stage.seq_len)
-    sequences = stage.global_batch_tokens / stage.seq_len
-    times = [
-        _rank_seconds(shape, setting, stages, rank, degrees, cluster, attention, strategy, inner)
-        for rank in range(degrees.pp)
-    ]
-    return Estimate(
-        stage=stage,
-        strategy=strategy,
-        parameters=total_parameters(shape),
-        linear_flops=linear * stage.global_batch_tokens,
-        attention_flops=pairs * sequences,
-        memory=max(
-            (memory_of(shape, part, setting) for part in parts_of(stages, config, stage, degrees.pp)),
-            key=lambda memory: memory.total,
-        ),
-        usable_bytes=cluster.usable_bytes,
-        volumes=attention.volumes(setting),
-        seconds=max(times, key=lambda seconds: sum(seconds.values())),
-        peak_flops=cluster.rate(config.training.compute_dtype, 1.0)
-        * degrees.pp
-        * degrees.dp_replicate
-        * degrees.fsdp
-        * degrees.tp,
-    )
+
+
+def stages_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan) -> Stages:
+    """Which layers each pipeline rank has; they are dealt out by their cost at the longest length."""
+    longest = max([stage.seq_len, *(other.seq_len for other in config.curriculum.stages)])
+    return _stages(config.parallel, degrees.pp, shape, longest)
 
 
 def model_flops(shape: Any, seq_len: int, mask: AttentionMask | None = None) -> tuple[float, float]:
@@ -227,8 +237,8 @@ class _Attention:
             self.stage.seq_len, cp, strategy, inner, window, self.settings.layout, self.heads, transfer, self.rates
         )
 
-    def volumes(self, setting: Setting) -> dict[str, Volume]:
-        """What the busiest rank sends under each strategy that can be had, all layers of the model in one pipeline."""
+    def volumes(self) -> dict[str, Volume]:
+        """See stage_volumes."""
         found, times = {}, self.stage.micro_batches * self.stage.micro_batch_sequences
         for strategy in STRATEGIES:
             inner = _inner(strategy, self.stage.cp, self._hybrid_ranks())
@@ -274,8 +284,6 @@ def _rank_seconds(
     degrees: Degrees,
     cluster: Cluster,
     attention: _Attention,
-    strategy: str,
-    inner: int,
 ) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage = setting.config, attention.stage
@@ -284,7 +292,7 @@ def _rank_seconds(
     part = parts_of(stages, config, stage, degrees.pp)[pipeline_rank]
     total: dict[str, float] = {}
     for window in set(windows):
-        layer = attention.layer(strategy, inner, window)
+        layer = attention.layer(setting.strategy, setting.inner, window)
         for name, value in _layer_seconds(shape, setting, degrees, cluster, layer, attention.rates).items():
             total[name] = total.get(name, 0.0) + windows.count(window) * value * stage.micro_batches
     for name, value in _ends_seconds(shape, setting, part, cluster, len(numbers), degrees).items():

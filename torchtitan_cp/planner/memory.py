@@ -87,13 +87,15 @@ class Block:
 
     Attributes:
         stream: its input, cut along the sequence by tp.
-        norms: what both norms keep beside it, with their gathered outputs.
-        qkv: rotated q, k and v; out: attention and log-sum-exp; traded: what an all-to-all keeps.
+        first_norm, second_norm: what a norm keeps, with its gathered output; the first's input is the stream.
+        qkv: rotated q, k and v, none where an all-to-all keeps its own; out: attention and log-sum-exp.
+        traded: what an all-to-all keeps.
         wide: the MLP's four wide tensors.
     """
 
     stream: float
-    norms: float
+    first_norm: float
+    second_norm: float
     qkv: float
     out: float
     traded: float
@@ -104,17 +106,16 @@ def block_of(shape: Any, setting: Setting) -> Block:
     """The sizes of a layer's tensors."""
     e, c, tp, tokens = shape.dim, setting.element_bytes, setting.tp, setting.tokens
     query, key = shape.n_heads * shape.head_dim / tp, shape.n_kv_heads * shape.head_dim / tp
-    # Of a norm: its input (the first's is the stream), two fp32 copies where it is not fused; its gathered output.
-    inside = e / tp * (c if setting.fused_norm else 2 * WIDE)
     stream = e / tp * c
-    norms = 2 * (inside + e * c) - (stream if setting.fused_norm else 0)
-    if not setting.fused_norm and c == WIDE:
-        norms -= stream
+    # A norm keeps its input, or where it is not fused two fp32 copies (in fp32 one is the input); its output is whole.
+    second = (stream if setting.fused_norm else 2 * WIDE * e / tp) + e * c
+    first = second - stream if setting.fused_norm or c == WIDE else second
     heads = Heads(shape.n_heads // tp, shape.n_kv_heads // tp, shape.head_dim)
     return Block(
         tokens * stream,
-        tokens * norms,
-        tokens * (query + 2 * key) * c,
+        tokens * first,
+        tokens * second,
+        tokens * (query + 2 * key) * c if setting.inner == 1 else 0.0,
         tokens * (query * c + heads.query * WIDE),
         _kept_by_trade(heads, setting),
         tokens * 4 * shape.ffn_dim / tp * c,
@@ -146,7 +147,7 @@ def kept(block: Block, shape: Any, setting: Setting) -> tuple[float, float, floa
         width = setting.tokens * shape.dim * setting.element_bytes
         wide = 0.0 if tiles > 1 else block.wide / 2 + width
         return block.stream + width, attention + block.qkv, wide
-    inputs = block.stream + block.norms
+    inputs = block.stream + block.first_norm + block.second_norm
     return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.wide
 
 
@@ -264,24 +265,26 @@ def _block_moments(
     # A block's gradients whole, and two reduce-scatters of them under way; a pipeline's add up in `weights`.
     reduced = block_parameters * (c + 2 * setting.reduce_bytes) + output
     traffic = weights + (0 if setting.config.parallel.pp > 1 else reduced)
-    recomputed = 0.0 if activation.checkpoint == "none" else 1.0
-    streams = 2 * setting.tokens * shape.dim * c
+    mode = activation.checkpoint
+    recomputed = 0.0 if mode == "none" else 1.0
+    gradient = setting.tokens * shape.dim / tp * c
     # With offload two layers' shares are on the device at a time.
-    parked = 2 * (block.stream + (0 if activation.checkpoint == "full" else block.out)) if activation.offload else 0.0
-    again = block.qkv + (block.out + block.traded if activation.checkpoint == "full" else 0.0)
-    inputs = recomputed * block.norms + streams + parked
+    parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.traded)) if activation.offload else 0.0
+    again = block.qkv + (block.out + block.traded if mode == "full" else 0.0)
+    # Backward of SwiGLU's product: three wide tensors are still needed, beside their three gradients.
+    wide = 1.5 * block.wide / tiles
+    held_wide = {"none": block.wide, "selective": block.wide / 2}.get(mode, 0.0) if tiles == 1 else 0.0
     in_mlp = {
-        "block_inputs": inputs,
-        "attention": recomputed * again,
-        "mlp": block.wide / tiles * (0.75 + (recomputed if tiles == 1 else 1.0)),
+        "block_inputs": recomputed * (block.first_norm + block.second_norm) + gradient + parked,
+        "attention": recomputed * (again - (block.qkv if mode == "selective" else 0.0)),
+        "mlp": wide - held_wide,
         "communication": traffic,
     }
-    # By then the layer's own MLP is gone; gradients of out, q, k and v stand beside the exchange.
-    kept_mlp = kept(block, shape, setting)[2]
+    # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
     in_attention = {
-        "block_inputs": inputs,
-        "attention": recomputed * again + attention_at_work(shape, setting)[1] + block.out + block.qkv,
-        "mlp": -kept_mlp,
+        "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * block.second_norm,
+        "attention": recomputed * again + attention_at_work(shape, setting)[1] + block.out,
+        "mlp": -kept(block, shape, setting)[2],
         "communication": traffic,
     }
     moments = [

@@ -1,15 +1,17 @@
 """A whole config on a cluster: every check a run makes, then an estimate of each stage."""
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp import registry
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config
-from torchtitan_cp.curriculum import check_head_dim, resolve_stages
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.parallel import check_shape
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.estimate import Estimate, estimate_stage
+from torchtitan_cp.planner.estimate import Estimate, Volume, estimate_stage, stage_volumes
 from torchtitan_cp.planner.parameters import vocabulary_of
 
 
@@ -23,8 +25,19 @@ def shape_of(config: Config) -> Any:
     return dataclasses.replace(shape, vocab_size=vocabulary_of(config, shape))
 
 
-def plan_config(config: Config, cluster: Cluster) -> tuple[Estimate, ...]:
-    """An estimate of each stage on all ranks of a cluster.
+@dataclass(frozen=True)
+class StageToPlan:
+    """All that is known of a stage before it is estimated; the fields are the arguments of `estimate_stage`."""
+
+    config: Config
+    shape: Any
+    degrees: Degrees
+    stage: StagePlan
+    cluster: Cluster
+
+
+def stages_to_plan(config: Config, cluster: Cluster) -> tuple[StageToPlan, ...]:
+    """The stages of a config on all ranks of a cluster.
 
     Raises:
         UserError, ContextParallelError: what a run on so many ranks would refuse.
@@ -34,4 +47,14 @@ def plan_config(config: Config, cluster: Cluster) -> tuple[Estimate, ...]:
     check_shape(shape, degrees.tp)
     stages = resolve_stages(config, degrees)
     check_head_dim(stages, shape.head_dim)
-    return tuple(estimate_stage(config, shape, degrees, stage, cluster) for stage in stages)
+    return tuple(StageToPlan(config, shape, degrees, stage, cluster) for stage in stages)
+
+
+def plan_config(config: Config, cluster: Cluster) -> tuple[Estimate, ...]:
+    """An estimate of each stage; raises as `stages_to_plan`."""
+    return tuple(estimate_stage(**vars(stage)) for stage in stages_to_plan(config, cluster))
+
+
+def plan_volumes(config: Config, cluster: Cluster) -> tuple[dict[str, Volume], ...]:
+    """What the busiest rank sends in each stage, by strategy; raises as `stages_to_plan`."""
+    return tuple(stage_volumes(**vars(stage)) for stage in stages_to_plan(config, cluster))

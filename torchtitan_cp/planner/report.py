@@ -6,14 +6,20 @@ from rich.console import Console
 from rich.table import Table
 
 from torchtitan_cp.planner.devices import USABLE_MEMORY, Cluster
-from torchtitan_cp.planner.estimate import Estimate
+from torchtitan_cp.planner.estimate import Estimate, Volume
 
 GIB = 2**30
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 
-def print_estimates(console: Console, estimates: Sequence[Estimate], cluster: Cluster) -> None:
-    """Three tables: memory, messages of attention, time; a row a stage."""
+def print_estimates(
+    console: Console, estimates: Sequence[Estimate], volumes: Sequence[dict[str, Volume]], cluster: Cluster
+) -> None:
+    """Three tables: memory, messages of attention, time; a row a stage.
+
+    Args:
+        volumes: of each stage, strategy -> what the busiest rank sends.
+    """
     accelerator = cluster.accelerator
     console.print(
         f"{cluster.ranks} x {cluster.name}, {cluster.ranks_per_node} a node; a rank sends "
@@ -22,7 +28,7 @@ def print_estimates(console: Console, estimates: Sequence[Estimate], cluster: Cl
         f"{accelerator.linear:.0%} of the peak, attention at {accelerator.attention_forward:.0%} forward and "
         f"{accelerator.attention_backward:.0%} backward, {USABLE_MEMORY:.0%} of memory usable"
     )
-    for table in (memory_table(estimates), volume_table(estimates), time_table(estimates)):
+    for table in (memory_table(estimates), volume_table(estimates, volumes), time_table(estimates)):
         console.print(table)
     days = sum(estimate.days for estimate in estimates)
     console.print(f"{days:.3g} days in all")
@@ -48,16 +54,16 @@ def memory_table(estimates: Sequence[Estimate]) -> Table:
     return table
 
 
-def volume_table(estimates: Sequence[Estimate]) -> Table:
+def volume_table(estimates: Sequence[Estimate], volumes: Sequence[dict[str, Volume]]) -> Table:
     """What the busiest rank sends for attention under each strategy."""
     names = ("ring", "all_gather", "all_to_all", "hybrid")
     table = Table(
         "stage", "cp", "strategy", *names, title="attention's messages, sent by a rank: MiB a layer, GiB a step"
     )
-    for estimate in estimates:
+    for estimate, of_stage in zip(estimates, volumes, strict=True):
         cells = []
         for name in names:
-            volume = estimate.volumes.get(name)
+            volume = of_stage.get(name)
             cells.append(f"{volume.layer_bytes / 2**20:.1f}, {volume.step_bytes / GIB:.2f}" if volume else "-")
         table.add_row(estimate.stage.name, str(estimate.stage.cp), estimate.strategy, *cells)
     return table
