@@ -7,6 +7,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from rich.console import Console
+
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint import hold_folder
@@ -18,6 +20,7 @@ from torchtitan_cp.parallel import World, start_ranks, stop_ranks
 from torchtitan_cp.parallel.agreement import check_same_job
 from torchtitan_cp.parallel.failure import LOST_RANK, LostRankError, RankWatch, doing, name_lost_ranks
 from torchtitan_cp.parity import verify_parity
+from torchtitan_cp.planner.dry_run import dry_run, print_walks
 from torchtitan_cp.preflight import preflight
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
@@ -47,6 +50,13 @@ def main(arguments: list[str]) -> int:
         metavar="LENGTH",
         help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: one step of each stage as one rank of a job, without devices",
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="with --dry-run: ranks of the job")
+    parser.add_argument("--rank", type=int, default=0, help="with --dry-run: which of them to be")
     options, overrides = parser.parse_known_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
@@ -55,6 +65,9 @@ def main(arguments: list[str]) -> int:
         config = load_config(options.config, overrides)
         if options.check is not None:
             print(f"{options.config}: {preflight(config, options.check)}")
+            return 0
+        if options.dry_run:
+            print_walks(Console(), dry_run(config, options.world_size, options.rank), options.world_size, options.rank)
             return 0
         with name_lost_ranks():
             world = start_ranks(config.job.startup_timeout_seconds)

@@ -336,10 +336,6 @@ class Trainer:
         self.patience_seconds = self.config.job.startup_timeout_seconds
         doing(f"entering stage {stage.index + 1}", self.progress.step + 1, self.patience_seconds)
         shape = self.enter_stage(stage)
-        if stage.activation != self.activation:
-            self.activation = stage.activation
-            for part in self.parts:
-                wrap_blocks(part, stage.activation, self.config.compile, self.device.device.type)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self._build_optimizers()
         left = stage.steps - self.progress.stage_step
@@ -396,8 +392,16 @@ class Trainer:
         return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, before, stage.steps)
 
     def enter_stage(self, stage: StagePlan) -> StepShape:
-        """Make the stage's groups, frequencies and samples. Returns how its steps are dealt out. Collective."""
+        """Make the stage's groups, frequencies, samples and policy of what is kept. Collective.
+
+        Returns:
+            how its steps are dealt out.
+        """
         self.samples = self._samples_of(stage)
+        if stage.activation != self.activation:
+            self.activation = stage.activation
+            for part in self.parts:
+                wrap_blocks(part, stage.activation, self.config.compile, self.device.device.type)
         mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
         hybrid = stage.strategy == "hybrid"

@@ -1,0 +1,100 @@
+"""The real step as one rank of many, without tensors: its memory and messages, and the memory formula beside it."""
+
+from pathlib import Path
+
+import pytest
+
+import train
+from models import ARCHITECTURES
+from tests.runs import write_run
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.planner.devices import make_cluster
+from torchtitan_cp.planner.dry_run import StageWalk, dry_run
+from torchtitan_cp.planner.plan import plan_config, plan_volumes
+from torchtitan_cp.registry import register
+
+LONGER = (
+    "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 704}",
+    "--curriculum.stages[0].seq_len=16384",
+    "--curriculum.stages[0].global_batch_tokens=32768",
+    "--training.loss_chunk_tokens=1024",
+)
+
+
+def walk(path: Path, ranks: int, *overrides: str, rank: int = 0) -> StageWalk:
+    register(ARCHITECTURES)
+    return dry_run(load_config(path, overrides), ranks, rank)[0]
+
+
+def sent(walked: StageWalk, operation: str) -> int:
+    return sum(m.size_bytes * times for m, times in walked.messages.items() if m.operation == operation)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("--activation.checkpoint=full",),
+        ("--activation.checkpoint=attention_saved",),
+        ("--activation.checkpoint=selective",),
+        ("--activation.checkpoint=full", "--activation.mlp_tiles=8"),
+        ("--training.compute_dtype=bfloat16", "--activation.checkpoint=attention_saved"),
+        ("--parallel.cp=2", "--context_parallel.strategy=all_gather", "--activation.checkpoint=full"),
+        ("--parallel.cp=2", "--context_parallel.strategy=ring"),
+        ("--parallel.cp=2", "--context_parallel.strategy=all_to_all", "--activation.checkpoint=full"),
+    ],
+)
+def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    path = write_run(tmp_path)
+    walked = walk(path, 2, *LONGER, *overrides)
+    (planned,) = plan_config(load_config(path, [*LONGER, *overrides]), make_cluster("cpu", 1))
+    assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
+
+
+def test_weights_and_optimizer_state_are_the_shards_of_the_plan(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    walked = walk(path, 4, *LONGER, "--parallel.tp=2", "--curriculum.stages[0].global_batch_tokens=65536")
+    config = load_config(path, [*LONGER, "--parallel.tp=2", "--curriculum.stages[0].global_batch_tokens=65536"])
+    (planned,) = plan_config(config, make_cluster("cpu", 2))
+    # 257 rows of the vocabulary do not divide by 4, and a shard is as long as the longest.
+    assert walked.by_kind["weights"] == pytest.approx(planned.memory.weights, rel=2e-2)
+    assert walked.by_kind["optimizer"] == pytest.approx(planned.memory.optimizer, rel=2e-2)
+
+
+def test_the_rings_messages_are_those_of_the_planner(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    options = ["--parallel.cp=4", "--context_parallel.strategy=ring", "--curriculum.stages[0].seq_len=512"]
+    (volumes,) = plan_volumes(load_config(path, options), make_cluster("cpu", 2))
+    by_rank = [sent(walk(path, 4, *options, rank=rank), "send") for rank in range(4)]
+    assert max(by_rank) == volumes["ring"].step_bytes
+
+
+def test_a_pipeline_rank_of_a_large_job_is_walked_with_its_stages_layers_alone(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    options = (
+        "--parallel.pp=2", "--parallel.tp=2", "--parallel.cp=8", "--curriculum.stages[0].seq_len=1024",
+        "--curriculum.stages[0].global_batch_tokens=32768",
+    )  # fmt: skip
+    first, last = (walk(path, 512, *options, rank=rank) for rank in (0, 256))
+    groups = {message.group for message in first.messages}
+    assert "8 ranks: 0, 2 ... 14" in groups
+    assert "128 ranks: 0, 2 ... 254" in groups
+    assert "2 ranks: 0, 256" in groups
+    # The second pipeline rank has the output where the first has the embedding, beside a layer each.
+    assert last.by_kind["weights"] == pytest.approx(first.by_kind["weights"], rel=0.05)
+    assert first.micro_batches == 2
+
+
+def test_the_command_prints_memory_and_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([str(write_run(tmp_path)), "--dry-run", "--world-size", "4", "--rank", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "rank 3 of 4, GiB at the peak" in printed
+    assert "messages of stage 128" in printed
+    assert "reduce_scatter" in printed
+
+
+def test_a_rank_outside_the_job_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rank 4 is none of 4"):
+        walk(write_run(tmp_path), 4, rank=4)

@@ -1,0 +1,173 @@
+"""Devices as data, and what is assumed of how much of their data sheet a step gets."""
+
+from dataclasses import dataclass
+
+from torchtitan_cp.config import ConfigError
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One rank's device, by its data sheet, and how much of it kernels reach.
+
+    Attributes:
+        peak_bfloat16, peak_float32: dense, without sparsity, FLOP/s.
+        memory_bytes: of the device.
+        memory_bandwidth: bytes/s.
+        link_bandwidth: bytes/s a rank sends to others of its node, one direction.
+        network_bandwidth: bytes/s a rank sends to other nodes: its share of the node's network cards.
+        ranks_per_node: usual size of a node.
+        latency_seconds: of one message.
+        linear, attention_forward, attention_backward: ASSUMED share of the peak that large matrix products and the
+            attention kernel reach. A measured rate belongs here once there is one.
+        source: of the numbers that are not assumed.
+        fused_norm: RMSNorm is one kernel that keeps its input alone; elsewhere it also keeps two fp32 copies.
+    """
+
+    peak_bfloat16: float
+    peak_float32: float
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    ranks_per_node: int
+    latency_seconds: float
+    linear: float
+    attention_forward: float
+    attention_backward: float
+    source: str
+    fused_norm: bool = True
+
+
+# Links: NVLink's stated total is of both directions, so half of it. Networks: one 200 Gb/s (A100) or 400 Gb/s card a
+# GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches less of Hopper's and Blackwell's
+# peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5).
+ACCELERATORS = {
+    "h100-80g": Accelerator(
+        989e12, 67e12, 80 * GB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        "NVIDIA H100 data sheet, SXM",
+    ),
+    "h200-141g": Accelerator(
+        989e12, 67e12, 141 * GB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        "NVIDIA H200 data sheet, SXM",
+    ),
+    "a100-80g": Accelerator(
+        312e12, 19.5e12, 80 * GB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
+        "NVIDIA A100 data sheet, SXM 80GB",
+    ),
+    "b200-192g": Accelerator(
+        2250e12, 75e12, 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
+        "NVIDIA Blackwell architecture brief, B200 SXM; its attention is assumed to gain little over Hopper's",
+    ),
+    # One core of a server with AVX-512: 2 products of 16 fp32 lanes a cycle at 2.5 GHz; bf16 without AMX is slower.
+    "cpu": Accelerator(
+        80e9, 160e9, 8 * GB, 10e9, 1.6e9, 1e9, 2, 4e-4, 0.60, 0.50, 0.40,
+        "arithmetic of one AVX-512 core; 1.6 GB/s and 0.4 ms a message are gloo between two processes, measured", False,
+    ),
+}  # fmt: skip
+
+# Shares that hold for every device, all ASSUMED.
+USABLE_MEMORY = 0.92  # the rest: context, NCCL's buffers, what the allocator cannot join
+BANDWIDTH = 0.80  # of links and networks, for messages of megabytes
+MEMORY_BANDWIDTH = 0.75  # of elementwise kernels
+HOST_BANDWIDTH = 25e9  # bytes/s between a device and pinned host memory, each way (PCIe 4 x16)
+ASYNC_TP_EXPOSED = 0.3  # of tensor-parallel messages where the compiler pipelines them
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of one accelerator.
+
+    Attributes:
+        link_bandwidth, network_bandwidth: bytes/s of a rank, one direction, as stated.
+    """
+
+    name: str
+    accelerator: Accelerator
+    nodes: int
+    ranks_per_node: int
+    link_bandwidth: float
+    network_bandwidth: float
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a rank that a step may fill."""
+        return self.accelerator.memory_bytes * USABLE_MEMORY
+
+    def rate(self, dtype: str, share: float) -> float:
+        """FLOP/s of a kernel that reaches `share` of the peak."""
+        peak = self.accelerator.peak_bfloat16 if dtype == "bfloat16" else self.accelerator.peak_float32
+        return peak * share
+
+    def memory_seconds(self, moved_bytes: float) -> float:
+        """Time of kernels that only move so many bytes."""
+        return moved_bytes / (self.accelerator.memory_bandwidth * MEMORY_BANDWIDTH)
+
+    def message_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
+        """Time in which each rank of a group sends this to another one.
+
+        Args:
+            ranks: of the group; stride: distance of neighbours in the numbering of all ranks.
+        """
+        if not sent_bytes:
+            return 0.0
+        inside = ranks * stride <= self.ranks_per_node
+        bandwidth = self.link_bandwidth if inside else self.network_bandwidth
+        return self.accelerator.latency_seconds + sent_bytes / (bandwidth * BANDWIDTH)
+
+    def collective_seconds(self, whole_bytes: float, ranks: int, stride: int) -> float:
+        """Time to gather `whole_bytes` on every rank of a group, or to reduce-scatter as many.
+
+        A node fetches what it lacks once, over the network cards of all its members, while it travels inside the
+        node over links: the slower of the two counts.
+        """
+        if ranks == 1 or not whole_bytes:
+            return 0.0
+        members = max(1, min(ranks, self.ranks_per_node // stride))
+        inside = whole_bytes * (members - 1) / members / self.link_bandwidth
+        across = whole_bytes * (ranks - members) / ranks / members / self.network_bandwidth
+        return self.accelerator.latency_seconds + max(inside, across) / BANDWIDTH
+
+    def trade_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
+        """Time of an all-to-all in which each rank sends `sent_bytes` in equal parts to the others."""
+        if ranks == 1 or not sent_bytes:
+            return 0.0
+        members = max(1, min(ranks, self.ranks_per_node // stride))
+        outside = sent_bytes * (ranks - members) / (ranks - 1)
+        slower = max((sent_bytes - outside) / self.link_bandwidth, outside / self.network_bandwidth)
+        return self.accelerator.latency_seconds + slower / BANDWIDTH
+
+
+def make_cluster(
+    name: str,
+    nodes: int = 1,
+    ranks_per_node: int = 0,
+    link_bandwidth: float = 0.0,
+    network_bandwidth: float = 0.0,
+) -> Cluster:
+    """A cluster of a device by name; 0 takes the device's own number.
+
+    Args:
+        link_bandwidth, network_bandwidth: bytes/s of a rank, one direction.
+
+    Raises:
+        ConfigError: an unknown device, or numbers below 1.
+    """
+    if name not in ACCELERATORS:
+        raise ConfigError(f"device {name!r} is not in the planner's table", fix=f"use one of {', '.join(ACCELERATORS)}")
+    if nodes < 1 or ranks_per_node < 0 or min(link_bandwidth, network_bandwidth) < 0:
+        raise ConfigError("a cluster has at least one node, and bandwidths above 0", fix="use --nodes 1 or more")
+    accelerator = ACCELERATORS[name]
+    return Cluster(
+        name,
+        accelerator,
+        nodes,
+        ranks_per_node or accelerator.ranks_per_node,
+        link_bandwidth or accelerator.link_bandwidth,
+        network_bandwidth or accelerator.network_bandwidth,
+    )

@@ -1,0 +1,184 @@
+"""One step of each stage by the trainer's own code, as one rank of a job of any size, without a device or data."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.degrees import resolve_degrees
+from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
+from torchtitan_cp.data.loader import MicroBatch
+from torchtitan_cp.parallel import Meshes, World, check_shape
+from torchtitan_cp.parallel.device import Device
+from torchtitan_cp.planner.fake import Ledger, Message, fake_job, real, without_data
+from torchtitan_cp.planner.plan import shape_of
+from torchtitan_cp.trainer import Trainer
+
+KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
+
+
+@dataclass(frozen=True)
+class StageWalk:
+    """What one step of a stage took on one rank.
+
+    Attributes:
+        micro_batches: that were walked; a step's others repeat them.
+        peak_bytes: most that lived at a time; by_kind: of what, at that moment.
+        messages: collectives and how often, over the micro-batches walked.
+    """
+
+    stage: StagePlan
+    micro_batches: int
+    peak_bytes: int
+    by_kind: dict[str, int]
+    messages: Counter[Message]
+
+
+class DryTrainer(Trainer):
+    """A Trainer without a corpus, whose tensors have no data."""
+
+    def __init__(self, config: Config, world: World, ledger: Ledger, begins: StagePlan) -> None:
+        degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
+        shape = shape_of(config)
+        check_shape(shape, degrees.tp)
+        self.config, self.world, self.device, self.ledger = config, world, world.device, ledger
+        self.stages = resolve_stages(config, world.size)
+        check_head_dim(self.stages, shape.head_dim)
+        self.compute_dtype = getattr(torch, config.training.compute_dtype)
+        with real():
+            self.meshes = Meshes(self.device.device.type, degrees)
+            self.meshes.for_cp(1)
+        self._build_parts(shape, begins)
+        self._make_state()
+
+    def _make_state(self) -> None:
+        """Weights get their name in the ledger, and the optimizer the state that it has after a first step."""
+        for parameter in self.parts.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            self.ledger.storages.name(local(parameter), "weights")
+        for optimizer in self.optimizers:
+            optimizer.step()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self.ledger.storages.name(local(value), "optimizer")
+        self._forget_gradients()
+
+    def walk(self, stage: StagePlan) -> StageWalk:
+        """A whole optimizer step of a stage."""
+        with real():
+            shape = self.enter_stage(stage)
+        self.ledger.messages.clear()
+        self.ledger.storages.start_peak()
+        with real():
+            plans = shape.plans()
+        rows = (stage.micro_batch_sequences, plans[0].local_tokens)
+        # Real, so that the tokens that count can be counted.
+        labels = torch.zeros(rows, dtype=torch.int64)
+        positions = torch.empty(rows[1], dtype=torch.int64)
+        batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
+        batches = (batch,) * self._walked(stage)
+        tokens = self._count_tokens(batches)
+
+        def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
+            result = self._forward(forward, state, batch)
+            return result if isinstance(result, Tensor) else result[0] / tokens
+
+        if self.pipeline:
+            self.pipeline.step(batches, self._hidden(batch), run)
+        else:
+            for batch in batches:
+                run(self.parts[0], None, batch).backward()
+                self._name_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._forget_gradients()
+        storages = self.ledger.storages
+        messages = Counter(self.ledger.messages)
+        return StageWalk(stage, len(batches), storages.peak, dict(storages.at_peak), messages)
+
+    def _walked(self, stage: StagePlan) -> int:
+        """Micro-batches that bring every moment of a step: two, or one for each rank of a pipeline."""
+        pipeline = self.meshes.pp.size()
+        return min(stage.micro_batches, pipeline if pipeline > 1 else 2)
+
+    def _samples_of(self, stage: StagePlan) -> Any:
+        """There is no text."""
+        return None
+
+    def _name_gradients(self) -> None:
+        for parameter in self.parts.parameters():
+            if parameter.grad is not None:
+                self.ledger.storages.name(local(parameter.grad), "gradients")
+
+
+def local(x: Tensor) -> Tensor:
+    """A rank's own part."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
+    """Build the real model as one rank of a job, and walk one step of each stage.
+
+    Nothing of it needs the device: tensors have no data and messages go nowhere. Attention runs the CPU kernel's code
+    path, and blocks are not compiled.
+
+    Args:
+        ranks: of the job; rank: which of them to be.
+
+    Raises:
+        UserError, ContextParallelError: what a run would refuse, or a rank that is none.
+    """
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"rank {rank} is none of {ranks}", fix=f"use --rank 0 to {ranks - 1}")
+    config = dataclasses.replace(
+        config,
+        compile=dataclasses.replace(config.compile, enable=False),
+        context_parallel=dataclasses.replace(config.context_parallel, kernel="auto"),
+    )
+    ledger = Ledger()
+    check_config(config, ranks)
+    walks: list[StageWalk] = []
+    with fake_job(ranks, rank), without_data(), ledger.watching():
+        trainer: DryTrainer | None = None
+        for stage in resolve_stages(config, ranks):
+            if trainer is None or (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
+                del trainer  # its memory goes before the next mesh's, as in a job that starts anew
+                trainer = DryTrainer(config, World(rank, ranks, Device(torch.device("cpu"), "fake")), ledger, stage)
+            walks.append(trainer.walk(stage))
+    return walks
+
+
+def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
+    """A table of memory, and one of messages for each stage, largest first."""
+    memory = Table(
+        "stage", "cp", "micro-batches walked", *KINDS, "peak", title=f"rank {rank} of {ranks}, GiB at the peak"
+    )
+    for walk in walks:
+        kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]
+        batches = f"{walk.micro_batches} of {walk.stage.micro_batches}"
+        memory.add_row(walk.stage.name, str(walk.stage.cp), batches, *kinds, f"{walk.peak_bytes / 2**30:.2f}")
+    console.print(memory)
+    for walk in walks:
+        table = Table(
+            "operation", "group", "times", "MiB each", "GiB in all", title=f"messages of stage {walk.stage.name}"
+        )
+        for message, times in sorted(walk.messages.items(), key=lambda item: -item[0].size_bytes * item[1]):
+            total = message.size_bytes * times
+            table.add_row(
+                message.operation,
+                message.group,
+                str(times),
+                f"{message.size_bytes / 2**20:.3f}",
+                f"{total / 2**30:.3f}",
+            )
+        console.print(table)

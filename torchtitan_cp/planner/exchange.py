@@ -1,0 +1,195 @@
+"""Context parallelism of one layer from its plans: work, bytes, and what of the messages nothing hides.
+
+Bytes are those of docs/context_parallel.md, counted from a plan's own steps, so that a window, packed documents and any
+layout are counted as they are; a test holds them to what `simulate` really sends.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torchtitan_cp.attention import AttentionMask, Plan, make_plan
+from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
+from torchtitan_cp.attention.strategies.all_to_all import share_heads
+from torchtitan_cp.planner.devices import Cluster
+
+WIDE = 4  # bytes of fp32, in which gradients travel and are summed
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair and dim of a head: 2 products forward, 5 backward (scores again)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one rank: Hq/tp, Hkv/tp, D."""
+
+    query: int
+    key: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How a layer's keys and values travel.
+
+    Attributes:
+        element_bytes: of the compute dtype.
+        float8: they travel in 8 bits, with an fp32 scale a head and row.
+    """
+
+    element_bytes: int
+    float8: bool = False
+
+    def row_bytes(self, heads: int, dim: int) -> float:
+        """Bytes of one row of K and V."""
+        return heads * 2 * (dim + WIDE if self.float8 else dim * self.element_bytes)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention of one layer on one rank, for one sequence.
+
+    Attributes:
+        pairs: (query, key) pairs times query heads that the rank computes.
+        forward_bytes, backward_bytes: that it sends.
+        forward_exposed, backward_exposed: seconds it waits for messages.
+    """
+
+    pairs: int
+    forward_bytes: float
+    backward_bytes: float
+    forward_exposed: float
+    backward_exposed: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of the attention kernel on a cluster, and the distance of context-parallel neighbours: tp."""
+
+    cluster: Cluster
+    forward: float
+    backward: float
+    stride: int
+
+
+def rows(spans: tuple[Span, ...]) -> int:
+    """Rows in spans."""
+    return sum(stop - start for start, stop in spans)
+
+
+def sent_bytes(plan: Plan, heads: Heads, transfer: Transfer) -> tuple[float, float]:
+    """Bytes that a plan's rank sends for one sequence of one layer, (forward, backward)."""
+    if plan.ranks == 1:
+        return 0.0, 0.0
+    if plan.strategy == "all_gather":
+        others = (plan.ranks - 1) * plan.local_tokens
+        keys = others * transfer.row_bytes(heads.key, heads.dim)
+        return keys, keys + others * heads.key * 2 * heads.dim * WIDE
+    inner = plan.all_to_all_ranks
+    forward = backward = 0.0
+    own = heads
+    if inner > 1:
+        own = traded(heads, inner)
+        part = (inner - 1) * plan.local_tokens * transfer.element_bytes
+        qkv, out = part * (own.query + 2 * own.key) * own.dim, part * own.query * own.dim
+        # The fp32 log-sum-exp rides with the output.
+        forward, backward = qkv + out + part * own.query * WIDE / transfer.element_bytes, out + qkv
+    keys = sum(rows(step.send) for step in plan.steps[1:]) * transfer.row_bytes(own.key, own.dim)
+    returned = sum(rows(step.receive) for step in plan.steps[1:]) * own.key * 2 * own.dim * WIDE
+    return forward + keys, backward + keys + returned
+
+
+def traded(heads: Heads, inner: int) -> Heads:
+    """The heads a rank computes after an all-to-all of `inner` ranks, padding and copies counted."""
+    shares = share_heads(heads.query, heads.key, inner)
+    return Heads(shares.share, len(shares.keys[0]), heads.dim)
+
+
+@lru_cache(maxsize=4096)
+def plan_for(
+    seq_len: int, ranks: int, rank: int, strategy: str, inner: int, window: int, layout: str, mask: AttentionMask
+) -> Plan:
+    """The plan of a layer: `mask` with the layer's window (0 for none), on the layout of the batch."""
+    whole = make_plan(
+        seq_len, mask=mask, ranks=ranks, rank=rank, strategy=strategy, layout=layout, all_to_all_ranks=inner
+    )
+    if not window:
+        return whole
+    narrow = AttentionMask(mask.causal, (window - 1, -1), mask.document_lengths, mask.used_lengths)
+    return make_plan(
+        seq_len,
+        mask=narrow,
+        ranks=ranks,
+        rank=rank,
+        strategy=strategy,
+        like=whole,
+        all_to_all_ranks=inner,
+    )
+
+
+def step_pairs(plan: Plan) -> list[int]:
+    """Pairs of each step that a plan's rank computes, for one head."""
+    if plan.strategy == "all_gather" and plan.ranks > 1:
+        return [sum(tile.pairs for tile in plan.gathered_tiles)]
+    return [sum(tile.pairs for tile in step.tiles) for step in plan.steps]
+
+
+def layer_of(plan: Plan, heads: Heads, transfer: Transfer, rates: Rates) -> Layer:
+    """What a plan's rank does for one sequence of one layer."""
+    pairs = step_pairs(plan)
+    own = traded(heads, plan.all_to_all_ranks) if plan.all_to_all_ranks > 1 else heads
+    flops = [count * own.query * own.dim for count in pairs]
+    forward = [FORWARD_FLOPS * count / rates.forward for count in flops]
+    backward = [BACKWARD_FLOPS * count / rates.backward for count in flops]
+    if plan.ranks == 1:
+        exposed = (0.0, 0.0)
+    elif plan.strategy == "all_gather":
+        exposed = _gather_exposed(plan, heads, transfer, rates, forward[0], backward[0])
+    else:
+        exposed = _ring_exposed(plan, own, transfer, rates, forward, backward)
+        traded_seconds = _trade_seconds(plan, own, transfer, rates)
+        exposed = (exposed[0] + traded_seconds[0], exposed[1] + traded_seconds[1])
+    return Layer(sum(pairs) * own.query, *sent_bytes(plan, heads, transfer), *exposed)
+
+
+def _ring_exposed(
+    plan: Plan, own: Heads, transfer: Transfer, rates: Rates, forward: list[float], backward: list[float]
+) -> tuple[float, float]:
+    """The next keys travel while these are computed; in backward the last step's gradients travel back beside them."""
+    ring, stride = plan.ranks // plan.all_to_all_ranks, rates.stride * plan.all_to_all_ranks
+    key_row, gradient_row = transfer.row_bytes(own.key, own.dim), own.key * 2 * own.dim * WIDE
+    steps = plan.steps
+    waits = [0.0, 0.0]
+    for index, following in enumerate([*steps[1:], None]):
+        here = steps[index]
+        keys = max(rows(following.send), rows(following.receive)) * key_row if following else 0.0
+        # The first step's gradients are the rank's own; those of a step travel while the next one is computed.
+        back = max(rows(steps[index - 1].receive), rows(steps[index - 1].send)) * gradient_row if index > 1 else 0.0
+        waits[0] += max(0.0, rates.cluster.message_seconds(keys, ring, stride) - forward[index])
+        waits[1] += max(0.0, rates.cluster.message_seconds(keys + back, ring, stride) - backward[index])
+        if following is None and index:
+            last = max(rows(here.receive), rows(here.send)) * gradient_row
+            waits[1] += rates.cluster.message_seconds(last, ring, stride)
+    return waits[0], waits[1]
+
+
+def _gather_exposed(
+    plan: Plan, heads: Heads, transfer: Transfer, rates: Rates, forward: float, backward: float
+) -> tuple[float, float]:
+    """Groups of heads: the first gather waits, the next ones travel behind the group before them."""
+    groups = min(HEAD_GROUPS, heads.key)
+    whole_rows = plan.sequence_length / groups
+    keys = whole_rows * transfer.row_bytes(heads.key, heads.dim)
+    sums = whole_rows * heads.key * 2 * heads.dim * WIDE
+    gather = rates.cluster.collective_seconds(keys, plan.ranks, rates.stride)
+    scatter = rates.cluster.collective_seconds(sums, plan.ranks, rates.stride)
+    behind = max(0.0, gather - forward / groups)
+    behind_both = max(0.0, gather + scatter - backward / groups)
+    return gather + (groups - 1) * behind, gather + (groups - 1) * behind_both + scatter
+
+
+def _trade_seconds(plan: Plan, own: Heads, transfer: Transfer, rates: Rates) -> tuple[float, float]:
+    """Messages of the all-to-all, which nothing hides."""
+    inner = plan.all_to_all_ranks
+    part = (inner - 1) * plan.local_tokens * transfer.element_bytes * own.dim
+    qkv, out = part * (own.query + 2 * own.key), part * own.query
+    both = sum(rates.cluster.trade_seconds(message, inner, rates.stride) for message in (qkv, out))
+    return both, both

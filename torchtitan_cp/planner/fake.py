@@ -1,0 +1,207 @@
+"""A job of any size in one process, without its tensors: a process group that sends nothing, and tensors without data.
+
+Everything here leans on internals of torch that its own tests and tools use; this file is the only one that does.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from torchtitan_cp.attention import OPERATOR
+from torchtitan_cp.attention.operator import attention, attention_backward
+
+# The operator's own code, which without data and a device would be passed over.
+OPENED: dict[Any, Callable[..., Any]] = {
+    OPERATOR: attention._init_fn,
+    torch.ops.torchtitan_cp.attention_backward.default: attention_backward._init_fn,
+}
+
+
+@contextmanager
+def fake_job(ranks: int, rank: int) -> Iterator[None]:
+    """Be `rank` of a job of `ranks`, whose collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # What DTensor remembers of an operation holds the meshes, and so the groups, of this job.
+        _clear_sharding_prop_cache()
+
+
+class WithoutData(FakeTensorMode):
+    """New tensors have shapes and no data. What is asked of real ones alone is computed: meshes, labels, handles."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            # What the host reads: flags are off, counts are one (an optimizer's step, which divides).
+            return False if args[0].dtype == torch.bool else 1
+        # Most operations tell by their first argument; looking through all of them costs more than many of them.
+        if not (args and isinstance(args[0], FakeTensor)):
+            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+            if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
+                return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def without_data() -> WithoutData:
+    """The mode; a real tensor beside others without data is taken for one of them."""
+    return WithoutData(allow_non_fake_inputs=True)
+
+
+def real() -> Any:
+    """A context in which tensors are made as usual: meshes and plans, which are read on the host."""
+    return _disable_current_modes()
+
+
+class Storages:
+    """Bytes of the storages that are alive, by the first kind each was seen as.
+
+    Attributes:
+        now, peak: bytes; at_peak: kind -> bytes when there were most.
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, int] = {}
+        self.held: dict[int, tuple[str, int]] = {}
+        self.now = self.peak = 0
+        self.at_peak: dict[str, int] = {}
+
+    def see(self, tensor: Tensor, kind: str) -> None:
+        """Count a tensor's storage until it is gone, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number not in self.held:
+            self.held[number] = (kind, 0)
+            weakref.finalize(storage, self._forget, number)
+            self.resize(number, storage.nbytes())
+
+    def resize(self, number: int, size_bytes: int) -> None:
+        """A counted storage has another size."""
+        kind, before = self.held[number]
+        self.held[number] = (kind, size_bytes)
+        self._add(kind, size_bytes - before)
+
+    def name(self, tensor: Tensor, kind: str) -> None:
+        """Count a storage that was seen before as another kind."""
+        number = tensor.untyped_storage()._cdata
+        if number in self.held:
+            before, size_bytes = self.held[number]
+            self._add(before, -size_bytes)
+            self.held[number] = (kind, size_bytes)
+            self._add(kind, size_bytes)
+
+    def start_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak, self.at_peak = self.now, dict(self.by_kind)
+
+    def _forget(self, number: int) -> None:
+        kind, size_bytes = self.held.pop(number)
+        self._add(kind, -size_bytes)
+
+    def _add(self, kind: str, size_bytes: int) -> None:
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + size_bytes
+        self.now += size_bytes
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, dict(self.by_kind)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of one kind, size and group, as this rank took part in it.
+
+    Attributes:
+        operation: torch's name.
+        group: the ranks it is among, e.g. "4 ranks: 0, 2 ... 6".
+        size_bytes: of the largest tensor it was given.
+    """
+
+    operation: str
+    group: str
+    size_bytes: int
+
+
+class Ledger(TorchDispatchMode):
+    """Sees every operation of a step: counts the storages that live, and writes down every message.
+
+    The operator of attention is opened up: its strategies run as they do on a device, tile by tile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = Storages()
+        self.messages: Counter[Message] = Counter()
+        self.kind = "activations and buffers"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._write_down(func, args)
+        opened = OPENED.get(func)
+        if opened:
+            with self:
+                result = opened(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
+            if isinstance(x, FakeTensor):
+                self.storages.see(x, self.kind)
+        return result
+
+    def _write_down(self, func: Any, args: Any) -> None:
+        tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+        group = _group_in(args)
+        if tensors and group is not None:
+            operation = func._schema.name.partition("::")[2].strip("_")
+            size = max(x.numel() * x.element_size() for x in tensors)
+            self.messages[Message(operation, describe(group), size)] += 1
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count, here, also storages that FSDP empties and fills again."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            result = plain(storage, size_bytes)
+            if storage._cdata in self.storages.held:
+                self.storages.resize(storage._cdata, size_bytes)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """A group by its size and its first, second and last rank."""
+    ranks = dist.get_process_group_ranks(group)
+    named = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
+    return f"{len(ranks)} ranks: {named}"
+
+
+def _group_in(args: Any) -> dist.ProcessGroup | None:
+    """The process group among an operation's arguments: an object, or a name in functional ones."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError, TypeError):
+                return dist.ProcessGroup.unbox(argument)
+    names: list[Any] = [argument for argument in args if isinstance(argument, str)]
+    return _resolve_process_group(names[-1]) if names else None

@@ -1,0 +1,59 @@
+"""How many parameters a rank has, from a shape's sizes; a test counts those of the real network."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_cp.config import Config
+from torchtitan_cp.data.tokenizer import load_tokenizer, trains_tokenizer
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a network, or of a part of it on one tensor-parallel rank.
+
+    Attributes:
+        block_matrices, block_norms: of one layer.
+        embedding: V E; output: V E, 0 where it is tied to the embedding.
+        last_norm: E.
+    """
+
+    block_matrices: int
+    block_norms: int
+    embedding: int
+    output: int
+    last_norm: int
+
+    @property
+    def block(self) -> int:
+        """Of one layer."""
+        return self.block_matrices + self.block_norms
+
+    def ends(self, opens: bool, closes: bool, tied: bool) -> int:
+        """Outside the layers, on a pipeline rank that has the first layer (`opens`) or the last (`closes`)."""
+        embedding = self.embedding if opens or (closes and tied) else 0
+        return embedding + (self.output + self.last_norm if closes else 0)
+
+
+def count_parameters(shape: Any, tp: int = 1) -> Parameters:
+    """Parameters of a shape with `vocab_size` set, on one of `tp` ranks that share its matrices."""
+    vocabulary = -(-shape.vocab_size // tp) * shape.dim
+    matrices = (shape.linear_parameters() - shape.dim * shape.vocab_size) // shape.n_layers
+    return Parameters(matrices // tp, 2 * shape.dim, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
+
+
+def total_parameters(shape: Any) -> int:
+    """All parameters of a shape with `vocab_size` set."""
+    counts = count_parameters(shape)
+    return shape.n_layers * counts.block + counts.ends(True, True, shape.tie_embeddings)
+
+
+def vocabulary_of(config: Config, shape: Any) -> int:
+    """V without preparing the corpus: the shape's, or the tokenizer's.
+
+    Raises:
+        DataError: the shape takes the tokenizer's, and the tokenizer's file cannot be read.
+    """
+    if shape.vocab_size:
+        return shape.vocab_size
+    settings = config.tokenizer
+    return settings.vocab_size if trains_tokenizer(settings) else load_tokenizer(settings).vocab_size

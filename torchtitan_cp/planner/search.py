@@ -1,0 +1,194 @@
+"""The layout of ranks with which a config takes the least time, among those that fit, and why each choice was made."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.curriculum import resolve_stages
+from torchtitan_cp.parallel import check_shape
+from torchtitan_cp.planner.devices import Cluster
+from torchtitan_cp.planner.estimate import Estimate, estimate_stage
+from torchtitan_cp.planner.plan import shape_of
+
+MODES = ("none", "selective", "attention_saved", "full")
+EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
+MOST_PIPELINE_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What holds for the whole run."""
+
+    tp: int
+    pp: int
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of a search.
+
+    Attributes:
+        config: with its choices made; estimates: of its stages.
+        reasons: a line for each choice.
+    """
+
+    config: Config
+    estimates: tuple[Estimate, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run one stage."""
+
+    stage: Stage
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole stage."""
+        return self.estimate.stage.steps * self.estimate.step_seconds
+
+
+def search(config: Config, cluster: Cluster) -> Found:
+    """Try degrees, activation modes and, for each stage, context-parallel degrees and strategies.
+
+    What the config says of everything else stays. Replicas are not tried: dp_replicate becomes 1.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    shape = shape_of(config)
+    tried = {choice: stage_options(config, shape, choice, cluster) for choice in choices(shape, cluster)}
+    totals = {
+        choice: sum(best(options).seconds for options in stages)
+        for choice, stages in tried.items()
+        if stages and all(any(option.estimate.fits for option in options) for options in stages)
+    }
+    if not totals:
+        raise ConfigError(
+            f"nothing fits on {cluster.ranks} x {cluster.name}",
+            fix="use more nodes, activation.mlp_tiles above 1, or a smaller training.micro_batch_sequences",
+        )
+    chosen = min(totals, key=lambda choice: totals[choice])
+    picked = [best(options) for options in tried[chosen]]
+    reasons = _choice_reasons(chosen, totals, tried)
+    reasons += [_stage_reason(option, options) for option, options in zip(picked, tried[chosen], strict=True)]
+    stages = tuple(option.stage for option in picked)
+    return Found(
+        dataclasses.replace(
+            with_choice(config, chosen, cluster), curriculum=dataclasses.replace(config.curriculum, stages=stages)
+        ),
+        tuple(option.estimate for option in picked),
+        tuple(reasons),
+    )
+
+
+def choices(shape: Any, cluster: Cluster) -> Iterator[Choice]:
+    """Degrees and modes worth a look: tensor parallelism inside a node, powers of two."""
+    for tp in _powers(min(cluster.ranks_per_node, cluster.ranks)):
+        try:
+            check_shape(shape, tp)
+        except ConfigError:
+            continue
+        for pp in _powers(min(cluster.ranks // tp, shape.n_layers, MOST_PIPELINE_RANKS)):
+            if cluster.ranks % (tp * pp) == 0:
+                yield from (Choice(tp, pp, mode) for mode in MODES)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
+    """The config with a run's choices; hybrid trades heads inside a node."""
+    inner = max(1, cluster.ranks_per_node // choice.tp)
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(
+            config.parallel, tp=choice.tp, pp=choice.pp, dp_replicate=1, dp_shard=-1, cp=1, pp_split=()
+        ),
+        activation=dataclasses.replace(config.activation, checkpoint=choice.checkpoint),
+        context_parallel=dataclasses.replace(config.context_parallel, strategy="auto", all_to_all_ranks=inner),
+    )
+
+
+def stage_options(config: Config, shape: Any, choice: Choice, cluster: Cluster) -> list[list[Option]]:
+    """Every way to run each stage under a choice; none where some stage has no way that a run would accept."""
+    chosen = with_choice(config, choice, cluster)
+    ranks = cluster.ranks // (choice.tp * choice.pp)
+    found = []
+    for stage in config.curriculum.stages:
+        options: list[Option] = []
+        for cp in _powers(ranks):
+            for strategy in EXCHANGES if cp > 1 else ("ring",):
+                option = _try(chosen, shape, dataclasses.replace(stage, cp=cp, strategy=strategy), cluster)
+                options += [option] if option else []
+        if not options:
+            return []
+        found.append(options)
+    return found
+
+
+def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster) -> Option | None:
+    """One way to run a stage; None where a run would refuse it."""
+    inner = config.context_parallel.all_to_all_ranks
+    if stage.strategy == "hybrid" and not 1 < inner < (stage.cp or 1):
+        return None
+    alone = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=(stage,)))
+    try:
+        degrees = check_config(alone, cluster.ranks)
+        return Option(stage, estimate_stage(alone, shape, degrees, resolve_stages(alone, cluster.ranks)[0], cluster))
+    except (ConfigError, ContextParallelError):
+        return None
+
+
+def best(options: list[Option]) -> Option:
+    """The fastest that fits, or of none that fits the smallest."""
+    fitting = [option for option in options if option.estimate.fits]
+    if fitting:
+        return min(fitting, key=lambda option: option.seconds)
+    return min(options, key=lambda option: option.estimate.memory.total)
+
+
+def _choice_reasons(chosen: Choice, totals: dict[Choice, float], tried: dict[Choice, list[list[Option]]]) -> list[str]:
+    """For each part of the run's choice, the best that each other value could do."""
+    reasons = []
+    for part, key in (("tp", "parallel.tp"), ("pp", "parallel.pp"), ("checkpoint", "activation.checkpoint")):
+        here = getattr(chosen, part)
+        others = []
+        for value in dict.fromkeys(getattr(choice, part) for choice in tried):
+            if value == here:
+                continue
+            alike = [totals[choice] for choice in totals if getattr(choice, part) == value]
+            more = f"takes {min(alike) / totals[chosen] - 1:+.0%}" if alike else "does not fit or divide"
+            others.append(f"{value} {more}")
+        reasons.append(f"{key} = {here}: " + ("; ".join(others) or "nothing else divides"))
+    return reasons
+
+
+def _stage_reason(option: Option, options: list[Option]) -> str:
+    """Why a stage's degree and strategy, beside the best of every other degree and of every other strategy."""
+    stage, estimate = option.stage, option.estimate
+    degrees, exchanges = [], []
+    for cp in sorted({other.stage.cp or 1 for other in options} - {stage.cp}):
+        degrees.append(f"cp {cp} {_beside(option, best([o for o in options if o.stage.cp == cp]))}")
+    for other in options:
+        if other.stage.cp == stage.cp and other.stage.strategy != stage.strategy:
+            exchanges.append(f"{other.stage.strategy} {_beside(option, other)}")
+    return (
+        f"{estimate.stage.name}: cp = {stage.cp}, {stage.strategy}, {estimate.stage.micro_batches} micro-batches; "
+        + "; ".join([*degrees, *exchanges])
+    ).rstrip("; ")
+
+
+def _beside(option: Option, other: Option) -> str:
+    if not other.estimate.fits:
+        return f"needs {other.estimate.memory.total / 2**30:.0f} GiB"
+    return f"takes {other.seconds / option.seconds - 1:+.1%}"
