@@ -12,7 +12,7 @@ class Parameters:
     """Parameters of a network, or of a part of it on one tensor-parallel rank.
 
     Attributes:
-        block_matrices, block_norms: of one layer.
+        block_matrices: of one layer; block_norms: its norms, biases and sinks.
         embedding: V E; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
     """
@@ -38,7 +38,10 @@ def count_parameters(shape: Any, tp: int = 1) -> Parameters:
     """Parameters of a shape with `vocab_size` set, on one of `tp` ranks that share its matrices."""
     vocabulary = -(-shape.vocab_size // tp) * shape.dim
     matrices = (shape.linear_parameters() - shape.dim * shape.vocab_size) // shape.n_layers
-    return Parameters(matrices // tp, 2 * shape.dim, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
+    small = 2 * shape.dim + 2 * shape.head_dim * shape.qk_norm
+    small += (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tp * shape.qkv_bias
+    small += shape.n_heads // tp * shape.sinks
+    return Parameters(matrices // tp, small, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
 
 
 def total_parameters(shape: Any) -> int:
