@@ -46,7 +46,7 @@ def bytes_per_token(name: str) -> float:
     queries, keys = SHAPE.n_heads * SHAPE.head_dim, SHAPE.n_kv_heads * SHAPE.head_dim
     chunked, activation = STEPS[name]
     kind = activation.get("checkpoint", "none")
-    everything = 4 * SHAPE.dim + 3 * queries + 3 * keys + 4 * SHAPE.ffn_dim + SHAPE.n_heads
+    everything = 4 * SHAPE.dim + 2 * queries + 2 * keys + 4 * SHAPE.ffn_dim + SHAPE.n_heads
     kept = {"none": everything, "full": SHAPE.dim, "attention_saved": SHAPE.dim + queries + SHAPE.n_heads}[kind]
     # Beside the blocks: the last norm's input and output, and the gradient of the hidden states.
     head = 3 * SHAPE.dim + (0 if chunked else 3 * SHAPE.vocab_size)
