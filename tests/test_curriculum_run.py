@@ -256,6 +256,7 @@ def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
     assert second == [0, 1, 2], "max_tokens ends the stage whose gate stays shut"
     assert steps == len(first) + 3
     assert f"stage 1 ends after {len(first)} of 40 steps: validation_loss" in said
+    assert "read so far: corpus 0.0" in said
     assert "stage 2 ends at max_tokens, and its gate did not open: validation_loss" in said
     assert ranks(1)(gated, path)[0][:2] == (steps, []), "a finished run has nothing to do"
 

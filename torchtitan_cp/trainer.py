@@ -360,6 +360,9 @@ class Trainer:
             if self._due(self.config.evaluation.interval) or self._stage_over():
                 self._validate(stage, shape)
             self._save_if_due(self._stage_over())
+            if self._stage_over():
+                epochs = self.samples.epochs_after(self.progress.stage_step).items()
+                self.console.say("read so far: " + ", ".join(f"{name} {count:.2f} times" for name, count in epochs))
             if self._stage_over() or self.stopping:
                 return
 
