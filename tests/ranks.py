@@ -20,7 +20,7 @@ _FORK.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.trainer"]
 )
 # A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up.
-MOST_GROUPS = 40
+MOST_GROUPS = 20
 
 
 class RankFailure(AssertionError):
