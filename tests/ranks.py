@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.parallel.gloo import use_one_thread
+
 # Imported once by the fork server; every rank starts from there in a fraction of a second.
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(
@@ -105,6 +107,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    use_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     while True:
         try:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cp.parallel.gloo import use_one_thread
+
 
 @dataclass(frozen=True)
 class Device:
@@ -93,6 +95,7 @@ def start_ranks(timeout_seconds: float) -> World:
     device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.device.type == "cuda":
         torch.cuda.set_device(device.device)
+    use_one_thread()
     if not dist.is_initialized():
         device_id = device.device if device.device.type == "cuda" else None
         dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
