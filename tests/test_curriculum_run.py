@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, prepared, write_run
 from torchtitan_cp import registry
 from torchtitan_cp.curriculum import rope_frequencies
@@ -226,9 +226,9 @@ until = {{validation_loss = 0.1, max_tokens = 768}}
 )
 
 
-def gated(path: Path) -> tuple[int, list[tuple[int, int]], str]:
+def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]:
     """On a rank: steps of the whole run, the (stage, step) of each that is taken now, and what is said."""
-    trainer = prepared(path, "--evaluation.interval=2")
+    trainer = prepared(path, "--evaluation.interval=2", *overrides)
     taken: list[tuple[int, int]] = []
     gradients = trainer.gradients
 
@@ -324,3 +324,16 @@ def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: 
     assert done.stdout.count("the job starts anew from its checkpoint") == 2
     assert len(losses_of(path.parent)) == 9
     assert not list(tmp_path.glob("relaunch-*"))
+
+
+def test_a_gate_without_held_out_text_and_a_checkpoint_of_a_stage_that_is_gone_are_refused(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, GATED)
+    with pytest.raises(RankFailure, match="looks at held-out text, and no source holds any out"):
+        ranks(1)(gated, path, "--data.validation_fraction=0.0")
+    ranks(1)(gated, path)
+    first = path.read_text().rpartition("[[curriculum.stages]]")[0]
+    path.write_text(first)
+    with pytest.raises(RankFailure, match="was written in stage 2, and the config has 1"):
+        ranks(1)(gated, path)

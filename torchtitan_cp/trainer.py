@@ -152,6 +152,11 @@ class Trainer:
             for name, source in corpus.sources.items()
             if source.validation.tokens
         }
+        if not self.held_out and any(stage.until for stage in self.stages):
+            raise ConfigError(
+                "a stage has until, which looks at held-out text, and no source holds any out",
+                fix="set validation_fraction of a source above 0, or give the stage steps",
+            )
 
     def _check_same_corpus(self, fingerprint: str) -> None:
         """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
@@ -169,8 +174,13 @@ class Trainer:
         self.saved = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
         if self.saved is None:
             return self.stages[0]
-        self.progress = self.saved[1]
+        path, self.progress = self.saved
         last = len(self.stages) - 1
+        if self.progress.stage > last:
+            raise ConfigError(
+                f"{path} was written in stage {self.progress.stage + 1}, and the config has {last + 1}",
+                fix="put the stages back, or give the new run a folder of its own: --job.dump_folder=...",
+            )
         return self.stages[min(self.progress.stage + self._stage_over(), last)]
 
     def _build_parts(self, shape: Any, begins: StagePlan) -> None:

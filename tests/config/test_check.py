@@ -14,6 +14,7 @@ from torchtitan_cp.config.sections import (
     Curriculum,
     Data,
     DataSource,
+    Evaluation,
     Optimizer,
     Parallel,
     ParameterGroup,
@@ -211,3 +212,11 @@ def test_sources_that_fit_pass() -> None:
         "parquet", "rows", token_field="ids", group_field="repo", min_document=5, max_document=5, name="b"
     )
     check_config(config_with(data=Data(sources=(BOOKS, rows)), tokenizer=Tokenizer(kind="bytes")), 1)
+
+
+def test_a_gate_at_a_length_that_the_ranks_cannot_share_is_refused() -> None:
+    short = dataclasses.replace(STAGE, seq_len=8, global_batch_tokens=64)
+    gated = dataclasses.replace(STAGE, cp=8, steps=0, until={"short_loss_rise": 0.1, "max_tokens": 9000.0})
+    said = refuse(config_with(short, gated, evaluation=Evaluation(interval=5)), 8)
+    assert "measures short_loss_rise at 8 tokens" in said
+    assert "make that length a multiple of 16" in said

@@ -173,6 +173,13 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             f"{where}.seq_len = {stage.seq_len} is not divisible by 2 x cp = {2 * cp}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + 2 * cp}, or another cp",
         )
+    shortest = min(other.seq_len for other in config.curriculum.stages)
+    if "short_loss_rise" in stage.until and shortest % (2 * cp * degrees.tp):
+        raise ConfigError(
+            f"{where}.until measures short_loss_rise at {shortest} tokens, the shortest stage's, which cp x tp = "
+            f"{cp * degrees.tp} ranks cannot share",
+            fix=f"make that length a multiple of {2 * cp * degrees.tp}, or leave the condition out",
+        )
     if stage.seq_len // cp % degrees.tp:
         unit = 2 * cp * degrees.tp
         raise ConfigError(
