@@ -55,9 +55,11 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="train nothing: one step of each stage as one rank of a job, without devices",
     )
-    parser.add_argument("--world-size", type=int, default=1, help="with --dry-run: ranks of the job")
+    parser.add_argument("--world-size", type=int, help="with --dry-run: ranks of the job (default 1)")
     parser.add_argument("--rank", type=int, default=0, help="with --dry-run: which of them to be")
     options, overrides = parser.parse_known_args(arguments)
+    if options.world_size is not None and not options.dry_run:
+        parser.error("--world-size goes with --dry-run; NPROC=... says how many ranks of a node to start")
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
     register(ARCHITECTURES)
@@ -67,7 +69,8 @@ def main(arguments: list[str]) -> int:
             print(f"{options.config}: {preflight(config, options.check)}")
             return 0
         if options.dry_run:
-            print_walks(Console(), dry_run(config, options.world_size, options.rank), options.world_size, options.rank)
+            ranks = options.world_size or 1
+            print_walks(Console(), dry_run(config, ranks, options.rank), ranks, options.rank)
             return 0
         with name_lost_ranks():
             world = start_ranks(config.job.startup_timeout_seconds)

@@ -116,3 +116,10 @@ def test_a_killed_rank_ends_the_job_by_name_within_a_minute_and_the_next_run_res
     assert re.search(r"resumed from .*step-\d+: \d+ of", output)
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, taken + 5))
+
+
+def test_a_world_size_without_a_dry_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--world-size", "8"])
+    assert caught.value.code == 2
+    assert "--world-size goes with --dry-run" in capsys.readouterr().err
