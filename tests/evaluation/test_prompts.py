@@ -5,17 +5,14 @@ import re
 import numpy as np
 import pytest
 
-from torchtitan_cp.config import ConfigError
 from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Wording
 
-WORDING = Wording(
-    " The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}"
-)
+WORDING = Wording(" The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}")
 TERSE = Wording("{name:.1}{key:.2}", "{name:.1}{key:.2}")
 
 
-def encode(text: str) -> list[int]:
-    return list(text.encode())
+def encode(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
 def grass(number: int, count: int) -> np.ndarray:
@@ -111,18 +108,3 @@ def test_a_name_that_the_filler_holds_is_not_taken() -> None:
         prompt = PromptWriter(encode, letters, TERSE, 2).write("passkey", 200, 0.5, number)
         assert prompt
         assert text_of(prompt).count("Q") == 2, "the only letter that is free, told and asked for"
-
-
-@pytest.mark.parametrize(
-    ("needle", "question", "message"),
-    [
-        ("the key is {key}", "{name}: {key}", r"needle = 'the key is \{key\}' lacks a field"),
-        ("{name}: {key}", "{name}: {kee}", r"question = .* cannot be filled in: 'kee'"),
-        ("{name}: {key", "{name}: {key}", r"needle = .* cannot be filled in: expected '}'"),
-        ("{name}: {key}", "{key} is whose? {name}", "does not end with the key"),
-        ("{name}: {key}", "{name}: {key}.", "does not end with the key"),
-    ],
-)
-def test_a_wording_that_cannot_ask_is_refused(needle: str, question: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Wording(needle, question)

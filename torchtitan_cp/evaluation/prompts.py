@@ -5,52 +5,34 @@ Source: passkey retrieval (Mohtashami and Jaggi, 2023); several keys and variabl
 tokens is the most likely one after those before it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from string import ascii_uppercase
 
 import numpy as np
 
-from torchtitan_cp.config import ConfigError
-
 IGNORED = -100
 NAME_LETTERS, KEY_DIGITS = 5, 7
 MOST_DRAWS = 100
 HOPS = 4
 ASSIGNMENT, COPY = " VAR {name} = {value}. ", " VAR {name} = VAR {other}. "
-CHAIN_QUESTION = " Question: Find all variables that are assigned the value {value} in the text above. Answer: They are:"
+CHAIN_QUESTION = (
+    " Question: Find all variables that are assigned the value {value} in the text above. Answer: They are:"
+)
 
 
 @dataclass(frozen=True)
 class Wording:
-    """How a key is told and asked for.
+    """How a key is told and asked for; see [evaluation.passkey], and config.check for what they must be.
 
     Args:
-        needle: with {name} and {key}; a format such as {key:.4} takes the first of their characters.
+        needle: with {name} and {key}.
         question: the same, and ends with the key.
-
-    Raises:
-        ConfigError: a field is missing or not known, or the question does not end with the key.
     """
 
     needle: str
     question: str
-
-    def __post_init__(self) -> None:
-        for place, text in (("passkey.needle", self.needle), ("passkey.question", self.question)):
-            try:
-                both, no_key, no_name = (text.format(name=n, key=k) for n, k in (("AB", "12"), ("AB", ""), ("", "12")))
-            except (KeyError, ValueError, IndexError) as error:
-                raise ConfigError(
-                    f"evaluation.{place} = {text!r} cannot be filled in: {error}", fix="use {name} and {key} alone"
-                ) from None
-            if both in (no_key, no_name):
-                raise ConfigError(f"evaluation.{place} = {text!r} lacks a field", fix="use {name} and {key}")
-        if not self.question.format(name="AB", key="12").startswith(self.question.format(name="AB", key="")):
-            raise ConfigError(
-                f"evaluation.passkey.question = {self.question!r} does not end with the key", fix="end it with {key}"
-            )
 
     def ask(self, name: str, key: str) -> tuple[str, str]:
         """The question, and the answer with the space before it."""
@@ -85,7 +67,7 @@ class PromptWriter:
 
     def __init__(
         self,
-        encode: Callable[[str], Sequence[int]],
+        encode: Callable[[str], np.ndarray],
         filler: Callable[[int, int], np.ndarray],
         wording: Wording,
         keys: int,
@@ -103,8 +85,8 @@ class PromptWriter:
         draw = np.random.default_rng([number, length])
         filler = self.filler(number, length)
         needles, question, answer = VARIANTS[variant](self, draw, filler)
-        planted = [np.asarray(self.encode(text)) for text in needles]
-        asked, told = (np.asarray(self.encode(text)) for text in (question, answer))
+        planted = [self.encode(text) for text in needles]
+        asked, told = (self.encode(text) for text in (question, answer))
         room = length - sum(map(len, planted)) - len(asked) - len(told)
         if room < 0:
             return None
@@ -132,7 +114,7 @@ class PromptWriter:
         return found
 
     def _stands_in(self, text: str, filler: np.ndarray) -> bool:
-        wanted = np.asarray(self.encode(text))
+        wanted = self.encode(text)
         if not 0 < len(wanted) <= len(filler):
             return False
         return bool((np.lib.stride_tricks.sliding_window_view(filler, len(wanted)) == wanted).all(1).any())

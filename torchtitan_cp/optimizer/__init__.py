@@ -5,7 +5,7 @@ Imports `config` at most.
 
 from torchtitan_cp.optimizer.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optimizer.clip import scale_gradients, shard_square_norm
-from torchtitan_cp.optimizer.loss import IGNORED, VocabularyShard, chunked_cross_entropy
+from torchtitan_cp.optimizer.loss import IGNORED, VocabularyShard, chunked_cross_entropy, wrong_answers
 from torchtitan_cp.optimizer.schedule import LearningRates
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "scale_gradients",
     "set_learning_rates",
     "shard_square_norm",
+    "wrong_answers",
 ]
