@@ -92,7 +92,14 @@ class Injector:
             )
         strike = Strike(settings.kind)
         if self.strikes_here and settings.where != "data":
-            strike.at(self.modules[self.module], settings.where, self._weight())
+            # A whole block is struck before its other hooks, which are to see it; of others, after those of tensor
+            # parallelism.
+            strike.at(
+                self.modules[self.module],
+                settings.where,
+                self._weight(),
+                prepend=self.module.startswith("layers") and not settings.module,
+            )
         try:
             yield
         finally:
@@ -125,16 +132,16 @@ class Strike:
         self.kind, self.waiting = kind, True
         self.handles: list[Any] = []
 
-    def at(self, module: nn.Module, where: str, weight: str | None) -> None:
-        """Lie in wait at a module."""
+    def at(self, module: nn.Module, where: str, weight: str | None, *, prepend: bool) -> None:
+        """Lie in wait at a module, before its other hooks or after them."""
         if where == "weight":
             spoil_(getattr(module, str(weight)), self.kind)
         elif where == "backward":
-            self.handles.append(module.register_forward_pre_hook(self._spoil_input_gradient))
+            self.handles.append(module.register_forward_pre_hook(self._spoil_input_gradient, prepend=prepend))
         elif where == "gradient":
             self.handles.append(module.register_forward_pre_hook(partial(self._spoil_weight_gradient, str(weight))))
         else:
-            self.handles.append(module.register_forward_hook(self._spoil_output))
+            self.handles.append(module.register_forward_hook(self._spoil_output, prepend=prepend))
 
     def end(self) -> None:
         """Wait no longer."""
@@ -168,8 +175,16 @@ class Strike:
 @torch.no_grad()
 def spoil_(x: Tensor, kind: str) -> None:
     """Make the middle value of a tensor (of this rank's part) NaN or infinite, or all of them large, in place."""
-    own = x.to_local() if isinstance(x, DTensor) else x
+    own, place, ranks = x, 0, 1
+    if isinstance(x, DTensor):
+        own = x.to_local()
+        if x.device_mesh.ndim == 1 and x.placements[0].is_replicate():
+            # Of what tensor-parallel ranks have alike each goes on with its share of the tokens.
+            place, ranks = x.device_mesh.get_local_rank(), x.device_mesh.size()
     if kind == "spike":
         own.mul_(SPIKE)
     elif own.numel():
-        own[tuple(size // 2 for size in own.shape)] = float(kind)
+        first, *others = (size // 2 for size in own.shape)
+        if others:
+            others[0] = own.shape[1] * (2 * place + 1) // (2 * ranks)
+        own[(first, *others)] = float(kind)

@@ -41,8 +41,9 @@ class SpikeDetector:
         deviation = np.maximum(deviation, LEAST_STD_FRACTION * np.abs(median))
         far = (now - median) / np.maximum(deviation, np.finfo(float).tiny)
         return tuple(
-            f"{_name(index)} is {now[index]:.4g}, {far[index]:.0f} standard deviations above its median {median[index]:.4g}"
-            for index in np.flatnonzero(far > self.threshold)
+            f"{_name(index)} is {now[index]:.4g}, {far[index]:.0f} standard deviations above its median "
+            f"{median[index]:.4g}"
+            for index in np.flatnonzero(far > self.threshold).tolist()
         )
 
     def healthy(self, report: StepReport) -> None:

@@ -33,7 +33,7 @@ class BlockWatch:
             blocks: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]
             for number, block in blocks.items():
                 block.register_forward_hook(partial(self._see_output, int(number)))
-            next(iter(blocks.values())).register_forward_pre_hook(self._watch_input)
+            next(iter(blocks.values())).register_forward_pre_hook(self._watch_input, prepend=True)
 
     def _see_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -61,7 +61,9 @@ class BlockWatch:
         """
         outputs, gradient, none = self.outputs, self.gradient, torch.zeros((), device=device)
         self.outputs, self.gradient = {}, None
-        return torch.stack([outputs.get(number, none) for number in range(blocks)]), none if gradient is None else gradient
+        return torch.stack(
+            [outputs.get(number, none) for number in range(blocks)]
+        ), none if gradient is None else gradient
 
 
 def largest(x: Tensor) -> Tensor:
@@ -118,7 +120,9 @@ def exchange(
     """
     device = loss_sum.device
     memory = torch.tensor(peak_memory_bytes)
-    scalars = torch.stack([x.to(device, non_blocking=True).double() for x in (loss_sum, tokens, gradient, logit, memory)])
+    scalars = torch.stack(
+        [x.to(device, non_blocking=True).double() for x in (loss_sum, tokens, gradient, logit, memory)]
+    )
     own = torch.cat([scalars, outputs.double(), square_norms.to(device, non_blocking=True).double()])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)

@@ -27,7 +27,9 @@ def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = N
             one pipeline stage. Default: of each gradient the ranks of its own mesh, and one of a plain tensor,
             which is right where meshes span all these ranks and every plain tensor is here alone.
     """
-    gradients, shares, places = [], [], []
+    gradients: list[Tensor] = []
+    shares: list[float] = []
+    places: list[range] = []
     for group in groups:
         own = [_whole_values(p.grad, ranks) for p in group if p.grad is not None]
         places.append(range(len(gradients), len(gradients) + len(own)))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED = -100
 
@@ -66,6 +66,35 @@ def chunked_cross_entropy(
     measured = [_measure(_logits(row, weight), label, vocabulary, largest_logit) for row, label in chunks]
     losses, squares = (torch.cat([getattr(m, name) for m in measured]) for name in ("losses", "squares"))
     return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
+
+
+class TokenLoss(nn.Module):
+    """`chunked_cross_entropy` as a module, so that hooks see it like the network's others.
+
+    Args:
+        chunk_tokens, z_loss: see there.
+
+    Attributes:
+        largest_logit: raised in place by forwards that are to be differentiated; None: not asked for.
+    """
+
+    def __init__(self, chunk_tokens: int, z_loss: float) -> None:
+        super().__init__()
+        self.chunk_tokens, self.z_loss = chunk_tokens, z_loss
+        self.largest_logit: Tensor | None = None
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            self.chunk_tokens,
+            vocabulary=vocabulary,
+            z_loss=self.z_loss,
+            largest_logit=self.largest_logit if torch.is_grad_enabled() else None,
+        )
 
 
 class _Measured(NamedTuple):
