@@ -56,15 +56,16 @@ class Reading:
                 fix="set validation_fraction of a source above 0, or give the stage steps",
             )
 
-    def enter(self, stage: StagePlan, taken: Mapping[str, int]) -> None:
+    def enter(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> None:
         """Read the stage's sequences from here on.
 
         Args:
             taken: tokens of each source that earlier stages took.
+            passed: steps of text that the stage reads beyond its own, as so many are passed over.
         """
-        self.samples = self.samples_of(stage, taken)
+        self.samples = self.samples_of(stage, taken, passed)
 
-    def samples_of(self, stage: StagePlan, taken: Mapping[str, int]) -> StageSamples:
+    def samples_of(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> StageSamples:
         """The sequences of a stage; see `enter`."""
         text = stage.data
         weights = text.mixture or {name: float(stream.store.tokens) for name, stream in self.streams.items()}
@@ -78,7 +79,8 @@ class Reading:
             self.config.data.max_epochs,
         )
         sequences, seed = stage.global_batch_tokens // stage.seq_len, self.config.training.seed
-        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, stage.steps)
+        steps = stage.steps + passed
+        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, steps)
 
     def steps(self, first: int, count: int, shape: StepShape, *, pin: bool) -> Iterator[tuple[MicroBatch, ...]]:
         """This rank's micro-batches of `count` steps of the stage from `first` on, read ahead."""
