@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from torchtitan_cp.data.loader import MicroBatch, StepShape
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.optimizer import (
     IGNORED,
+    TokenLoss,
     VocabularyShard,
     build_optimizer,
-    chunked_cross_entropy,
     scale_gradients,
     set_learning_rates,
     wrong_answers,
@@ -54,6 +54,20 @@ class LayerAttention:
         return sum_ranks(x, next(iter(plans.values())))
 
 
+class StepSums(NamedTuple):
+    """What a step's forwards gave on this rank, scalars.
+
+    Attributes:
+        loss: summed loss of the tokens that this rank counts.
+        tokens: unmasked, over all ranks.
+        largest_logit: of this rank's rows of the vocabulary; minus infinity on a rank without the last part.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    largest_logit: Tensor
+
+
 class Network:
     """This rank's parts of the model: all of it, or its stages of the pipeline. Collective to make.
 
@@ -69,6 +83,8 @@ class Network:
         parts: modules, in order of their layers.
         optimizers: of each part.
         pipeline: None on one pipeline rank.
+        token_loss: the last part's loss.
+        mesh: (pp, dp, cp, tp) of the stage entered.
         role: this rank's place in pp, dp and cp of the stage entered; tensor-parallel peers share it, as they share
             what they compute and so their random numbers.
     """
@@ -94,6 +110,7 @@ class Network:
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
+        self.token_loss = TokenLoss(config.training.loss_chunk_tokens, config.training.z_loss)
         self.pipeline = None
         if mesh.size() > 1:
             tied = shape.tie_embeddings
@@ -116,7 +133,8 @@ class Network:
             self.activation = stage.activation
             for part in self.parts:
                 wrap_blocks(part, stage.activation, self.config.compile, self.device.type)
-        mesh, settings = self.meshes.for_cp(stage.cp), self.config.context_parallel
+        self.mesh = mesh = self.meshes.for_cp(stage.cp)
+        settings = self.config.context_parallel
         self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
@@ -136,14 +154,11 @@ class Network:
             tuple(sorted({0, *self.shape.windows})),
         )
 
-    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks.
-
-        Returns:
-            (summed loss of the tokens that this rank counts, unmasked tokens over all ranks), scalars.
-        """
+    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
+        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
         tokens = self.count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device)
+        self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
 
         def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
             result = self._forward(forward, state, batch)
@@ -157,14 +172,14 @@ class Network:
         else:
             for batch in micro_batches:
                 self._backward(run(self.parts[0], None, batch))
-        return loss_sum * self.meshes.counts_losses, tokens
+        return StepSums(loss_sum * self.meshes.counts_losses, tokens, self.token_loss.largest_logit)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def token_losses(self, batch: MicroBatch) -> Tensor | None:
         """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
-        result = self._look(batch, self._loss)
+        result = self._look(batch, self.token_loss)
         return None if result is None else result[1]
 
     def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
@@ -203,16 +218,9 @@ class Network:
         def head(hidden: Tensor, output: nn.Linear) -> Any:
             hidden, weight, group, first = vocabulary_part(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
-            return (measure or self._loss)(hidden, weight, labels, vocabulary)
+            return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
-
-    def _loss(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None
-    ) -> tuple[Tensor, Tensor]:
-        """(sum to differentiate, loss of each token `[B, S/cp]`)."""
-        chunk, z_loss = self.config.training.loss_chunk_tokens, self.config.training.z_loss
-        return chunked_cross_entropy(hidden, weight, labels, chunk, vocabulary=vocabulary, z_loss=z_loss)
 
     def _hidden(self, batch: MicroBatch) -> Hidden:
         """What travels between stages of the pipeline."""
@@ -235,6 +243,19 @@ class Network:
         """Free them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def counted_by_block(self) -> list[list[nn.Parameter]]:
+        """This rank's parameters, each counted once over the pipeline: of every block of the model, and the others."""
+        groups: list[list[nn.Parameter]] = [[] for _ in range(self.shape.n_layers + 1)]
+        for name, parameter in self.pipeline.counted if self.pipeline else self.parts[0].named_parameters():
+            pieces = name.split(".")
+            groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
+        return groups
+
+    def reads_with(self, rank: int) -> bool:
+        """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
+        (place,) = (self.mesh.mesh == rank).nonzero().tolist()
+        return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
 
     def exchange_of(self, shape: StepShape) -> str:
         """The strategy, and for `auto` what it came to."""

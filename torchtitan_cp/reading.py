@@ -56,19 +56,20 @@ class Reading:
                 fix="set validation_fraction of a source above 0, or give the stage steps",
             )
 
-    def enter(self, stage: StagePlan, taken: Mapping[str, int]) -> None:
+    def enter(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> None:
         """Read the stage's sequences from here on.
 
         Args:
             taken: tokens of each source that earlier stages took.
+            passed: steps of text that the stage reads beyond its own, as so many are passed over.
         """
-        self.samples = self.samples_of(stage, taken)
+        self.samples = self.samples_of(stage, taken, passed)
 
-    def samples_of(self, stage: StagePlan, taken: Mapping[str, int]) -> StageSamples:
+    def samples_of(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> StageSamples:
         """The sequences of a stage; see `enter`."""
-        sampling = self.sampling_of(stage)
+        sampling, steps = self.sampling_of(stage), stage.steps + passed
         sequences, seed = stage.global_batch_tokens // stage.seq_len, self.config.training.seed
-        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, stage.steps)
+        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, steps)
 
     def sampling_of(self, stage: StagePlan) -> Sampling:
         """How a stage takes its text."""

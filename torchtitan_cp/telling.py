@@ -1,5 +1,6 @@
 """What a run tells: a record of every step, what a person reads on the console, and the summary at the end."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torchtitan_cp.metrics.pictures import loss_against_position, passkey_map
 from torchtitan_cp.network import Network
 from torchtitan_cp.parallel import World
 from torchtitan_cp.reading import Reading
+
+logger = logging.getLogger(__name__)
 
 SPEED_DECAY = 0.9  # a step: how long the speed shown of a stage remembers
 
@@ -75,6 +78,13 @@ class Telling:
         if tag and self.writer:
             self.writer.text(tag, text, step)
 
+    def warn(self, text: str, step: int) -> None:
+        """Log what was done about a bad step, and write it to TensorBoard."""
+        if self.leads:
+            logger.warning(text)
+        if self.writer:
+            self.writer.text("health", text, step)
+
     def step(
         self,
         stage: StagePlan,
@@ -114,7 +124,12 @@ class Telling:
             peak_memory_bytes=report.peak_memory_bytes,
             data_wait_seconds=waited,
             step_seconds=seconds,
+            pipeline_idle=self.network.pipeline.idle_share() if self.network.pipeline else None,
             skipped=skipped,
+            spikes=len(report.spikes),
+            skipped_steps=progress.health["all_skips"],
+            rollbacks=progress.health["rollbacks"],
+            lr_cuts=progress.health["lr_cuts"],
         )
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         if self.writer:

@@ -19,6 +19,10 @@ ROW_SOURCES = ("jsonl", "parquet", "huggingface")
 DOCUMENT_ORDERS = ("shuffled", "related")
 PACKINGS = ("concat", "best_fit")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
+RUNGS = ("rollback", "lower_lr")
+ON_SPIKE = ("warn", "trip")
+FAULTS = ("data", "embedding", "forward", "backward", "gradient", "weight")
+FAULT_KINDS = ("nan", "inf", "spike")
 ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 
 
@@ -285,11 +289,52 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Health:
-    """What happens when a number is not finite."""
+class Inject:
+    """A fault made on purpose, for drills: where, when, and on which rank."""
 
-    on_nonfinite: str = key("halt", "halt the job, or skip the step", choices=("halt", "skip"))
-    max_consecutive_skips: int = key(5, "skipped steps in a row after which the job halts all the same", least=1)
+    step: int = key(0, "a fault made on purpose: the optimizer step that it strikes, from 1; 0: none", least=0)
+    steps: int = key(1, "how many steps in a row are struck", least=1)
+    rank: int = key(0, "the rank it strikes", least=0)
+    where: str = key(
+        "forward",
+        "data: a label that is no token; embedding, forward: a module's output; backward: the gradient it hands on; "
+        "gradient: a weight's, before ranks sum them; weight: a weight itself",
+        choices=FAULTS,
+    )
+    layer: int = key(0, "forward, backward, gradient, weight: number of the block", least=0)
+    module: str = key("", "forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block")
+    kind: str = key("nan", "one value becomes NaN or infinite, or all 10,000 times as large", choices=FAULT_KINDS)
+    transient: bool = key(False, "the fault is gone when its step is run again, as after a flipped bit")
+
+
+@dataclass(frozen=True)
+class Health:
+    """What happens when a number is not finite, or far above what it was."""
+
+    on_nonfinite: str = key(
+        "halt", "halt the job at a step that is not finite, or skip it and go by policy", choices=("halt", "skip")
+    )
+    on_spike: str = key(
+        "warn", "a finite step far above the others: only say so, or treat it as on_nonfinite says", choices=ON_SPIKE
+    )
+    spike_threshold: float = key(
+        10.0, "standard deviations (from the MAD, at least 5 %) above the median that are a spike; 0: none is", least=0
+    )
+    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=4)
+    max_consecutive_skips: int = key(5, "skipped steps in a row after which policy goes on", least=1)
+    policy: tuple[str, ...] = key(
+        RUNGS,
+        "what follows too many skips in a row: rollback loads the last good checkpoint and passes over the text since; "
+        "lower_lr does so and trains at lr_factor for lr_steps; then the job halts",
+        choices=RUNGS,
+    )
+    max_rollbacks: int = key(2, "rollbacks in a run, before the next rung", least=0)
+    max_lr_cuts: int = key(1, "times in a run that the learning rate is lowered, before the job halts", least=0)
+    lr_factor: float = key(0.1, "lower_lr: times the learning rate, each time", least=0)
+    lr_steps: int = key(100, "lower_lr: healthy steps before the learning rate is back", least=1)
+    replay: bool = key(True, "run a step that is not finite again, and name the module, rank and token it began with")
+    bundles: int = key(3, "replays of which the tensors are kept in health/, for offline study", least=0)
+    inject: Inject = field(default_factory=Inject, metadata={"help": "a fault made on purpose"})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ class StepRecord:
         mfu: model FLOPs utilisation, causal attention counted as causal; a fraction of the devices' peak.
         peak_memory_bytes: most that any one rank has used so far.
         data_wait_seconds: this step waited so long for its batch, on rank 0.
-        skipped: a number was not finite, and no weight was changed.
+        pipeline_idle: share of the step that rank 0 spent in the pipeline without computing; None without one.
+        skipped: the step was bad, and no weight was changed; skipped_steps, rollbacks, lr_cuts: of the run so far.
+        spikes: numbers of the step far above what they were lately.
     """
 
     step: int
@@ -34,7 +36,12 @@ class StepRecord:
     peak_memory_bytes: int
     data_wait_seconds: float
     step_seconds: float
+    pipeline_idle: float | None = None
     skipped: bool = False
+    spikes: int = 0
+    skipped_steps: int = 0
+    rollbacks: int = 0
+    lr_cuts: int = 0
 
     @property
     def stage_number(self) -> int:
