@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Wording
+from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Secret, Wording
 
 WORDING = Wording(" The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}")
 TERSE = Wording("{name:.1}{key:.2}", "{name:.1}{key:.2}")
@@ -92,8 +92,8 @@ def test_a_chain_of_variables_stands_in_order_and_all_of_it_is_the_answer() -> N
 
 
 def test_a_length_that_the_wording_does_not_fit_gives_no_prompt_and_the_shortest_has_no_filler() -> None:
-    question, answer = WORDING.ask("ABCDE", "1234567")
-    least = len(WORDING.needle.format(name="ABCDE", key="1234567") + question + answer)
+    secret = Secret("ABCDE", "1234567", "abcdefg")
+    least = len(WORDING.tell(secret) + "".join(WORDING.ask(secret)))
     assert writer().write("passkey", least - 1, 0.5, 0) is None
     whole = writer().write("passkey", least, 0.5, 0)
     assert whole
