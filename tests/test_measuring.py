@@ -1,5 +1,8 @@
 """What is measured between steps is what a plain model gives on whole sequences, on any layout of ranks."""
 
+import argparse
+import contextlib
+import io
 import json
 import math
 from collections.abc import Callable
@@ -13,13 +16,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from models import ARCHITECTURES
 from tests.ranks import RankPool
 from tests.runs import TINY, prepared, write_run
 from torchtitan_cp import registry
+from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.packing import IGNORED
 from torchtitan_cp.evaluation import Prompt
+from torchtitan_cp.evaluation.__main__ import evaluate, for_evaluation, main, write
 from torchtitan_cp.measuring import resized
+from torchtitan_cp.parallel import start_ranks
+from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
 
 BLOCK = 32
@@ -273,3 +281,45 @@ def too_short(path: Path, question: str) -> dict[str, None]:
     assert math.isnan(found["passkey"].accuracy[0, 0])
     assert not math.isnan(found["passkey"].accuracy[0, 1])
     return measuring.left_out
+
+
+def grid(folder: Path, out: Path) -> dict[str, Any]:
+    """On a rank: what the program finds of a run's newest checkpoint, as it writes it."""
+    register(ARCHITECTURES)
+    saved = open_saved_model(folder)
+    options = argparse.Namespace(variants=None, lengths=None, depths=None, trials=None, tokens=None)
+    world = start_ranks(60.0)
+    found = evaluate(saved, for_evaluation(saved.config, world.size, options), world)
+    assert found
+    if world.rank == 0:
+        write(out, saved, found)
+    dist.barrier()
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_ranks(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, GATED.replace("{share}", "1.0"))
+    last = ranks(2)(evaluated, path)[0][0][-1]
+    for size in (1, 2):
+        found = ranks(size)(grid, tmp_path / "run", tmp_path / f"out{size}")[0]
+        assert found["seq_len"] == 256
+        assert found["retrieval"] == last["retrieval"]
+        for name in ("loss", "unigram", "context_gain", "short_loss_rise", "position_losses"):
+            assert found[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name
+        pictures = {picture.name for picture in (tmp_path / f"out{size}").glob("*.png")}
+        assert pictures == {"passkey.png", "loss_by_position.png"}
+
+
+def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    code, said = ranks(1)(refused, str(tmp_path))[0]
+    assert code == 2
+    assert said.startswith(f"error: {tmp_path} is no checkpoint and has none")
+
+
+def refused(folder: str) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main([folder]), said.getvalue()

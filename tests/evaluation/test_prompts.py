@@ -41,7 +41,9 @@ def answer_of(prompt: Prompt) -> str:
 @pytest.mark.parametrize("length", [700, 1025])
 def test_a_prompt_has_exactly_so_many_tokens_and_depends_on_its_number_alone(variant: str, length: int) -> None:
     first, again, other = (writer().write(variant, length, 0.5, number) for number in (3, 3, 4))
-    assert first and again and other
+    assert first
+    assert again
+    assert other
     assert len(first.tokens) == len(first.labels) == length
     assert (first.tokens == again.tokens).all()
     assert answer_of(first) != answer_of(other)
