@@ -211,7 +211,7 @@ class Kill:
     Attributes:
         after: steps are taken, at least.
         moment: "step"; "save", while a checkpoint is being written; "transition", from the last step of a stage to the
-            first of the next; "start", before the job has taken a step.
+            first of the next; "start", before the job has taken a step; "tokenizing", into the folder's own cache.
     """
 
     after: int
@@ -220,6 +220,8 @@ class Kill:
 
 def moment_of(folder: Path, stage_ends: Sequence[int]) -> str:
     """What the run is at, as its folder has it. What is saved between stages counts as a transition."""
+    if list((folder / "cache").glob("*.partial/journal.json")):
+        return "tokenizing"
     if steps_taken(folder) in stage_ends:
         return "transition"
     return "save" if list((folder / "checkpoints").glob("*.partial")) else "step"
@@ -234,7 +236,8 @@ def kill_at(job: Job, kill: Kill, folder: Path, stage_ends: Sequence[int], draw:
         return _kill_if(job, rank, lambda: not job.says("entered in"))
 
     def is_there() -> bool:
-        began = job.says("entered in") or (kill.moment == "transition" and job.says("resumed from"))
+        began = job.says({"tokenizing": "", "transition": "resumed from"}.get(kill.moment, "entered in"))
+        began = began or job.says("entered in")
         return began and steps_taken(folder) >= kill.after and moment_of(folder, stage_ends) == kill.moment
 
     while not job.ended():

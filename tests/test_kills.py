@@ -4,17 +4,18 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.data.test_restart import shrink
 from tests.jobs import ForkedJob, Kill, kill_at, lines_of
 from tests.runs import losses, write_run
 from tests.test_curriculum_run import MIXED
-from torchtitan_cp import trainer
+from torchtitan_cp.trainer import Trainer
 
 # Three stages of two sources, a context-parallel degree of its own in the second.
 STAGES = ((128, 512, 1), (256, 1024, -1), (512, 2048, 1))
@@ -32,19 +33,25 @@ Record = dict[tuple[int, int, int], Any]
 
 
 def record_samples(folder: Path) -> None:
-    """On a rank: write the (length of the stage, step, sample, its text) of all that it trains on from now on."""
-    read_steps = trainer.read_steps
+    """On a rank: write the (stage, step, sample, its text) of all that it trains on from now on."""
+    gradients = Trainer.gradients
     file = os.open(folder / f"samples-{os.getpid()}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def recorded(samples: Any, first: int, *arguments: Any, **settings: Any) -> Iterator[Any]:
-        for step, batches in enumerate(read_steps(samples, first, *arguments, **settings), start=first):
-            numbers = [number for batch in batches for number in batch.numbers]
-            rows = [[samples.seq_len, step, number, str(samples.sequence(number).pieces)] for number in numbers]
-            # At once, so that a kill leaves whole lines.
-            os.write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
-            yield batches
+    def recorded(trainer: Trainer, batches: Any) -> Any:
+        progress, samples = trainer.progress, trainer.reading.samples
+        numbers = [number for batch in batches for number in batch.numbers]
+        rows = [[progress.stage, progress.stage_step, n, str(samples.sequence(n).pieces)] for n in numbers]
+        # At once, so that a kill leaves whole lines.
+        os.write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        return gradients(trainer, batches)
 
-    trainer.read_steps = recorded
+    Trainer.gradients = recorded  # type: ignore[method-assign]
+
+
+def tokenize_slowly(folder: Path) -> None:
+    """The same, and on the way to tokens commit every two thousand."""
+    shrink()
+    record_samples(folder)
 
 
 def samples_of(folder: Path) -> Record:
@@ -71,14 +78,21 @@ def undisturbed(config: Path) -> tuple[list[float], Record]:
     return losses(lines_of(folder)), samples_of(folder)
 
 
-def storm(config: Path, folder: Path, kills: Sequence[Kill], sizes: Sequence[int], seed: int) -> None:
+def storm(
+    config: Path,
+    folder: Path,
+    kills: Sequence[Kill],
+    sizes: Sequence[int],
+    seed: int,
+    before: Callable[[Path], None] = record_samples,
+) -> None:
     """The same command again and again, on as many ranks as `sizes` say in turn, with one of them killed each time."""
     folder.mkdir()
     draw = random.Random(seed)
-    command = (f"--job.dump_folder={folder}", *LONGER)
+    command = (f"--job.dump_folder={folder}", f"--data.cache_folder={folder}/cache", *LONGER)
     turns = itertools.cycle(sizes)
     for kill, size in zip(kills, turns, strict=False):
-        job = ForkedJob(size, config, *command, before=partial(record_samples, folder))
+        job = ForkedJob(size, config, *command, before=partial(before, folder))
         try:
             assert kill_at(job, kill, folder, STAGE_ENDS, draw, size), job.log.read_text()
         finally:
@@ -114,3 +128,23 @@ def test_ranks_killed_at_25_random_moments_cost_no_step_and_no_sample(
     kills = random_kills(25, seed=1)
     storm(config, folder, kills, sizes=[2], seed=1)
     check_whole(folder, undisturbed, tolerance=0.0)
+
+
+def test_killed_in_each_stage_and_between_them_a_run_goes_on_on_other_ranks_with_the_same_samples(
+    config: Path, undisturbed: tuple[list[float], Record]
+) -> None:
+    folder = config.parent / "other-ranks"
+    kills = [
+        Kill(0, "tokenizing"),
+        Kill(0, "start"),
+        Kill(5, "step"),
+        Kill(9, "save"),
+        Kill(STAGE_ENDS[0], "transition"),
+        Kill(STAGE_ENDS[0] + 5, "step"),
+        Kill(STAGE_ENDS[0] + 9, "save"),
+        Kill(STAGE_ENDS[1], "transition"),
+        Kill(STAGE_ENDS[1] + 5, "step"),
+        Kill(STAGE_ENDS[1] + 9, "save"),
+    ]
+    storm(config, folder, kills, sizes=[2, 4, 1], seed=2, before=tokenize_slowly)
+    check_whole(folder, undisturbed, tolerance=1e-4)
