@@ -5,15 +5,18 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.jobs import REPOSITORY, Kill, LaunchedJob, kill_at, lines_of, steps_taken
+from tests.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, kill_at, lines_of, steps_taken
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import writer
@@ -264,3 +267,71 @@ def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
     first.signal_rank(0, signal.SIGCONT)
     assert first.wait() == 0, first.log.read_text()
     check_whole(folder, uninterrupted)
+
+
+@pytest.fixture
+def small_disk(long_toml: Path) -> Iterator[Path]:
+    """A run's folder whose checkpoints lie on a file system of their own, with room for four."""
+    folder = long_toml.parent / "small-disk"
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(checkpoints)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("this user may mount no file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(checkpoints)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no room."""
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return ballast
+
+
+def test_on_a_full_disk_a_run_goes_on_is_killed_resumes_from_the_last_good_checkpoint_and_saves_when_there_is_room(
+    small_disk: Path, long_toml: Path, uninterrupted: list[float]
+) -> None:
+    checkpoints = small_disk / "checkpoints"
+    settings = (f"--job.dump_folder={small_disk}", "--checkpoint.keep=1")
+    job = ForkedJob(2, long_toml, *settings)
+    job.wait_for(lambda: steps_taken(small_disk) >= 6)
+    ballast = fill(checkpoints)
+    job.wait_for(lambda: job.says("NO CHECKPOINT"))
+    good = sorted(path.name for path in checkpoints.glob("step-*[0-9]"))
+    job.signal_rank(1, signal.SIGKILL)
+    job.end()
+    assert steps_taken(small_disk) < STEPS, "killed before the end"
+
+    again = ForkedJob(2, long_toml, *settings)
+    again.wait_for(lambda: again.says("NO CHECKPOINT"))
+    assert again.says(f"resumed from {checkpoints / good[-1]}:"), again.log.read_text()
+    ballast.unlink()
+    assert again.wait() == [0, 0], again.log.read_text()
+    check_whole(small_disk, uninterrupted)
+    assert (checkpoints / f"step-{STEPS}" / "manifest.json").exists()
+    told = [line for log in (job.log, again.log) for line in log.read_text().splitlines() if "NO CHECKPOINT" in line]
+    assert all("No space left on device" in line for line in told), told
+
+
+def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
+    long_toml: Path, uninterrupted: list[float]
+) -> None:
+    folder = long_toml.parent / "removed"
+    checkpoints = folder / "checkpoints"
+    job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+
+    def remove_in_a_save() -> bool:
+        if steps_taken(folder) >= 5 and list(checkpoints.glob("*.partial")):
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        return job.says("NO CHECKPOINT")
+
+    job.wait_for(remove_in_a_save)
+    assert job.wait() == [0, 0], job.log.read_text()
+    assert re.search(r"NO CHECKPOINT of step \d+ was written.*(No such file|is not there)", job.log.read_text())
+    check_whole(folder, uninterrupted)
+    assert (checkpoints / f"step-{STEPS}" / "manifest.json").exists()
