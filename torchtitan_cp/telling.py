@@ -112,6 +112,7 @@ class Telling:
             peak_memory_bytes=report.peak_memory_bytes,
             data_wait_seconds=waited,
             step_seconds=seconds,
+            pipeline_idle=self.network.pipeline.idle_share() if self.network.pipeline else None,
             skipped=skipped,
         )
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed

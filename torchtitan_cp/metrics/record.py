@@ -16,6 +16,7 @@ class StepRecord:
         mfu: model FLOPs utilisation, causal attention counted as causal; a fraction of the devices' peak.
         peak_memory_bytes: most that any one rank has used so far.
         data_wait_seconds: this step waited so long for its batch, on rank 0.
+        pipeline_idle: share of the step that rank 0 spent in the pipeline without computing; None without one.
         skipped: a number was not finite, and no weight was changed.
     """
 
@@ -34,6 +35,7 @@ class StepRecord:
     peak_memory_bytes: int
     data_wait_seconds: float
     step_seconds: float
+    pipeline_idle: float | None = None
     skipped: bool = False
 
     @property

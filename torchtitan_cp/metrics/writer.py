@@ -22,6 +22,7 @@ TAGS = {
     "tokens_per_second_per_rank": "speed/tokens_per_second_per_rank",
     "mfu": "speed/mfu",
     "step_seconds": "speed/step_seconds",
+    "pipeline_idle": "speed/pipeline_idle",
     "data_wait_seconds": "speed/data_wait_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
     "stage_number": "curriculum/stage",
