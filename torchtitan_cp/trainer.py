@@ -4,9 +4,10 @@ import dataclasses
 import itertools
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape
+from torchtitan_cp.export import check_exportable, exported_stages
 from torchtitan_cp.health import GradientProbe, NonFiniteError, Policy, StepReport, exchange
 from torchtitan_cp.measuring import Measuring
 from torchtitan_cp.network import Network
@@ -72,6 +74,7 @@ class Trainer:
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
+        check_exportable(config, shape)
         check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.network = Network(config, world, self.meshes, shape, begins, max(lengths))
@@ -155,19 +158,29 @@ class Trainer:
         self._resume()
         self.telling = Telling(self.config, self.world, self.network, self.total_steps, self.progress.step)
         if self.finished:
-            self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
+            with self._exports():
+                self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
             return
         self.policy = Policy(self.config.health, self.progress.consecutive_skips)
         self.telling.begin(self.reading)
         try:
-            with self.signals:
+            with self.signals, self._exports() as hurried:
                 self._train()
+                if self.stopping:
+                    hurried.set()
             if self.relaunches and not self.stopping:
                 self.telling.say(self._relaunching())
             elif not self.stopping:
                 self.telling.finish(self.stages, self.progress.stage_losses)
         finally:
             self.telling.end()
+
+    def _exports(self) -> AbstractContextManager[threading.Event]:
+        """What writes the ends of stages for transformers beside training, if that is asked for."""
+        dtype = self.config.checkpoint.export
+        if self.world.rank or dtype == "no":
+            return nullcontext(threading.Event())
+        return exported_stages(self.folder, dtype, self.reading.corpus.tokenizer)
 
     def _train(self) -> None:
         """Stage by stage to the end, a stop or a halt, and the state then on disk."""

@@ -89,6 +89,10 @@ class Checkpoints:
                 found.append((int(match[1]), path))
         return sorted(found)
 
+    def stage_ends(self) -> list[Path]:
+        """Complete ones that end a stage, oldest first."""
+        return [path for _, path in self.complete() if _is_stage_end(path)]
+
     # Saving --------------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, *, stage_end: bool = False) -> None:

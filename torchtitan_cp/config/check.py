@@ -37,6 +37,11 @@ def check_config(config: Config, ranks: int) -> Degrees:
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     _check_products(config, degrees)
+    if config.checkpoint.export != "no" and not config.checkpoint.enable:
+        raise ConfigError(
+            "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
+            fix='enable checkpoints, or set checkpoint.export = "no"',
+        )
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
     for index, stage in enumerate(config.curriculum.stages):

@@ -281,6 +281,9 @@ class Checkpoint:
     keep: int = key(2, "newest checkpoints kept; the end of each stage is kept for good", least=1)
     keep_every_steps: int = key(0, "keep for good what was saved at a multiple of these steps; 0: none", least=0)
     asynchronous: bool = key(True, "write while training goes on, from a copy in host memory")
+    export: str = key(
+        "no", "write each stage's end for transformers too, in hub/step-N", choices=("no", "float32", "bfloat16")
+    )
     timeout_seconds: float = key(1800.0, "a save that waits longer for another rank has failed", least=1)
 
 
