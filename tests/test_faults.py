@@ -271,51 +271,68 @@ def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
 
 @pytest.fixture
 def small_disk(long_toml: Path) -> Iterator[Path]:
-    """A run's folder whose checkpoints lie on a file system of their own, with room for four."""
+    """A run's folder on a file system of its own, with room for four checkpoints."""
     folder = long_toml.parent / "small-disk"
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(checkpoints)], capture_output=True, check=False
-    )
-    if mount.returncode:
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may mount no file system")
     yield folder
-    subprocess.run(["umount", "--lazy", str(checkpoints)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> Path:
-    """A file that leaves no room."""
+    """A file that leaves no room, or one that has grown so."""
     ballast = folder / "ballast"
-    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
     return ballast
 
 
-def test_on_a_full_disk_a_run_goes_on_is_killed_resumes_from_the_last_good_checkpoint_and_saves_when_there_is_room(
+def newest(checkpoints: Path) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    return max((int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]")), default=0)
+
+
+def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_start_while_there_is_none(
     small_disk: Path, long_toml: Path, uninterrupted: list[float]
 ) -> None:
     checkpoints = small_disk / "checkpoints"
-    settings = (f"--job.dump_folder={small_disk}", "--checkpoint.keep=1")
+    settings = (f"--job.dump_folder={small_disk}", "--checkpoint.keep=1", "--metrics.tensorboard=true")
     job = ForkedJob(2, long_toml, *settings)
-    job.wait_for(lambda: steps_taken(small_disk) >= 6)
-    ballast = fill(checkpoints)
+    job.wait_for(lambda: newest(checkpoints) >= 2)
+    ballast = fill(small_disk)
+    # Its last page has room for some lines.
+    job.wait_for(lambda: job.says("metrics.jsonl: No space left on device. Training goes on, and its lines wait"))
+    good, taken = newest(checkpoints), steps_taken(small_disk)
+    ballast.unlink()
+    job.wait_for(lambda: steps_taken(small_disk) > taken + 1)
+    job.wait_for(lambda: newest(checkpoints) > good)
+    fill(small_disk)
+    job.forget()
     job.wait_for(lambda: job.says("NO CHECKPOINT"))
-    good = sorted(path.name for path in checkpoints.glob("step-*[0-9]"))
+    good = newest(checkpoints)
     job.signal_rank(1, signal.SIGKILL)
     job.end()
+    told = job.log.read_text()
+    assert "TensorBoard stands still until the run's next start" in told
+    assert all("No space left on device" in line for line in told.splitlines() if "NO CHECKPOINT" in line)
     assert steps_taken(small_disk) < STEPS, "killed before the end"
 
-    again = ForkedJob(2, long_toml, *settings)
-    again.wait_for(lambda: again.says("NO CHECKPOINT"))
-    assert again.says(f"resumed from {checkpoints / good[-1]}:"), again.log.read_text()
+    # What a save had written before there was no room was cleared away.
+    fill(small_disk)
+    refused = ForkedJob(2, long_toml, *settings)
+    assert refused.wait() == [2, 2], refused.log.read_text()
+    assert f"job.dump_folder = '{small_disk}' cannot be written: No space left on device" in refused.log.read_text()
+    assert newest(checkpoints) == good
+
     ballast.unlink()
+    again = ForkedJob(2, long_toml, *settings)
     assert again.wait() == [0, 0], again.log.read_text()
+    assert again.says(f"resumed from {checkpoints}/step-{good}:"), again.log.read_text()
     check_whole(small_disk, uninterrupted)
-    assert (checkpoints / f"step-{STEPS}" / "manifest.json").exists()
-    told = [line for log in (job.log, again.log) for line in log.read_text().splitlines() if "NO CHECKPOINT" in line]
-    assert all("No space left on device" in line for line in told), told
+    assert newest(checkpoints) == STEPS
 
 
 def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
@@ -334,4 +351,4 @@ def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
     assert job.wait() == [0, 0], job.log.read_text()
     assert re.search(r"NO CHECKPOINT of step \d+ was written.*(No such file|is not there)", job.log.read_text())
     check_whole(folder, uninterrupted)
-    assert (checkpoints / f"step-{STEPS}" / "manifest.json").exists()
+    assert newest(checkpoints) == STEPS

@@ -1,7 +1,6 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
 import dataclasses
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
 
+START_BYTES = 2**16
 MEASURED = ("validation_loss", "short_loss_rise")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 READ_BY = {  # keys of a source that some kinds alone read
@@ -262,18 +262,17 @@ def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degr
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder and write to it once.
+    """Make the run's folder and write to it once, about what a start writes.
 
     Raises:
         ConfigError: it cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".writable-")
-        os.close(handle)
-        os.unlink(name)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
+            file.write(bytes(START_BYTES))
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
-            fix="give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
+            fix="make room, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_cp.metrics.record import StepRecord
+
+logger = logging.getLogger(__name__)
 
 JSONL = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -32,8 +36,37 @@ TAGS = {
 }
 
 
+class PatientFile:
+    """A file that lines are added to; what there is no room for goes before the next line.
+
+    Args:
+        path: is made when it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: what was written and what was not is known.
+        self.path, self.file, self.waiting = path, path.open("ab", buffering=0), b""
+
+    def write(self, line: str) -> None:
+        """Add a line, or keep it for later; the first that is kept is told."""
+        known, self.waiting = bool(self.waiting), self.waiting + line.encode()
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+        except OSError as error:
+            if not known:
+                logger.error("%s: %s. Training goes on, and its lines wait for room", self.path, error.strerror)
+
+    def close(self) -> None:
+        """Add what waited, or say how much of it is lost."""
+        self.write("")
+        if self.waiting:
+            logger.error("%s lacks its last %d lines", self.path, self.waiting.count(b"\n"))
+        self.file.close()
+
+
 class MetricsWriter:
-    """Writes each step to metrics.jsonl, and every `interval`-th to TensorBoard.
+    """Writes each step to metrics.jsonl, and every `interval`-th to TensorBoard. A full disk ends no training.
 
     Args:
         folder: of the run.
@@ -46,39 +79,44 @@ class MetricsWriter:
         self.interval = interval
         path = folder / JSONL
         _forget_after(path, after_step)
-        self.lines = path.open("a", encoding="utf-8")
+        self.lines = PatientFile(path)
         self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=after_step + 1) if tensorboard else None
 
     def step(self, record: StepRecord) -> None:
         """Write one optimizer step."""
         self.lines.write(json.dumps(dataclasses.asdict(record)) + "\n")
-        self.lines.flush()
-        if self.board and record.step % self.interval == 0:
+        if record.step % self.interval == 0:
             for field, tag in TAGS.items():
                 value = getattr(record, field)
                 if value is not None:
-                    self.board.add_scalar(tag, value, record.step)
+                    self._show("add_scalar", tag, value, record.step)
 
     def validation(self, step: int, loss: float, unigram: float) -> None:
         """Write one validation beside the unigram model's loss on the same tokens."""
-        if self.board:
-            self.board.add_scalar("validation/loss", loss, step)
-            self.board.add_scalar("validation/unigram_loss", unigram, step)
+        self._show("add_scalar", "validation/loss", loss, step)
+        self._show("add_scalar", "validation/unigram_loss", unigram, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write a text, in Markdown, to TensorBoard."""
-        if self.board:
-            self.board.add_text(tag, text, step)
+        self._show("add_text", tag, text, step)
 
     def lengths(self, source: str, tokens: np.ndarray) -> None:
         """Show how long a source's documents are, in powers of two of tokens. `tokens`: `[documents]`."""
-        if self.board and len(tokens):
-            self.board.add_histogram(f"documents/{source}, log2 of tokens", np.log2(np.maximum(tokens, 1)), 0)
+        if len(tokens):
+            self._show("add_histogram", f"documents/{source}, log2 of tokens", np.log2(np.maximum(tokens, 1)), 0)
 
     def close(self) -> None:
         self.lines.close()
-        if self.board:
-            self.board.close()
+        self._show("close")
+
+    def _show(self, method: str, *arguments: Any) -> None:
+        """Call TensorBoard's writer, if there is one. Its thread does not outlive an error."""
+        try:
+            if self.board:
+                getattr(self.board, method)(*arguments)
+        except OSError as error:
+            self.board = None
+            logger.error("TensorBoard stands still until the run's next start: %s. %s goes on", error, JSONL)
 
 
 def _forget_after(path: Path, step: int) -> None:
