@@ -10,7 +10,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -215,23 +215,32 @@ class Checkpoints:
 
     # Loading -------------------------------------------------------------------------------------------------
 
-    def read_progress(self) -> tuple[Path, Progress] | None:
+    def read_progress(
+        self, before: int | None = None, wanted: Callable[[Progress], bool] | None = None
+    ) -> tuple[Path, Progress] | None:
         """The newest checkpoint whose files are what was written, and where it stood; None if there is none.
 
         All ranks call, and each reads a share of the files. Damaged ones are named in the log and passed over.
 
+        Args:
+            before: only those of steps before this one.
+            wanted: only those that stood so.
+
         Raises:
             ConfigError: there are some, and all are damaged.
         """
-        names = _from_first([path.name for _, path in self.complete()])
+        names = _from_first([path.name for step, path in self.complete() if before is None or step < before])
+        undamaged = False
         for name in reversed(names):
             path = self.folder / name
             wrong = _gathered(_damage(path))
             if not wrong:
-                return path, _from_first(_read_progress(path))
-            if _rank() == 0:
+                undamaged, progress = True, _from_first(_read_progress(path))
+                if wanted is None or wanted(progress):
+                    return path, progress
+            elif _rank() == 0:
                 logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))
-        if names:
+        if names and not undamaged:
             raise ConfigError(
                 f"no checkpoint in {self.folder} can be read: {', '.join(names)} are damaged",
                 fix="move the folder away to begin anew, or give the run another job.dump_folder",

@@ -17,7 +17,8 @@ class StepRecord:
         peak_memory_bytes: most that any one rank has used so far.
         data_wait_seconds: this step waited so long for its batch, on rank 0.
         pipeline_idle: share of the step that rank 0 spent in the pipeline without computing; None without one.
-        skipped: a number was not finite, and no weight was changed.
+        skipped: the step was bad, and no weight was changed; skipped_steps, rollbacks, lr_cuts: of the run so far.
+        spikes: numbers of the step far above what they were lately.
     """
 
     step: int
@@ -37,6 +38,10 @@ class StepRecord:
     step_seconds: float
     pipeline_idle: float | None = None
     skipped: bool = False
+    spikes: int = 0
+    skipped_steps: int = 0
+    rollbacks: int = 0
+    lr_cuts: int = 0
 
     @property
     def stage_number(self) -> int:

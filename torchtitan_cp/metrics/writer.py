@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard, written by rank 0."""
+"""metrics.jsonl, evaluation.jsonl and TensorBoard, written by rank 0."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ from torchtitan_cp.metrics.record import StepRecord
 logger = logging.getLogger(__name__)
 
 JSONL = "metrics.jsonl"
+EVALUATIONS = "evaluation.jsonl"
 TENSORBOARD = "tensorboard"
 # Where each field of a record shows in TensorBoard.
 TAGS = {
@@ -22,6 +23,10 @@ TAGS = {
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
     "skipped": "health/skipped",
+    "spikes": "health/spikes",
+    "skipped_steps": "health/skipped_steps",
+    "rollbacks": "health/rollbacks",
+    "lr_cuts": "health/lr_cuts",
     "tokens_per_second": "speed/tokens_per_second",
     "tokens_per_second_per_rank": "speed/tokens_per_second_per_rank",
     "mfu": "speed/mfu",
@@ -80,6 +85,8 @@ class MetricsWriter:
         path = folder / JSONL
         _forget_after(path, after_step)
         self.lines = PatientFile(path)
+        _forget_after(folder / EVALUATIONS, after_step)
+        self.evaluations = PatientFile(folder / EVALUATIONS)
         self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=after_step + 1) if tensorboard else None
 
     def step(self, record: StepRecord) -> None:
@@ -91,10 +98,17 @@ class MetricsWriter:
                 if value is not None:
                     self._show("add_scalar", tag, value, record.step)
 
-    def validation(self, step: int, loss: float, unigram: float) -> None:
-        """Write one validation beside the unigram model's loss on the same tokens."""
-        self._show("add_scalar", "validation/loss", loss, step)
-        self._show("add_scalar", "validation/unigram_loss", unigram, step)
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Write what an evaluation found, with its `step`, as a line of evaluation.jsonl."""
+        self.evaluations.write(json.dumps(record) + "\n")
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Write a number to TensorBoard."""
+        self._show("add_scalar", tag, value, step)
+
+    def image(self, tag: str, array: np.ndarray, step: int) -> None:
+        """Write a picture, `[height, width, 3]` uint8, to TensorBoard."""
+        self._show("add_image", tag, array, step, None, "HWC")
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write a text, in Markdown, to TensorBoard."""
@@ -107,6 +121,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         self.lines.close()
+        self.evaluations.close()
         self._show("close")
 
     def _show(self, method: str, *arguments: Any) -> None:

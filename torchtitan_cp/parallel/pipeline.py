@@ -226,11 +226,11 @@ class Pipeline:
         return self.last in self.parts
 
     @property
-    def counted(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, without those that the first stage counts already."""
+    def counted(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by name, without those that the first stage counts already."""
         for number, part in self.parts.items():
             twice = self.tied and number == self.last > 0
-            yield from (p for name, p in part.named_parameters() if not (twice and name.startswith("tok_embeddings")))
+            yield from (x for x in part.named_parameters() if not (twice and x[0].startswith("tok_embeddings")))
 
     def step(self, batches: Sequence[Any], hidden: Hidden, run: Run) -> None:
         """Forward and backward of every micro-batch through every stage.
