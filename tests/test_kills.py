@@ -111,7 +111,7 @@ def check_whole(folder: Path, undisturbed: tuple[list[float], Record], tolerance
 
 
 def random_kills(count: int, seed: int) -> list[Kill]:
-    """Of each ten four in steps, three in saves, two between stages and one at a start, in random order."""
+    """Of each ten three in steps, in saves and between stages, and one at a start, at random steps."""
     draw = random.Random(seed)
     moments = list(itertools.islice(itertools.cycle(["step", "save", "transition"] * 3 + ["start"]), count))
     kills = [

@@ -302,7 +302,9 @@ def _read_progress(path: Path) -> Progress:
     """
     try:
         return Progress(**json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except TypeError as error:
+        raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
 
 
