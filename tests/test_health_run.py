@@ -34,6 +34,13 @@ PLACES = {
     "data": Inject(where="data"),
 }
 
+# Ranks that read the same tokens, where a rank is not alone with them.
+SHARING = {
+    "tp 2": {0: [0, 1], 1: [0, 1]},
+    "pp 2": {0: [0, 1], 1: [0, 1]},
+    "tp 2 x pp 2, foreach": {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]},
+}
+
 
 @pytest.fixture(scope="module")
 def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,6 +60,7 @@ class Seen:
     bad: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     findings: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    studies: dict[int, dict[str, Any]] = field(default_factory=dict)
     logged: list[str] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -84,7 +92,7 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     handler = logging.Handler()
     handler.emit = lambda record: seen.logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchtitan_cp").addHandler(handler)
-    gradients, recover = guarding.gradients, trainer._recover
+    gradients, recover, study = guarding.gradients, trainer._recover, guarding.study
 
     def with_fault(step: int, *arguments: Any, **options: Any) -> Any:
         guarding.injector.settings = faults.get(step, Inject())
@@ -98,6 +106,12 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
         recover(*arguments)
         seen.changed += [f"{name} in step {step}" for name in differing(before, state_of(trainer))]
 
+    def studying(step: int, *arguments: Any) -> Any:
+        found = study(step, *arguments)
+        seen.studies[step] = found.as_json()
+        return found
+
+    guarding.study = studying  # type: ignore[method-assign]
     guarding.gradients = with_fault  # type: ignore[method-assign]
     trainer._recover = recovering  # type: ignore[method-assign]
     trainer.run()
@@ -121,6 +135,22 @@ def faults_of(layout: str) -> dict[int, Inject]:
     return {3 + 2 * index: replace(fault, step=3 + 2 * index) for index, fault in enumerate(faults)}
 
 
+def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
+    """The study names what was struck, and whom."""
+    culprit = found["culprit"]
+    named = (culprit["module"], culprit["what"], culprit["direction"], list(found["ranks"]))
+    block, rank = f"layers.{fault.layer}", fault.rank
+    expected = {
+        "embedding": ("tok_embeddings", "output", "forward", [rank]),
+        "forward": (f"{block}.attention", "output", "forward", [rank]),
+        "backward": (f"{block}.feed_forward", "input gradient", "backward", [rank]),
+        "gradient": (f"{block}.feed_forward.w2", "gradient of weight", "backward", [rank]),
+        "data": ("data", "labels", "forward", SHARING.get(layout, {}).get(rank, [rank])),
+    }
+    assert named == expected[fault.where]
+    assert found["reproduces"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
@@ -136,6 +166,8 @@ def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank
         values = [line["loss"] for line in seen.lines if not line["skipped"]]
         assert len(values) == 12
         assert values[-1] < values[0]
+        for step, fault in faults.items():
+            check_culprit(layout, fault, seen.studies[step])
 
 
 def poisoned_shard(path: Path, *overrides: str) -> Seen:

@@ -5,8 +5,9 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,14 +297,15 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._doing("in forward, backward and update with the others", step=self.progress.step + 1)
-        seed_step(self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
         report = self.gradients(micro_batches)
         healthy = not self.guarding.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
         else:
-            self._recover(stage, report)
+            self._recover(stage, report, micro_batches, reseed)
         self.telling.step(
             stage,
             self.progress,
@@ -335,7 +337,13 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
 
-    def _recover(self, stage: StagePlan, report: StepReport) -> None:
+    def _recover(
+        self,
+        stage: StagePlan,
+        report: StepReport,
+        micro_batches: tuple[MicroBatch, ...],
+        reseed: Callable[[], None],
+    ) -> None:
         """Leave everything as before the step but the text, which is passed over; or climb the ladder. Collective.
 
         Raises:
@@ -343,8 +351,12 @@ class Trainer:
         """
         self.network.forget_gradients()
         ladder, settings = self.guarding.ladder, self.config.health
-        what = self.guarding.describe(self.progress.step + 1, stage, report)
-        message = ladder.trip(what, halts=settings.on_nonfinite == "halt")
+        what, mends_itself = self.guarding.describe(self.progress.step + 1, stage, report), True
+        if report.findings and settings.replay:
+            self._doing("running a bad step again with the others", step=self.progress.step + 1)
+            found = self.guarding.study(self.progress.step + 1, micro_batches, report, reseed)
+            what, mends_itself = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.mends_itself
+        message = ladder.trip(what, halts=settings.on_nonfinite == "halt", mends_itself=mends_itself)
         if message:
             self.telling.warn(message, self.progress.step + 1)
             self.progress = self.guarding.told(self.progress.skipping())
