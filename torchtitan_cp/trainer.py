@@ -372,6 +372,8 @@ class Trainer:
             self.progress = self.progress.back_to(saved)
             self.guarding.spikes.recent = saved.recent
             told += f"ROLLED BACK to {path}, and the text since is passed over"
+            # So that it stays passed over if the run is resumed.
+            self.must_save = True
         else:
             self.progress = self.progress.skipping()
             told += "There is no checkpoint to go back to"
@@ -380,8 +382,6 @@ class Trainer:
         self.progress = self.guarding.told(self.progress)
         counts = f"{ladder.state.rollbacks} rollbacks, {ladder.state.lr_cuts} cuts so far"
         self.telling.warn(f"{told} ({counts})", self.progress.step)
-        # So that the text stays passed over if the run is resumed.
-        self.must_save = True
 
     def _good_checkpoint(self) -> tuple[Path, Progress] | None:
         """The newest that was not saved amid bad steps; an older one if the last rollback was to no avail."""
@@ -389,7 +389,7 @@ class Trainer:
             return None
         self.checkpoints.wait()
         before = self.guarding.ladder.steps_too_new
-        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("skips"))
+        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 
