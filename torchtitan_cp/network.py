@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torchtitan_cp.optimizer import (
     build_optimizer,
     scale_gradients,
     set_learning_rates,
+    wrong_answers,
 )
 from torchtitan_cp.parallel import (
     Hidden,
@@ -33,6 +35,9 @@ from torchtitan_cp.parallel import (
     vocabulary_part,
     wrap_blocks,
 )
+
+# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> what it finds
+Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
 
 
 class LayerAttention:
@@ -172,14 +177,25 @@ class Network:
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    @torch.no_grad()
     def token_losses(self, batch: MicroBatch) -> Tensor | None:
         """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
-        if self.pipeline:
-            result = self.pipeline.evaluate(batch, self._hidden(batch), self._forward)
-        else:
-            result = self._forward(self.parts[0], None, batch)
+        result = self._look(batch, self.token_loss)
         return None if result is None else result[1]
+
+    def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
+        """How many labels of each sequence are not the likeliest token, `[B]` int64, of the tokens on this rank.
+
+        None on a rank without the last part. Collective.
+        """
+        return self._look(batch, wrong_answers)
+
+    @torch.no_grad()
+    def _look(self, batch: MicroBatch, measure: Measure) -> Any:
+        """What `measure` finds in a micro-batch, without gradients."""
+        run = partial(self._forward, measure=measure)
+        if self.pipeline:
+            return self.pipeline.evaluate(batch, self._hidden(batch), run)
+        return run(self.parts[0], None, batch)
 
     def count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
         """Unmasked tokens of the step over every rank, at least 1."""
@@ -188,19 +204,21 @@ class Network:
         dist.all_reduce(tokens)
         return tokens.clamp_min(1)
 
-    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Any:
+    def _forward(
+        self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
+    ) -> Any:
         """A part's forward on a micro-batch, from the hidden states before it or from the tokens.
 
         Returns:
-            of the last part (sum to differentiate, loss of each token `[B, S/cp]`), else hidden states.
+            of the last part what `measure` makes of its hidden states, by default the loss; else hidden states.
         """
         move = self.world.device.move
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
 
-        def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+        def head(hidden: Tensor, output: nn.Linear) -> Any:
             hidden, weight, group, first = vocabulary_part(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
-            return self.token_loss(hidden, weight, labels, vocabulary)
+            return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 

@@ -10,9 +10,10 @@ from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data import statistics_table
 from torchtitan_cp.health import StepReport
-from torchtitan_cp.measuring import Validation
+from torchtitan_cp.measuring import Evaluated, describe, numbers_of
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token
 from torchtitan_cp.metrics.console import StageSummary
+from torchtitan_cp.metrics.pictures import loss_against_position, passkey_map
 from torchtitan_cp.network import Network
 from torchtitan_cp.parallel import World
 from torchtitan_cp.reading import Reading
@@ -38,7 +39,8 @@ class Telling:
         self.console = Console(total_steps, done, speaks=self.leads)
         self.speeds: dict[int, float] = {}
         self.writer: MetricsWriter | None = None
-        self.validation: Validation | None = None
+        self.evaluation: Evaluated | None = None
+        self.curves: dict[str, tuple[list[int], list[float]]] = {}
 
     def begin(self, reading: Reading) -> None:
         """Open the logs, and say what will run."""
@@ -122,6 +124,7 @@ class Telling:
             peak_memory_bytes=report.peak_memory_bytes,
             data_wait_seconds=waited,
             step_seconds=seconds,
+            pipeline_idle=self.network.pipeline.idle_share() if self.network.pipeline else None,
             skipped=skipped,
             spikes=len(report.spikes),
             skipped_steps=progress.health["all_skips"],
@@ -133,15 +136,26 @@ class Telling:
             self.writer.step(record)
         self.console.step(record, total_steps)
 
-    def validated(self, stage: StagePlan, step: int, found: Validation) -> None:
-        """Tell of a validation."""
-        self.validation = found
-        self.say(
-            f"validation at step {step}: loss {found.loss:.4f} on held-out text at length {stage.seq_len:,} "
-            f"(a unigram model: {found.unigram:.4f})"
-        )
-        if self.writer:
-            self.writer.validation(step, found.loss, found.unigram)
+    def evaluated(self, stage: StagePlan, step: int, found: Evaluated) -> None:
+        """Tell of a look at held-out text."""
+        self.evaluation = found
+        self.say("\n".join(describe(stage, step, found)))
+        if not self.writer:
+            return
+        self.writer.evaluation({"step": step, "stage": stage.name, "seq_len": stage.seq_len, **numbers_of(found)})
+        scalars = {"loss": found.loss, "unigram_loss": found.unigram, "context_gain": found.context_gain}
+        scalars["short_loss_rise"] = found.short_loss_rise
+        if len(found.by_source) > 1:
+            scalars |= {f"loss_by_source/{name}": loss for name, loss in found.by_source.items()}
+        scalars |= {f"{name}_accuracy": each.at(stage.seq_len) for name, each in found.retrieval.items()}
+        for name, value in scalars.items():
+            if value is not None:
+                self.writer.scalar(f"validation/{name}", value, step)
+        self.curves[stage.name] = (found.position_starts, found.position_losses)
+        self.writer.image("validation/loss_by_position", loss_against_position(self.curves), step)
+        for name, each in found.retrieval.items():
+            picture = passkey_map(each.accuracy, each.lengths, each.depths, trained_length=stage.seq_len, title=name)
+            self.writer.image(f"validation/{name}", picture, step)
 
     def finish(self, stages: Sequence[StagePlan], stage_losses: Mapping[str, Sequence[float]]) -> None:
         """Print the table of all stages, and what to look at next.
@@ -155,8 +169,8 @@ class Telling:
             speed = self.speeds.get(stage.index)
             rows.append(StageSummary(stage.name, stage.seq_len, stage.cp, int(steps or 0), first, last, speed))
         lines = []
-        if self.validation:
-            loss, unigram = self.validation
+        if self.evaluation:
+            loss, unigram = self.evaluation.loss, self.evaluation.unigram
             lines.append(f"validation loss {loss:.4f} on held-out text; a unigram model has {unigram:.4f}")
         if self.config.checkpoint.enable:
             lines.append(f"checkpoints: {self.folder / 'checkpoints'}")

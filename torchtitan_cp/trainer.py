@@ -78,7 +78,7 @@ class Trainer:
         self.meshes = Meshes(self.device.device.type, degrees)
         self.network = Network(config, world, self.meshes, shape, begins, max(lengths))
         self.guarding = Guarding(config, world, self.network)
-        self.measuring = Measuring(self.network, self.reading, config.evaluation, min(lengths), self._doing)
+        self.measuring = Measuring(self.network, self.reading, config.evaluation, self.stages[0], self._doing)
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
@@ -233,9 +233,6 @@ class Trainer:
         if self.announced != stage.index:
             self._announce(stage, shape, time.perf_counter() - begun)
         batches = itertools.chain([first], batches)
-        if "short_loss_rise" in stage.until and self.progress.stage_step == 0:
-            short_loss = self.measuring.validate_short(shape)
-            self.progress = dataclasses.replace(self.progress, short_loss=short_loss)
         for _ in range(left):
             healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
@@ -306,13 +303,15 @@ class Trainer:
             self._update(stage, report, lr)
         else:
             self._recover(stage, report, micro_batches, reseed)
+        seconds = time.perf_counter() - begun
+        self.measuring.budget.trained_seconds += seconds
         self.telling.step(
             stage,
             self.progress,
             report,
             lr=lr,
             waited=waited,
-            seconds=time.perf_counter() - begun,
+            seconds=seconds,
             skipped=not healthy,
             total_steps=self.total_steps,
         )
@@ -395,13 +394,15 @@ class Trainer:
 
     def _validate(self, stage: StagePlan, shape: StepShape) -> None:
         """Measure on held-out text, and end the stage if its gate opens. Collective."""
-        found = self.measuring.validate(shape)
+        found = self.measuring.evaluate(stage, shape, at_end=self._stage_over(), short_before=self.progress.short_loss)
         if found is None:
             return
-        self.telling.validated(stage, self.progress.step, found)
+        self.telling.evaluated(stage, self.progress.step, found)
+        if stage.index == 0:
+            self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
         if not stage.until:
             return
-        opened, why = self.measuring.judge(stage, shape, found.loss, self.progress.short_loss)
+        opened, why = self.measuring.judge(stage, found)
         if opened:
             self.progress = dataclasses.replace(self.progress, stage_done=True)
             said = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"

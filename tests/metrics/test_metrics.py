@@ -31,6 +31,7 @@ def record(step: int, loss: float | None = 2.0) -> StepRecord:
         peak_memory_bytes=10**9,
         data_wait_seconds=0.01,
         step_seconds=1.6,
+        pipeline_idle=0.25,
         skipped=loss is None,
     )
 

@@ -20,7 +20,7 @@ class Progress:
         source_tokens: of each source's stream, what the stages before this one took.
         identity: what must be the same to go on: the model's shape, the data.
         block_tokens: block of the data order; another one reorders what is still to come.
-        short_loss: held-out loss at the curriculum's shortest length when the stage began, where its gate asks.
+        short_loss: newest held-out loss of the first stage, at its length.
         passed_over: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
         health: how far up the ladder the run is; see health.LadderState.
         recent: what spikes are judged by; see health.SpikeDetector.

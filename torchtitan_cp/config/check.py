@@ -9,9 +9,11 @@ from pathlib import Path
 from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees, stage_parallel
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
+from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, Passkey, SourceKeys, Stage
 
-MEASURED = ("validation_loss", "short_loss_rise")
+MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
+VARIANTS = ("passkey", "multi_key", "variable_tracking")
+MOST_KEYS = 26  # whose names begin with different letters
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 READ_BY = {  # keys of a source that some kinds alone read
     "token_field": ROW_SOURCES,
@@ -35,6 +37,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     _check_pipeline(config)
     _check_groups(config)
     _check_inject(config)
+    _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     _check_products(config, degrees)
@@ -105,6 +108,26 @@ def _check_groups(config: Config) -> None:
             problem = "" if rule.match else " has no match"
         if problem:
             raise ConfigError(f"optimizer.groups[{index}]{problem}", fix="write e.g. match = 'tok_embeddings|output'")
+
+
+def _check_passkey(settings: Passkey) -> None:
+    unknown = sorted(set(settings.variants) - set(VARIANTS))
+    if unknown:
+        raise ConfigError(
+            f"evaluation.passkey.variants has {', '.join(map(repr, unknown))}", fix=f"use {', '.join(VARIANTS)}"
+        )
+    if settings.keys > MOST_KEYS:
+        raise ConfigError(f"evaluation.passkey.keys = {settings.keys} is too many", fix=f"use at most {MOST_KEYS}")
+    for name, text in (("needle", settings.needle), ("question", settings.question)):
+        where = f"evaluation.passkey.{name} = {text!r}"
+        try:
+            whole, keyless, nameless = (text.format(name=n, key=k) for n, k in (("AB", "12"), ("AB", ""), ("", "12")))
+        except (KeyError, ValueError, IndexError) as error:
+            raise ConfigError(f"{where} cannot be filled in: {error}", fix="use {name} and {key} alone") from None
+        if whole in (keyless, nameless):
+            raise ConfigError(f"{where} lacks the name or the key", fix="write {name} and {key} into it")
+        if name == "question" and not whole.startswith(keyless):
+            raise ConfigError(f"{where} does not end with the key", fix="end it with {key}")
 
 
 def check_sources(config: Config) -> None:
@@ -184,13 +207,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             f"{where}.seq_len = {stage.seq_len} is not divisible by 2 x cp = {2 * cp}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + 2 * cp}, or another cp",
         )
-    shortest = min(other.seq_len for other in config.curriculum.stages)
-    if "short_loss_rise" in stage.until and shortest % (2 * cp * degrees.tp):
-        raise ConfigError(
-            f"{where}.until measures short_loss_rise at {shortest} tokens, the shortest stage's, which cp x tp = "
-            f"{cp * degrees.tp} ranks cannot share",
-            fix=f"make that length a multiple of {2 * cp * degrees.tp}, or leave the condition out",
-        )
+    _check_measured_lengths(config, stage, where, cp * degrees.tp)
     if stage.seq_len // cp % degrees.tp:
         unit = 2 * cp * degrees.tp
         raise ConfigError(
@@ -211,6 +228,23 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
     _check_micro_batches(config, stage, where, degrees)
 
 
+def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int) -> None:
+    """Lengths at which a stage is measured, beside its own, can be shared by its `ranks` (cp x tp) too."""
+    wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in config.evaluation.passkey.lengths}
+    wanted[f"evaluation.position_seq_len is {config.evaluation.position_seq_len} tokens"] = (
+        config.evaluation.position_seq_len
+    )
+    if "short_loss_rise" in stage.until:
+        first = config.curriculum.stages[0].seq_len
+        wanted[f"{where}.until measures short_loss_rise at {first} tokens, the first stage's"] = first
+    for what, length in wanted.items():
+        if length < 0 or length % (2 * ranks):
+            raise ConfigError(
+                f"{what}, which the cp x tp = {ranks} ranks of {where} cannot share",
+                fix=f"make that length a multiple of {2 * ranks}, or leave it out",
+            )
+
+
 def _check_until(config: Config, stage: Stage, where: str) -> None:
     unknown = [name for name in stage.until if name not in (*MEASURED, "max_tokens")]
     if unknown:
@@ -224,6 +258,18 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
         )
     if config.evaluation.interval == 0:
         raise ConfigError(f"{where} is looked at after evaluations, and evaluation.interval is 0", fix="set it")
+    if "short_loss_rise" in stage.until and stage is config.curriculum.stages[0]:
+        raise ConfigError(
+            f"{where} has short_loss_rise, which compares with the end of the first stage: this one",
+            fix="leave it out here",
+        )
+    passkey = config.evaluation.passkey
+    too_long = passkey.lengths and min(passkey.lengths) > stage.seq_len
+    if "passkey_accuracy" in stage.until and ("passkey" not in passkey.variants or not passkey.trials or too_long):
+        raise ConfigError(
+            f"{where} has passkey_accuracy, and [evaluation.passkey] measures none at up to {stage.seq_len} tokens",
+            fix="give it the variant 'passkey', trials, and a length of the stage or below",
+        )
 
 
 def _check_stage_data(config: Config, stage: Stage, where: str) -> None:

@@ -347,11 +347,47 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Validation on held-out text."""
+class Passkey:
+    """Keys planted in held-out text and asked for at its end: right where each token of the key is the likeliest."""
 
-    interval: int = key(0, "steps between validations; 0: only at the end of each stage", least=0)
+    variants: tuple[str, ...] = key(
+        ("passkey",), "passkey: one key; multi_key: several, one asked for; variable_tracking: a chain of assignments"
+    )
+    lengths: tuple[int, ...] = key((), "tokens of a prompt; empty: a quarter, half and all of the stage's length")
+    depths: int = key(5, "places of the key, evenly from the top of a prompt to its question", least=1)
+    trials: int = key(4, "prompts for each length and depth; 0: none", least=0)
+    keys: int = key(4, "multi_key: how many are told", least=2)
+    needle: str = key(
+        " One of the special magic numbers for {name} is: {key}. ",
+        "what tells a key, with {name} (five letters) and {key} (seven digits); {key:.4} takes the first four",
+    )
+    question: str = key(
+        " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "
+        "mentioned in the text is {key}",
+        "what asks for it, which ends with the key",
+    )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured on held-out text."""
+
+    interval: int = key(0, "steps between evaluations; 0: only at the end of each stage", least=0)
     tokens: int = key(32768, "held-out tokens of one validation", least=1)
+    max_share: float = key(
+        0.05,
+        "of the run's time: above it, evaluations between stages' ends and parts of the others are left out",
+        least=0,
+    )
+    position_seq_len: int = key(
+        0,
+        "tokens of the sequences of loss by position; 0: the stage's own length; a longer one looks beyond it",
+        least=0,
+    )
+    context_gain_tokens: int = key(
+        4096, "context gain: the loss with no more than so many tokens before, less that with all; 0: none", least=0
+    )
+    passkey: Passkey = field(default_factory=Passkey, metadata={"help": "retrieval"})
 
 
 @dataclass(frozen=True)
@@ -426,7 +462,8 @@ class Stage:
     until: dict[str, float] = key(  # noqa: RUF009
         {},
         "instead of steps: the stage ends when all hold, looked at after each evaluation: validation_loss, "
-        "short_loss_rise (of the shortest stage's length, over its value at this stage's start); and max_tokens",
+        "short_loss_rise (at the first stage's length, over its value at that stage's end), passkey_accuracy (at the "
+        "stage's length); and max_tokens",
     )
     global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
     cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")

@@ -16,6 +16,7 @@ class StepRecord:
         mfu: model FLOPs utilisation, causal attention counted as causal; a fraction of the devices' peak.
         peak_memory_bytes: most that any one rank has used so far.
         data_wait_seconds: this step waited so long for its batch, on rank 0.
+        pipeline_idle: share of the step that rank 0 spent in the pipeline without computing; None without one.
         skipped: the step was bad, and no weight was changed; skipped_steps, rollbacks, lr_cuts: of the run so far.
         spikes: numbers of the step far above what they were lately.
     """
@@ -35,6 +36,7 @@ class StepRecord:
     peak_memory_bytes: int
     data_wait_seconds: float
     step_seconds: float
+    pipeline_idle: float | None = None
     skipped: bool = False
     spikes: int = 0
     skipped_steps: int = 0

@@ -72,9 +72,10 @@ def find_peak(device: torch.device, name: str, dtype: torch.dtype, stated_tflops
 def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Best rate of a square matmul over a few tenths of a second."""
     a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=dtype)
-    best, begun = 0.0, time.perf_counter()
     float((a @ a)[0, 0])
-    while time.perf_counter() - begun < MEASURE_SECONDS:
+    best, begun = 0.0, time.perf_counter()
+    # Once at least, however busy the machine is.
+    while not best or time.perf_counter() - begun < MEASURE_SECONDS:
         start = time.perf_counter()
         # Reading one number waits for the device.
         float((a @ a)[0, 0])

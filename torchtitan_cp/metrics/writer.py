@@ -1,8 +1,9 @@
-"""metrics.jsonl and TensorBoard, written by rank 0."""
+"""metrics.jsonl, evaluation.jsonl and TensorBoard, written by rank 0."""
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
@@ -10,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan_cp.metrics.record import StepRecord
 
 JSONL = "metrics.jsonl"
+EVALUATIONS = "evaluation.jsonl"
 TENSORBOARD = "tensorboard"
 # Where each field of a record shows in TensorBoard.
 TAGS = {
@@ -26,6 +28,7 @@ TAGS = {
     "tokens_per_second_per_rank": "speed/tokens_per_second_per_rank",
     "mfu": "speed/mfu",
     "step_seconds": "speed/step_seconds",
+    "pipeline_idle": "speed/pipeline_idle",
     "data_wait_seconds": "speed/data_wait_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
     "stage_number": "curriculum/stage",
@@ -50,6 +53,8 @@ class MetricsWriter:
         path = folder / JSONL
         _forget_after(path, after_step)
         self.lines = path.open("a", encoding="utf-8")
+        _forget_after(folder / EVALUATIONS, after_step)
+        self.evaluations = (folder / EVALUATIONS).open("a", encoding="utf-8")
         self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=after_step + 1) if tensorboard else None
 
     def step(self, record: StepRecord) -> None:
@@ -62,11 +67,20 @@ class MetricsWriter:
                 if value is not None:
                     self.board.add_scalar(tag, value, record.step)
 
-    def validation(self, step: int, loss: float, unigram: float) -> None:
-        """Write one validation beside the unigram model's loss on the same tokens."""
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Write what an evaluation found, with its `step`, as a line of evaluation.jsonl."""
+        self.evaluations.write(json.dumps(record) + "\n")
+        self.evaluations.flush()
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Write a number to TensorBoard."""
         if self.board:
-            self.board.add_scalar("validation/loss", loss, step)
-            self.board.add_scalar("validation/unigram_loss", unigram, step)
+            self.board.add_scalar(tag, value, step)
+
+    def image(self, tag: str, array: np.ndarray, step: int) -> None:
+        """Write a picture, `[height, width, 3]` uint8, to TensorBoard."""
+        if self.board:
+            self.board.add_image(tag, array, step, dataformats="HWC")
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write a text, in Markdown, to TensorBoard."""
@@ -80,6 +94,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         self.lines.close()
+        self.evaluations.close()
         if self.board:
             self.board.close()
 

@@ -5,7 +5,7 @@ Imports `config` at most.
 
 from torchtitan_cp.optimizer.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optimizer.clip import scale_gradients, square_norms
-from torchtitan_cp.optimizer.loss import IGNORED, TokenLoss, VocabularyShard, chunked_cross_entropy
+from torchtitan_cp.optimizer.loss import IGNORED, TokenLoss, VocabularyShard, chunked_cross_entropy, wrong_answers
 from torchtitan_cp.optimizer.schedule import LearningRates
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "scale_gradients",
     "set_learning_rates",
     "square_norms",
+    "wrong_answers",
 ]

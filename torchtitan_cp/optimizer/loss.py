@@ -97,6 +97,33 @@ class TokenLoss(nn.Module):
         )
 
 
+@torch.no_grad()
+def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
+    """How many labels of each row are not the likeliest token, given all true tokens before it.
+
+    Logits are made of the labelled tokens alone: meant for a few.
+
+    Args:
+        hidden, weight, labels, vocabulary: see chunked_cross_entropy.
+
+    Returns:
+        `[B]` int64, of the tokens here.
+    """
+    rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
+    logits = _logits(hidden[rows, columns], weight)
+    best = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=hidden.device)
+    token = torch.zeros_like(best)
+    if logits.shape[-1]:
+        best, token = (x.double() for x in logits.max(-1))
+    if vocabulary:
+        held = torch.stack([best, token + vocabulary.first])
+        gathered = held.new_empty(dist.get_world_size(vocabulary.group), *held.shape)
+        dist.all_gather(list(gathered), held, group=vocabulary.group)
+        token = gathered[:, 1].gather(0, gathered[:, 0].argmax(0, keepdim=True)).squeeze(0)
+    wrong = token != labels[rows, columns]
+    return labels.new_zeros(len(labels)).index_add_(0, rows, wrong.long())
+
+
 class _Measured(NamedTuple):
     """Of a chunk's tokens: loss and squared logsumexp (0 where ignored), logsumexp, and the label's row if here."""
 
