@@ -36,6 +36,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_pipeline(config)
     _check_groups(config)
+    _check_inject(config)
     _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
@@ -89,6 +90,16 @@ def _check_products(config: Config, degrees: Degrees) -> None:
             f"activation.offload does not go with compile.mode = {config.compile.mode!r}: CUDA graphs use the memory "
             "again before it is copied",
             fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
+        )
+
+
+def _check_inject(config: Config) -> None:
+    """No hook is seen inside a compiled block."""
+    fault = config.health.inject
+    if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
+        raise ConfigError(
+            f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
+            fix="leave module out, to strike the block itself, or set compile.enable = false",
         )
 
 

@@ -323,7 +323,7 @@ class Health:
     spike_threshold: float = key(
         10.0, "standard deviations (from the MAD, at least 5 %) above the median that are a spike; 0: none is", least=0
     )
-    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=4)
+    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=8)
     max_consecutive_skips: int = key(5, "skipped steps in a row after which policy goes on", least=1)
     policy: tuple[str, ...] = key(
         RUNGS,
