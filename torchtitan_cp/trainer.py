@@ -92,6 +92,7 @@ class Trainer:
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
+        self.patience_seconds = config.job.startup_timeout_seconds
 
     def _check_same_corpus(self, fingerprint: str) -> None:
         """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
@@ -156,7 +157,6 @@ class Trainer:
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
-        self.patience_seconds = self.config.job.startup_timeout_seconds
         self._doing("looking for a checkpoint to go on from", step=0)
         self._resume()
         self.telling = Telling(self.config, self.world, self.network, self.total_steps, self.progress.step)

@@ -362,7 +362,8 @@ class Passkey:
     keys: int = key(4, "multi_key: how many are told", least=2)
     needle: str = key(
         " One of the special magic numbers for {name} is: {key}. ",
-        "what tells a key, with {name} (five letters) and {key} (seven digits); {key:.4} takes the first four",
+        "what tells a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small letters); "
+        "{key:.4} takes the first four",
     )
     question: str = key(
         " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "
