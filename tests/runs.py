@@ -103,7 +103,7 @@ def first_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch
     """On a rank: loss of the first step, and the full gradient of every parameter by name."""
     trainer = prepared(path, *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
-    return gradients_of(trainer, read_step(trainer.samples, shape, 0))
+    return gradients_of(trainer, read_step(trainer.reading.samples, shape, 0))
 
 
 class Packed:
@@ -124,7 +124,7 @@ def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torc
     trainer = prepared(path, *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
     batches = []
-    for batch in read_step(Packed(trainer.samples, (5, 70, 1, shape.seq_len - 76)), shape, 0):
+    for batch in read_step(Packed(trainer.reading.samples, (5, 70, 1, shape.seq_len - 76)), shape, 0):
         counted = [number * 37 % shape.seq_len for number in batch.numbers]
         kept = batch.positions < torch.tensor(counted).unsqueeze(1)
         batches.append(replace(batch, labels=torch.where(kept, batch.labels, IGNORED)))
@@ -134,7 +134,7 @@ def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torc
 def gradients_of(trainer: Trainer, batches: tuple[MicroBatch, ...]) -> tuple[float, dict[str, torch.Tensor]]:
     report = trainer.gradients(batches)
     assert not report.findings
-    own = {n: p.grad.full_tensor() for part in trainer.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
+    own = {n: p.grad.full_tensor() for part in trainer.network.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
     stages: list[Any] = [None] * trainer.meshes.pp.size()
     dist.all_gather_object(stages, own, group=trainer.meshes.pp.get_group())
     return report.loss, {name: gradient for stage in stages for name, gradient in stage.items()}

@@ -85,7 +85,7 @@ def train_on(path: Path, stop_after: int, *overrides: str) -> tuple[Read, list[f
 
     def recorded(batches: Any) -> Any:
         for batch in batches:
-            pieces = [trainer.samples.sequence(number).pieces for number in batch.numbers]
+            pieces = [trainer.reading.samples.sequence(number).pieces for number in batch.numbers]
             read.append((trainer.progress.stage, trainer.progress.stage_step, batch.numbers, pieces))
         report = gradients(batches)
         losses.append(report.loss)
@@ -156,14 +156,14 @@ def documents_alone(path: Path, strategy: str) -> tuple[float, float, int]:
     trainer = prepared(path, f"--context_parallel.strategy={strategy}", "--parallel.cp=2")
     stage = trainer.stages[2]
     shape = trainer.enter_stage(stage)
-    model = registry.architecture(trainer.config.model).build(trainer.shape, plain_attention)
-    weights = {name: p.full_tensor().detach() for name, p in trainer.parts[0].named_parameters()}  # type: ignore[attr-defined]
+    model = registry.architecture(trainer.config.model).build(trainer.network.shape, plain_attention)
+    weights = {name: p.full_tensor().detach() for name, p in trainer.network.parts[0].named_parameters()}  # type: ignore[attr-defined]
     model.load_state_dict(weights, strict=False)
-    model.set_rope(*rope_frequencies(stage.rope, trainer.shape.head_dim, stage.seq_len), torch.device("cpu"))  # type: ignore[operator]
-    loss = trainer.gradients(read_step(trainer.samples, shape, 0)).loss
+    model.set_rope(*rope_frequencies(stage.rope, trainer.network.shape.head_dim, stage.seq_len), torch.device("cpu"))  # type: ignore[operator]
+    loss = trainer.gradients(read_step(trainer.reading.samples, shape, 0)).loss
     total, tokens, documents = 0.0, 0, 0
     for number in range(shape.sequences):
-        sequence = trainer.samples.sequence(number)
+        sequence = trainer.reading.samples.sequence(number)
         edges = [0, *torch.tensor(sequence.document_lengths).cumsum(0).tolist()]
         for start, stop in itertools.pairwise(edges):
             labels = torch.from_numpy(sequence.labels[start:stop])
@@ -196,7 +196,7 @@ def moments(path: Path) -> tuple[bool, bool]:
 
     def watched(stage: Any, batches: Any) -> None:
         if stage.index == 2:
-            seen.append(bool(trainer.optimizers[0].state))
+            seen.append(bool(trainer.network.optimizers[0].state))
         step(stage, batches)
 
     trainer._step = watched  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ def train_with_fault(path: Path, where: str, steps: int, *overrides: str) -> tup
     Returns the losses, and the weights before and after the poisoned steps.
     """
     trainer = prepared(path, *overrides)
-    block = trainer.parts[0].layers["1"].feed_forward.w2
+    block = trainer.network.parts[0].layers["1"].feed_forward.w2
     poison = range(POISONED_STEP - 1, POISONED_STEP - 1 + steps)
 
     def ill() -> bool:
@@ -53,12 +53,14 @@ def train_with_fault(path: Path, where: str, steps: int, *overrides: str) -> tup
     update = trainer._update_or_skip
 
     def watched(*arguments: object) -> bool:
-        before = [p.to_local().clone() for p in trainer.parts[0].parameters()]
-        moments = [s.to_local().clone() for state in trainer.optimizers[0].state.values() for s in (state["exp_avg"],)]
+        before = [p.to_local().clone() for p in trainer.network.parts[0].parameters()]
+        moments = [
+            s.to_local().clone() for state in trainer.network.optimizers[0].state.values() for s in (state["exp_avg"],)
+        ]
         skipped = update(*arguments)
         if skipped:
-            after = [p.to_local() for p in trainer.parts[0].parameters()]
-            after_moments = [state["exp_avg"].to_local() for state in trainer.optimizers[0].state.values()]
+            after = [p.to_local() for p in trainer.network.parts[0].parameters()]
+            after_moments = [state["exp_avg"].to_local() for state in trainer.network.optimizers[0].state.values()]
             snapshots.append(
                 all(torch.equal(a, b) for a, b in zip(before + moments, after + after_moments, strict=True))
             )

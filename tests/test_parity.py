@@ -108,13 +108,13 @@ def plain_first_gradients(path: Path) -> tuple[float, dict[str, Tensor]]:
 
     model = Llama(shape, attend).double()
     with torch.no_grad():
-        for (_, ours), theirs in zip(trainer.parts[0].named_parameters(), model.parameters(), strict=True):
+        for (_, ours), theirs in zip(trainer.network.parts[0].named_parameters(), model.parameters(), strict=True):
             theirs.copy_(ours.full_tensor())  # type: ignore[attr-defined]
     model.set_rope(
         *rope_frequencies(trainer.stages[0].rope, shape.head_dim, trainer.stages[0].seq_len), torch.device("cpu")
     )
     trainer.enter_stage(trainer.stages[0])
-    rows = [trainer.samples.sequence(number) for number in range(4)]
+    rows = [trainer.reading.samples.sequence(number) for number in range(4)]
     tokens, labels = (
         torch.stack([torch.from_numpy(part) for part in parts])
         for parts in zip(*((r.tokens, r.labels) for r in rows), strict=True)

@@ -143,10 +143,10 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
         exact = _single_step(trainer, stage, shape, weights, torch.float32)
         single_peak = exact.peak_bytes
         rounded = exact
-        if trainer.compute_dtype != torch.float32:
-            rounded = _single_step(trainer, stage, shape, weights, trainer.compute_dtype)
+        if trainer.network.compute_dtype != torch.float32:
+            rounded = _single_step(trainer, stage, shape, weights, trainer.network.compute_dtype)
             single_peak = rounded.peak_bytes
-        rows = list(_rows(parallel, exact, rounded, trainer.compute_dtype))
+        rows = list(_rows(parallel, exact, rounded, trainer.network.compute_dtype))
     holds = torch.tensor([all(row.holds for row in rows)], device=trainer.device.device)
     dist.broadcast(holds, 0)
     if not holds and trainer.world.rank != 0:
@@ -156,17 +156,17 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
 
 def _parallel_step(trainer: Trainer, shape: StepShape) -> Step:
     """The configured way, gathered; peak memory is the largest of all ranks."""
-    batches = read_step(trainer.samples, shape, 0)
+    batches = read_step(trainer.reading.samples, shape, 0)
     trainer.device.reset_peak_memory()
     before = trainer.device.peak_memory_bytes()
-    with _watch_attention(trainer.parts) as outputs:
+    with _watch_attention(trainer.network.parts) as outputs:
         report = trainer.gradients(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     own = {key: shape.plans()[0].unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
     attention = _of_all_stages(trainer, own)
     gradients = _whole(trainer, lambda p: p.grad)
-    for optimizer in trainer.optimizers:
+    for optimizer in trainer.network.optimizers:
         optimizer.zero_grad(set_to_none=True)
     return Step(report.loss, attention, gradients, int(peak))
 
@@ -176,10 +176,10 @@ def _single_step(
 ) -> Step:
     """All sequences of the step on this rank alone, by the plain model and full logits in fp32."""
     device = trainer.device
-    model = registry.architecture(trainer.config.model).build(trainer.shape, _plain_attention)
+    model = registry.architecture(trainer.config.model).build(trainer.network.shape, _plain_attention)
     model.load_state_dict(weights, strict=False)
     model.to(device.device, dtype)
-    frequencies, factor = rope_frequencies(stage.rope, trainer.shape.head_dim, stage.seq_len)
+    frequencies, factor = rope_frequencies(stage.rope, trainer.network.shape.head_dim, stage.seq_len)
     model.set_rope(frequencies, factor, device.device)  # type: ignore[operator]
     tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, shape))
     device.reset_peak_memory()
@@ -205,7 +205,10 @@ def _all_sequences(trainer: Trainer, shape: StepShape) -> tuple[Tensor, Tensor, 
     Returns:
         tokens, labels, positions, and the number of each token's document, all `[sequences, S]` int64.
     """
-    rows = [trainer.samples.sequence(number) for number in deal(trainer.samples, 0, shape).flatten().tolist()]
+    rows = [
+        trainer.reading.samples.sequence(number)
+        for number in deal(trainer.reading.samples, 0, shape).flatten().tolist()
+    ]
     documents = [np.repeat(np.arange(len(row.document_lengths)), row.document_lengths) for row in rows]
     parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "positions")]
     tokens, labels, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
@@ -258,17 +261,17 @@ def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 def _whole(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
     """What `get` finds of each parameter, of all ranks, fp32 on the host. Collective."""
-    found = {name: get(p) for part in trainer.parts for name, p in part.named_parameters()}
+    found = {name: get(p) for part in trainer.network.parts for name, p in part.named_parameters()}
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
     return _of_all_stages(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
 
 
 def _of_all_stages(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by name of every rank of this one's pipeline. Collective."""
-    if trainer.pipeline is None:
+    if trainer.network.pipeline is None:
         return own
-    stages: list[Any] = [None] * trainer.pipeline.ranks
-    dist.all_gather_object(stages, own, group=trainer.pipeline.group)
+    stages: list[Any] = [None] * trainer.network.pipeline.ranks
+    dist.all_gather_object(stages, own, group=trainer.network.pipeline.group)
     return {name: x for stage in stages for name, x in stage.items()}
 
 
@@ -319,8 +322,10 @@ def _flat(x: Tensor) -> Tensor:
 
 def _check_fits(trainer: Trainer) -> None:
     """Refuse a model whose unsharded weights, gradients and comparison do not fit beside the sharded ones."""
-    parameters = trainer.parameter_count
-    copies = 5 if trainer.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
+    parameters = trainer.network.parameter_count
+    copies = (
+        5 if trainer.network.compute_dtype == torch.float32 else 7
+    )  # weights, gradients, both gathered, in 2 dtypes
     needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()
     if needed > free:
         raise ConfigError(

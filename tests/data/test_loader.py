@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.data.loader import MicroBatch, StepShape, read_step, read_steps
-from torchtitan_cp.data.packing import PackedSequence
+from torchtitan_cp.data.packing import PackedSequence, Piece
 
 SEQ_LEN = 32
 
@@ -28,7 +28,8 @@ class Counting:
         tokens = np.arange(number * SEQ_LEN, (number + 1) * SEQ_LEN)
         lengths = self.document_lengths(number)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        return PackedSequence(tokens, tokens + 1, positions, lengths, ())
+        pieces = tuple(Piece("numbers", number, 0, length) for length in lengths)
+        return PackedSequence(tokens, tokens + 1, positions, lengths, pieces)
 
 
 def shape_of(dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag") -> StepShape:
@@ -93,3 +94,12 @@ def test_an_error_of_the_reader_reaches_the_one_who_waits(workers: int) -> None:
     steps = read_steps(Counting(broken_at=6), 0, 3, shape, workers=workers, read_ahead=2, pin=False)
     with pytest.raises(OSError, match="the disk is gone"):
         list(steps)
+
+
+def test_every_token_knows_its_place_in_its_document() -> None:
+    step = read_step(Counting(), shape_of(cp_rank=1, cp=2, layout="zigzag"), 0)
+    for batch in step:
+        assert batch.sources == ("numbers",) * len(batch.tokens)
+        for row, number in enumerate(batch.numbers):
+            places = np.concatenate([np.arange(length) for length in Counting().document_lengths(number)])
+            assert batch.document_positions[row].tolist() == places[batch.plan.positions].tolist()

@@ -54,19 +54,19 @@ def first_step(path: Path, *overrides: str) -> tuple[dict[str, Tensor], float, T
     """On a rank: whole weights, loss of the first step, and on one rank the logits of its first sequence."""
     trainer = started(path, *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
-    weights = {n: p.full_tensor().detach() for part in trainer.parts for n, p in part.named_parameters()}
-    batches = read_step(trainer.samples, shape, 0)
+    weights = {n: p.full_tensor().detach() for part in trainer.network.parts for n, p in part.named_parameters()}
+    batches = read_step(trainer.reading.samples, shape, 0)
     loss = gradients_of(trainer, batches)[0]
     if trainer.world.size > 1:
         return weights, loss, None
-    return weights, loss, trainer.parts[0](batches[0].tokens, batches[0].positions, batches[0].plans).detach()
+    return weights, loss, trainer.network.parts[0](batches[0].tokens, batches[0].positions, batches[0].plans).detach()
 
 
 def sequences(path: Path) -> tuple[Tensor, Tensor]:
     """Tokens and labels of the first step, all four sequences."""
     trainer = prepared(path)
     trainer.enter_stage(trainer.stages[0])
-    rows = [trainer.samples.sequence(number) for number in range(4)]
+    rows = [trainer.reading.samples.sequence(number) for number in range(4)]
     tokens, labels = (
         torch.stack([torch.from_numpy(getattr(row, part)) for row in rows]) for part in ("tokens", "labels")
     )

@@ -80,6 +80,8 @@ class MicroBatch:
         positions: `[S/cp]` int64, or `[B, S/cp]` where rows differ.
         plans: for the attention of layers by their window; 0 is no window.
         numbers: of its sequences, in the stage.
+        sources: names of what each sequence comes from.
+        document_positions: `[B, S/cp]` int64, tokens of its own document before each.
     """
 
     tokens: Tensor
@@ -87,6 +89,8 @@ class MicroBatch:
     positions: Tensor
     plans: dict[int, Plan]
     numbers: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    document_positions: Tensor | None = None
 
     @property
     def plan(self) -> Plan:
@@ -112,12 +116,13 @@ def read_rows(samples: Samples, shape: StepShape, numbers: list[int]) -> MicroBa
     lengths = tuple(row.document_lengths for row in rows)
     whole = all(row == (shape.seq_len,) for row in lengths)
     plans = shape.plans(None if whole else AttentionMask(document_lengths=lengths))
-    tokens, labels, positions = (
+    tokens, labels, positions, within = (
         plans[0].shard(torch.from_numpy(np.stack([getattr(row, part) for row in rows])), dim=1)
-        for part in ("tokens", "labels", "positions")
+        for part in ("tokens", "labels", "positions", "document_positions")
     )
     same = bool((positions == positions[0]).all())
-    return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers))
+    sources = tuple(row.pieces[0].source for row in rows)
+    return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
 
 
 def read_steps(

@@ -61,6 +61,11 @@ class PackedSequence:
     document_lengths: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def document_positions(self) -> np.ndarray:
+        """`[S]` int64: how many tokens of its own document lie before each in the sequence, masked or not."""
+        return np.concatenate([np.arange(piece.stop - piece.start) for piece in self.pieces])
+
 
 @dataclass(frozen=True)
 class PackingReport:

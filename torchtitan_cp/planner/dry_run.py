@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,11 +16,11 @@ from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data.loader import MicroBatch
+from torchtitan_cp.network import Network
 from torchtitan_cp.parallel import Meshes, World, check_shape
 from torchtitan_cp.parallel.device import Device
 from torchtitan_cp.planner.fake import Ledger, Message, fake_job, real, without_data
 from torchtitan_cp.planner.plan import shape_of
-from torchtitan_cp.trainer import Trainer
 
 KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
 
@@ -43,21 +42,19 @@ class StageWalk:
     messages: Counter[Message]
 
 
-class DryTrainer(Trainer):
-    """A Trainer without a corpus, whose tensors have no data."""
+class DryNetwork(Network):
+    """A network whose tensors have no data, and whose steps read nothing."""
 
     def __init__(self, config: Config, world: World, ledger: Ledger, begins: StagePlan) -> None:
         degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
-        shape = shape_of(config)
+        shape, stages = shape_of(config), resolve_stages(config, world.size)
         check_shape(shape, degrees.tp)
-        self.config, self.world, self.device, self.ledger = config, world, world.device, ledger
-        self.stages = resolve_stages(config, world.size)
-        check_head_dim(self.stages, shape.head_dim)
-        self.compute_dtype = getattr(torch, config.training.compute_dtype)
+        check_head_dim(stages, shape.head_dim)
         with real():
-            self.meshes = Meshes(self.device.device.type, degrees)
-            self.meshes.for_cp(1)
-        self._build_parts(shape, begins)
+            meshes = Meshes(world.device.device.type, degrees)
+            meshes.for_cp(1)
+        super().__init__(config, world, meshes, shape, begins, max(stage.seq_len for stage in stages))
+        self.ledger = ledger
         self._make_state()
 
     def _make_state(self) -> None:
@@ -71,12 +68,12 @@ class DryTrainer(Trainer):
                 for value in state.values():
                     if isinstance(value, Tensor):
                         self.ledger.storages.name(local(value), "optimizer")
-        self._forget_gradients()
+        self.forget_gradients()
 
     def walk(self, stage: StagePlan) -> StageWalk:
         """A whole optimizer step of a stage."""
         with real():
-            shape = self.enter_stage(stage)
+            shape = self.enter(stage)
         self.ledger.messages.clear()
         self.ledger.storages.start_peak()
         with real():
@@ -87,38 +84,24 @@ class DryTrainer(Trainer):
         positions = torch.empty(rows[1], dtype=torch.int64)
         batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
         batches = (batch,) * self._walked(stage)
-        tokens = self._count_tokens(batches)
-
-        def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
-            result = self._forward(forward, state, batch)
-            return result if isinstance(result, Tensor) else result[0] / tokens
-
-        if self.pipeline:
-            self.pipeline.step(batches, self._hidden(batch), run)
-        else:
-            for batch in batches:
-                run(self.parts[0], None, batch).backward()
-                self._name_gradients()
+        self.gradients(batches)
         for optimizer in self.optimizers:
             optimizer.step()
-        self._forget_gradients()
+        self.forget_gradients()
         storages = self.ledger.storages
         messages = Counter(self.ledger.messages)
         return StageWalk(stage, len(batches), storages.peak, dict(storages.at_peak), messages)
+
+    def _backward(self, loss: Tensor) -> None:
+        super()._backward(loss)
+        for parameter in self.parts.parameters():
+            if parameter.grad is not None:
+                self.ledger.storages.name(local(parameter.grad), "gradients")
 
     def _walked(self, stage: StagePlan) -> int:
         """Micro-batches that bring every moment of a step: two, or one for each rank of a pipeline."""
         pipeline = self.meshes.pp.size()
         return min(stage.micro_batches, pipeline if pipeline > 1 else 2)
-
-    def _samples_of(self, stage: StagePlan) -> Any:
-        """There is no text."""
-        return None
-
-    def _name_gradients(self) -> None:
-        for parameter in self.parts.parameters():
-            if parameter.grad is not None:
-                self.ledger.storages.name(local(parameter.grad), "gradients")
 
 
 def local(x: Tensor) -> Tensor:
@@ -149,12 +132,12 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     check_config(config, ranks)
     walks: list[StageWalk] = []
     with fake_job(ranks, rank), without_data(), ledger.watching():
-        trainer: DryTrainer | None = None
+        network: DryNetwork | None = None
         for stage in resolve_stages(config, ranks):
-            if trainer is None or (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
-                del trainer  # its memory goes before the next mesh's, as in a job that starts anew
-                trainer = DryTrainer(config, World(rank, ranks, Device(torch.device("cpu"), "fake")), ledger, stage)
-            walks.append(trainer.walk(stage))
+            if network is None or (stage.tp, stage.pp) != (network.meshes.degrees.tp, network.meshes.degrees.pp):
+                del network  # its memory goes before the next mesh's, as in a job that starts anew
+                network = DryNetwork(config, World(rank, ranks, Device(torch.device("cpu"), "fake")), ledger, stage)
+            walks.append(network.walk(stage))
     return walks
 
 

@@ -1,0 +1,139 @@
+"""What a run reads: the sources as streams, a stage's sequences, and the text held out."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.data import PreparedCorpus, SeparatedStore, TokenStream
+from torchtitan_cp.data.loader import MicroBatch, StepShape, read_rows, read_steps
+from torchtitan_cp.data.packing import IGNORED, Packing
+from torchtitan_cp.data.samples import Sampling, StageSamples, held_out_samples
+
+
+class Reading:
+    """The corpus on this rank.
+
+    Args:
+        config: of the run.
+        corpus: prepared.
+        block_tokens: tokens that stay together in the order of a stream: the longest sequence.
+
+    Attributes:
+        streams: by source, what is trained on; held_out: what is not, of the sources that hold something out.
+        samples: of the stage entered.
+    """
+
+    def __init__(self, config: Config, corpus: PreparedCorpus, block_tokens: int) -> None:
+        settings = config.data
+        if settings.separator >= corpus.tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.separator = {settings.separator} is no token: there are {corpus.tokenizer.vocab_size}",
+                fix="give the id of one, or -1 for none",
+            )
+
+        def separated(store: Any) -> Any:
+            return SeparatedStore(store, settings.separator) if settings.separator >= 0 else store
+
+        self.config, self.corpus, self.block_tokens = config, corpus, block_tokens
+        self.streams = {
+            name: TokenStream(separated(source.train), block_tokens, config.training.seed, order=settings.order)
+            for name, source in corpus.sources.items()
+        }
+        self.held_out = {
+            name: TokenStream(separated(source.validation), block_tokens, 0, shuffle=False)
+            for name, source in corpus.sources.items()
+            if source.validation.tokens
+        }
+
+    def check_gates(self, stages: tuple[StagePlan, ...]) -> None:
+        """Refuse a gate without text to measure on."""
+        if not self.held_out and any(stage.until for stage in stages):
+            raise ConfigError(
+                "a stage has until, which looks at held-out text, and no source holds any out",
+                fix="set validation_fraction of a source above 0, or give the stage steps",
+            )
+
+    def enter(self, stage: StagePlan, taken: Mapping[str, int]) -> None:
+        """Read the stage's sequences from here on.
+
+        Args:
+            taken: tokens of each source that earlier stages took.
+        """
+        self.samples = self.samples_of(stage, taken)
+
+    def samples_of(self, stage: StagePlan, taken: Mapping[str, int]) -> StageSamples:
+        """The sequences of a stage; see `enter`."""
+        text = stage.data
+        weights = text.mixture or {name: float(stream.store.tokens) for name, stream in self.streams.items()}
+        sampling = Sampling(
+            weights,
+            Packing(text.packing, text.packing_window, text.document_mask, text.restart_positions),
+            text.short_share,
+            text.short_seq_len,
+            text.growth_from,
+            text.growth_steps,
+            self.config.data.max_epochs,
+        )
+        sequences, seed = stage.global_batch_tokens // stage.seq_len, self.config.training.seed
+        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, stage.steps)
+
+    def steps(self, first: int, count: int, shape: StepShape, *, pin: bool) -> Iterator[tuple[MicroBatch, ...]]:
+        """This rank's micro-batches of `count` steps of the stage from `first` on, read ahead."""
+        settings = self.config.data
+        return read_steps(
+            self.samples,
+            first,
+            count,
+            shape,
+            workers=settings.workers,
+            read_ahead=settings.prefetch_batches,
+            pin=pin,
+        )
+
+    def held_out_samples(self, shape: StepShape) -> StageSamples | None:
+        """Sequences to measure on, of the stage's sources; None where those hold nothing out.
+
+        Args:
+            shape: gives the length, and how many sequences are one round on all ranks.
+        """
+        sampling = self.samples.sampling
+        return held_out_samples(self.held_out, shape.seq_len, sampling.weights, sampling.packing, shape.sequences)
+
+    def describe(self, stage: StagePlan) -> str:
+        """What is special about the text of a stage, in words."""
+        text, said = stage.data, []
+        if len(self.streams) > 1:
+            total = sum(self.samples.sampling.weights.values())
+            shares = (f"{name} {weight / total:.0%}" for name, weight in self.samples.sampling.weights.items())
+            said.append("mixture " + ", ".join(shares))
+        if text.packing != "concat":
+            largest = max(self.samples.packed.values(), key=lambda packed: packed.samples or 0)
+            whole = largest.report(0).whole_fraction
+            said.append(f"packed by {text.packing}, {whole:.0%} of the first window's documents whole")
+        if text.document_mask:
+            said.append("documents masked")
+        if text.short_share:
+            said.append(f"{text.short_share:.0%} of the sequences in stretches of {text.short_seq_len:,}")
+        if text.growth_from:
+            said.append(f"attention grows from {text.growth_from:,} over {text.growth_steps} steps")
+        return "".join("; " + each for each in said)
+
+    def describe_epochs(self, steps: int) -> str:
+        """How often each source was read after so many steps of the stage, in words."""
+        epochs = self.samples.epochs_after(steps).items()
+        return "read so far: " + ", ".join(f"{name} {count:.2f} times" for name, count in epochs)
+
+
+def rows_of_round(samples: StageSamples, shape: StepShape, number: int) -> MicroBatch:
+    """This rank's micro-batch of round `number`, in which every data-parallel rank reads one."""
+    first = number * shape.sequences + shape.dp_rank * shape.micro_batch_sequences
+    return read_rows(samples, shape, [first + row for row in range(shape.micro_batch_sequences)])
+
+
+def labels_of_rounds(samples: StageSamples, shape: StepShape, rounds: int) -> np.ndarray:
+    """The labels that count, of all ranks: `[tokens]` int64."""
+    labels = np.concatenate([samples.sequence(number).labels for number in range(rounds * shape.sequences)])
+    return labels[labels != IGNORED]
