@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -49,12 +50,20 @@ class WithoutData(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # What the host reads: flags are off, counts are one (an optimizer's step, which divides).
             return False if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
+            return _dealt_evenly(args[0].numel(), *args[2:], **(kwargs or {}))
         # Most operations tell by their first argument; looking through all of them costs more than many of them.
         if not (args and isinstance(args[0], FakeTensor)):
             tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
             if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
                 return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _dealt_evenly(count: int, minlength: int) -> Tensor:
+    """How often each number would come: a real tensor, as the host reads it (tokens of experts)."""
+    share, over = divmod(count, minlength)
+    return torch.tensor([share + (number < over) for number in range(minlength)])
 
 
 def without_data() -> WithoutData:
@@ -148,6 +157,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # It comes back as operations on a rank's own part.
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
