@@ -27,24 +27,22 @@ class Benchmark:
     """A measurement with options.
 
     Attributes:
-        about: one line.
         measure: takes the options by name, and yields rows: column -> value, with units in the columns' names.
         options: name -> default; a list takes several values of its first one's type.
         quick: name -> value with --quick.
         choices: name -> what there is to choose from.
     """
 
-    about: str
     measure: Callable[..., Iterator[Row]]
     options: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def parser(self, name: str, quick: bool) -> argparse.ArgumentParser:
+    def parser(self, name: str, about: str, quick: bool) -> argparse.ArgumentParser:
         """Reads this benchmark's options."""
         parser = argparse.ArgumentParser(
             prog=f"python -m benchmarks {name}",
-            description=f"{self.about}\n\n{self.measure.__doc__ or ''}",
+            description=f"{about}\n\n{self.measure.__doc__ or ''}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for option, standard in self.options.items():
@@ -61,11 +59,13 @@ class Benchmark:
         return parser
 
 
-def run(name: str, benchmark: Benchmark, options: dict[str, Any], console: Console, path: Path | None) -> None:
+def run(
+    name: str, about: str, benchmark: Benchmark, options: dict[str, Any], console: Console, path: Path | None
+) -> None:
     """Measure, print the table as it grows (at its end where it goes to a file), and write the file after each row."""
     facts = machine()
     settings = ", ".join(f"{key} {_cell(value)}" for key, value in options.items())
-    console.print(f"\n{name}: {benchmark.about}\n{facts['processor']}, torch {torch.__version__}; {settings}\n")
+    console.print(f"\n{name}: {about}\n{facts['processor']}, torch {torch.__version__}; {settings}\n")
     rows: list[Row] = []
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         for row in benchmark.measure(**options):

@@ -161,7 +161,6 @@ def measure(
 
 
 BENCHMARK = Benchmark(
-    "tokens a second of whole training steps by length, beside a plain Hugging Face loop",
     measure,
     {
         "lengths": [1024, 4096, 16384, 32768],

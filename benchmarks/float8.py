@@ -39,7 +39,6 @@ def measure(seq_len: int, ranks: int) -> Iterator[Row]:
 
 
 BENCHMARK = Benchmark(
-    "what keys and values carried in 8 bits cost in precision and save in bytes",
     measure,
     {"seq_len": 2048, "ranks": 8},
     {"seq_len": 512, "ranks": 4},

@@ -45,7 +45,6 @@ def measure(lengths: list[int], cp: int, tokens: int, cache: str) -> Iterator[Ro
 
 
 BENCHMARK = Benchmark(
-    "million tokens a second that one process reads, packs and plans",
     measure,
     {"lengths": [4096, 65536, 1048576], "cp": 2, "tokens": 1 << 24, "cache": "outputs/cache"},
     {"lengths": [4096, 65536], "tokens": 1 << 20},

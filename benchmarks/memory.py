@@ -52,7 +52,6 @@ def measure(seq_len: int, kv_heads: int, ranks: list[int], strategies: list[str]
 
 
 BENCHMARK = Benchmark(
-    "peak memory of one attention, forward and backward, by context-parallel degree",
     measure,
     {"seq_len": 32768, "kv_heads": 2, "ranks": [1, 2, 4], "strategies": ["ring", "all_gather", "all_to_all"]},
     {"seq_len": 4096, "ranks": [1, 2]},

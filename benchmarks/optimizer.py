@@ -66,7 +66,6 @@ def measure(dim: int, layers: int, optimizers: list[str], rounds: int) -> Iterat
 
 
 BENCHMARK = Benchmark(
-    "an optimizer's step by kind",
     measure,
     {"dim": 512, "layers": 8, "optimizers": list(OPTIMIZERS), "rounds": 9},
     {"dim": 256, "layers": 2, "rounds": 3},

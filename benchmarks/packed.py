@@ -56,7 +56,6 @@ def measure(seq_len: int, kv_heads: int, strategies: list[str], layouts: list[st
 
 
 BENCHMARK = Benchmark(
-    "packed documents on two ranks against the ideal time for their mask",
     measure,
     {
         "seq_len": 32768,

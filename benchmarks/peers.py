@@ -124,7 +124,6 @@ def measure(lengths: list[int], kv_heads: list[int], peers: list[str], rounds: i
 
 
 BENCHMARK = Benchmark(
-    "other libraries' context parallelism beside ours, on the same ranks in one run",
     measure,
     {"lengths": [4096], "kv_heads": [8], "peers": list(PEERS), "rounds": 5},
     {"lengths": [1024], "rounds": 2},

@@ -45,7 +45,6 @@ def measure(seq_len: int, ranks: int, documents: int, kinds: list[str], rounds: 
 
 
 BENCHMARK = Benchmark(
-    "time to work out one rank's plan, from nothing",
     measure,
     {"seq_len": 1 << 20, "ranks": 64, "documents": 200, "kinds": list(KINDS), "rounds": 15},
     {"kinds": ["log-normal"], "rounds": 5},

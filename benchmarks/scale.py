@@ -96,7 +96,6 @@ def measure(
 
 
 BENCHMARK = Benchmark(
-    "where each exchange wins: 8 to 4,096 ranks, 128K to 16M tokens, from the plans (nothing runs)",
     measure,
     {
         "device": "h100-80g",

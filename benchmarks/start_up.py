@@ -50,7 +50,6 @@ def measure(config: str, ranks: int, cache: str, rounds: int) -> Iterator[Row]:
 
 
 BENCHMARK = Benchmark(
-    "from the command to the first optimizer step",
     measure,
     {"config": "train_configs/quickstart.toml", "ranks": 2, "cache": "outputs/cache", "rounds": 3},
     {"rounds": 1},

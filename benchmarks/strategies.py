@@ -64,7 +64,6 @@ def measure(
 
 
 BENCHMARK = Benchmark(
-    "every exchange on two one-thread ranks against one process with two threads",
     measure,
     {
         "lengths": [4096, 16384],

@@ -113,7 +113,6 @@ def measure(lengths: list[int], steps: list[str], ranks: list[int], naive_up_to:
 
 
 BENCHMARK = Benchmark(
-    "memory ladder: peak of a training step against its length, by what saves memory",
     measure,
     {"lengths": [4096, 16384, 65536, 262144], "steps": list(STEPS), "ranks": [1, 2], "naive_up_to": 65536},
     {"lengths": [2048, 8192], "steps": ["naive logits", "chunked loss", "+ full"], "ranks": [1]},

@@ -102,7 +102,6 @@ def measure(
 
 CUDA = torch.cuda.is_available()
 BENCHMARK = Benchmark(
-    "tokens a second and MFU of training steps on one device, by length and activation mode",
     measure,
     {
         "flavor": "1B" if CUDA else "debug",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
-from torchtitan_cp.attention.layout import chunk_areas
 from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.planner.devices import Cluster
@@ -175,14 +175,6 @@ def busiest_layer(
     plans = [first, *(plan_for(seq_len, ranks, rank, strategy, inner, window, layout, mask) for rank in others)]
     layers = [layer_of(plan, heads, transfer, rates) for plan in plans]
     return Layer(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(Layer)))
-
-
-def busiest_rank(plan: Plan) -> int:
-    """The rank of a plan's group whose queries see the most keys, told by the layout alone."""
-    layout = plan.ring_layout
-    areas = chunk_areas(layout.chunk_tokens, len(layout.owners), plan.mask, plan.sequence_length)
-    work = [sum(areas[chunk] for chunk in held) for held in layout.chunks]
-    return work.index(max(work)) * plan.all_to_all_ranks
 
 
 def _ring_exposed(
