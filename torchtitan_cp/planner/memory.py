@@ -276,8 +276,9 @@ def _block_moments(
     # With offload two layers' shares are on the device at a time.
     parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.traded)) if activation.offload else 0.0
     again = block.qkv + (block.out + block.traded if mode == "full" else 0.0)
-    # Backward of SwiGLU's product: three wide tensors are still needed, beside their three gradients.
-    wide = (1.5 * block.wide + 2 * block.copies) / tiles
+    # Backward of SwiGLU's product: three wide tensors are still needed, beside their three gradients. Experts have
+    # theirs one after another, and the gradients of their rows all at once.
+    wide = (block.wide + 2 * block.copies if block.copies else 1.5 * block.wide) / tiles
     held_wide = {"none": block.wide + block.copies, "selective": (block.wide + block.copies) / 2}.get(mode, 0.0)
     in_mlp = {
         "block_inputs": recomputed * (block.first_norm + block.second_norm) + gradient + parked,
