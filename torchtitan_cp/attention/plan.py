@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.handles import keep
-from torchtitan_cp.attention.layout import Layout
+from torchtitan_cp.attention.layout import Layout, chunk_areas
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 from torchtitan_cp.attention.transfer import Groups, find_groups, gather
@@ -89,6 +89,13 @@ class Plan:
     def ranks(self) -> int:
         """P, the size of the context-parallel group."""
         return len(self.layout.chunks)
+
+    @property
+    def areas(self) -> tuple[int, ...]:
+        """Pairs that the mask allows to the queries of each rank of the ring, over its rows of `document_lengths`."""
+        layout = self.ring_layout
+        chunks = chunk_areas(layout.chunk_tokens, len(layout.owners), self.mask, self.sequence_length)
+        return tuple(sum(chunks[chunk] for chunk in held) for held in layout.chunks)
 
     @property
     def local_tokens(self) -> int:
