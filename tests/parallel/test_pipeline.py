@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Callable
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     last = pipeline.parts[pipeline.last].forward.args[1] if pipeline.closes else None  # type: ignore[union-attr]
     shares = []
     for _ in range(4):
-        dist.barrier()  # as ranks meet after every step of a run
+        dist.barrier()  # ranks meet after every step of a run
         pipeline.step([torch.ones(1, 4)] * micro_batches, hidden, run)
         seconds = {name: watch.take() for name, watch in pipeline.watches.items()}
         shares.append(1 - (seconds["forward"] + seconds["backward"]) / seconds["pipeline"])
@@ -136,6 +135,5 @@ def test_the_measured_idle_share_is_the_bubble(
     ranks: Callable[[int], RankPool], schedule: str, micro_batches: int
 ) -> None:
     expected = bubble_share(Parallel(pp=2, pp_schedule=schedule), 2, 1, micro_batches)
-    by_rank = ranks(2)(idle_shares, schedule, micro_batches)
-    # Sleeping costs no core, but on a busy machine messages wait and a rank may begin late: the best step counts.
-    assert min(map(fmean, zip(*by_rank, strict=True))) == pytest.approx(expected, abs=0.08)
+    # Of rank 0, which begins and ends a step. Sleeping costs no core, but on a busy machine messages wait: the best counts.
+    assert min(ranks(2)(idle_shares, schedule, micro_batches)[0]) == pytest.approx(expected, abs=0.08)
