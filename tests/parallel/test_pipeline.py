@@ -135,5 +135,5 @@ def test_the_measured_idle_share_is_the_bubble(
     ranks: Callable[[int], RankPool], schedule: str, micro_batches: int
 ) -> None:
     expected = bubble_share(Parallel(pp=2, pp_schedule=schedule), 2, 1, micro_batches)
-    # Of rank 0, which begins and ends a step. Sleeping costs no core, but on a busy machine messages wait: the best counts.
+    # Of rank 0, which begins and ends a step. Sleeping costs no core, but messages wait on a busy machine: the best step.
     assert min(ranks(2)(idle_shares, schedule, micro_batches)[0]) == pytest.approx(expected, abs=0.08)
