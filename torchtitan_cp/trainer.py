@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 import logging
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape
+from torchtitan_cp.export import check_exportable, exported_stages
 from torchtitan_cp.guarding import Guarding
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.measuring import Measuring
+from torchtitan_cp.metrics.profiling import Profiling
 from torchtitan_cp.network import Network
 from torchtitan_cp.optimizer import LearningRates
 from torchtitan_cp.parallel import (
@@ -73,6 +77,7 @@ class Trainer:
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
+        check_exportable(config, shape)
         check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.network = Network(config, world, self.meshes, shape, begins, max(lengths))
@@ -82,6 +87,7 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.announced, self.must_save = -1, False
+        self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
         self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
@@ -157,19 +163,29 @@ class Trainer:
         self._resume()
         self.telling = Telling(self.config, self.world, self.network, self.total_steps, self.progress.step)
         if self.finished:
-            self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
+            with self._exports():
+                self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
             return
         self.guarding.go_on(self.progress)
         self.telling.begin(self.reading)
         try:
-            with self.signals:
+            with self.signals, self._exports() as hurried:
                 self._train()
+                if self.stopping:
+                    hurried.set()
             if self.relaunches and not self.stopping:
                 self.telling.say(self._relaunching())
             elif not self.stopping:
-                self.telling.finish(self.stages, self.progress.stage_losses)
+                self.telling.finish()
         finally:
             self.telling.end()
+
+    def _exports(self) -> AbstractContextManager[threading.Event]:
+        """What writes the ends of stages for transformers beside training, if that is asked for."""
+        dtype = self.config.checkpoint.export
+        if self.world.rank or dtype == "no":
+            return nullcontext(threading.Event())
+        return exported_stages(self.folder, dtype, self.reading.corpus.tokenizer)
 
     def _train(self) -> None:
         """Stage by stage to the end, a stop or a halt, and the state then on disk."""
@@ -231,9 +247,11 @@ class Trainer:
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, shape, time.perf_counter() - begun)
+        self.telling.enter(stage, self.progress.step, first[0])
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            healthy = self._step(stage, batches)
+            with self.profiling.watching(self.progress.step + 1, self.telling.messages):
+                healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
             if not healthy:
@@ -243,6 +261,7 @@ class Trainer:
                 self._validate(stage, shape)
             self._save_if_due(self._stage_over())
             if self._stage_over():
+                self.telling.stage_over(stage, self.progress.step, self.progress.stage_losses)
                 self.telling.say(
                     self.reading.describe_epochs(self.progress.stage_step + self.progress.passed(stage.index))
                 )
@@ -293,14 +312,16 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._doing("in forward, backward and update with the others", step=self.progress.step + 1)
-        seed_step(self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
+        self.telling.before(stage, self.progress.step + 1, micro_batches)
         report = self.gradients(micro_batches)
         healthy = not self.guarding.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
         else:
-            self._recover(stage, report)
+            self._recover(stage, report, micro_batches, reseed)
         seconds = time.perf_counter() - begun
         self.measuring.budget.trained_seconds += seconds
         self.telling.step(
@@ -334,7 +355,13 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
 
-    def _recover(self, stage: StagePlan, report: StepReport) -> None:
+    def _recover(
+        self,
+        stage: StagePlan,
+        report: StepReport,
+        micro_batches: tuple[MicroBatch, ...],
+        reseed: Callable[[], None],
+    ) -> None:
         """Leave everything as before the step but the text, which is passed over; or climb the ladder. Collective.
 
         Raises:
@@ -342,8 +369,12 @@ class Trainer:
         """
         self.network.forget_gradients()
         ladder, settings = self.guarding.ladder, self.config.health
-        what = self.guarding.describe(self.progress.step + 1, stage, report)
-        message = ladder.trip(what, halts=settings.on_nonfinite == "halt")
+        what, mends_itself = self.guarding.describe(self.progress.step + 1, stage, report), True
+        if report.findings and settings.replay:
+            self._doing("running a bad step again with the others", step=self.progress.step + 1)
+            found = self.guarding.study(self.progress.step + 1, micro_batches, report, reseed)
+            what, mends_itself = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.mends_itself
+        message = ladder.trip(what, halts=settings.on_nonfinite == "halt", mends_itself=mends_itself)
         if message:
             self.telling.warn(message, self.progress.step + 1)
             self.progress = self.guarding.told(self.progress.skipping())
@@ -359,6 +390,8 @@ class Trainer:
             self.progress = self.progress.back_to(saved)
             self.guarding.spikes.recent = saved.recent
             told += f"ROLLED BACK to {path}, and the text since is passed over"
+            # So that it stays passed over if the run is resumed.
+            self.must_save = True
         else:
             self.progress = self.progress.skipping()
             told += "There is no checkpoint to go back to"
@@ -367,8 +400,6 @@ class Trainer:
         self.progress = self.guarding.told(self.progress)
         counts = f"{ladder.state.rollbacks} rollbacks, {ladder.state.lr_cuts} cuts so far"
         self.telling.warn(f"{told} ({counts})", self.progress.step)
-        # So that the text stays passed over if the run is resumed.
-        self.must_save = True
 
     def _good_checkpoint(self) -> tuple[Path, Progress] | None:
         """The newest that was not saved amid bad steps; an older one if the last rollback was to no avail."""
@@ -376,7 +407,7 @@ class Trainer:
             return None
         self.checkpoints.wait()
         before = self.guarding.ladder.steps_too_new
-        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("skips"))
+        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 
@@ -408,7 +439,9 @@ class Trainer:
         )
         due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
+            begun = time.perf_counter()
             self._save(stage_end)
+            self.telling.stalled(time.perf_counter() - begun)
 
     def _save(self, stage_end: bool) -> None:
         # A save before it may have to end first.

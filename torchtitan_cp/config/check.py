@@ -1,7 +1,6 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
 import dataclasses
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, Passkey, SourceKeys, Stage
 
+START_BYTES = 2**16
 MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
 VARIANTS = ("passkey", "multi_key", "variable_tracking")
 MOST_KEYS = 26  # whose names begin with different letters
@@ -36,10 +36,16 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_pipeline(config)
     _check_groups(config)
+    _check_inject(config)
     _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     _check_products(config, degrees)
+    if config.checkpoint.export != "no" and not config.checkpoint.enable:
+        raise ConfigError(
+            "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
+            fix='enable checkpoints, or set checkpoint.export = "no"',
+        )
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
     for index, stage in enumerate(config.curriculum.stages):
@@ -84,6 +90,16 @@ def _check_products(config: Config, degrees: Degrees) -> None:
             f"activation.offload does not go with compile.mode = {config.compile.mode!r}: CUDA graphs use the memory "
             "again before it is copied",
             fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
+        )
+
+
+def _check_inject(config: Config) -> None:
+    """No hook is seen inside a compiled block."""
+    fault = config.health.inject
+    if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
+        raise ConfigError(
+            f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
+            fix="leave module out, to strike the block itself, or set compile.enable = false",
         )
 
 
@@ -306,18 +322,17 @@ def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degr
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder and write to it once.
+    """Make the run's folder and write to it once, about what a start writes.
 
     Raises:
         ConfigError: it cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".writable-")
-        os.close(handle)
-        os.unlink(name)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
+            file.write(bytes(START_BYTES))
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
-            fix="give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
+            fix="make room, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None
