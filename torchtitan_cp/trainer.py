@@ -4,9 +4,10 @@ import dataclasses
 import itertools
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape
+from torchtitan_cp.export import check_exportable, exported_stages
 from torchtitan_cp.guarding import Guarding
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.measuring import Measuring
+from torchtitan_cp.metrics.profiling import Profiling
 from torchtitan_cp.network import Network
 from torchtitan_cp.optimizer import LearningRates
 from torchtitan_cp.parallel import (
@@ -74,6 +77,7 @@ class Trainer:
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
+        check_exportable(config, shape)
         check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.network = Network(config, world, self.meshes, shape, begins, max(lengths))
@@ -83,12 +87,14 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.announced, self.must_save = -1, False
+        self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
         self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
+        self.patience_seconds = config.job.startup_timeout_seconds
 
     def _check_same_corpus(self, fingerprint: str) -> None:
         """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
@@ -153,24 +159,33 @@ class Trainer:
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
-        self.patience_seconds = self.config.job.startup_timeout_seconds
         self._doing("looking for a checkpoint to go on from", step=0)
         self._resume()
         self.telling = Telling(self.config, self.world, self.network, self.total_steps, self.progress.step)
         if self.finished:
-            self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
+            with self._exports():
+                self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
             return
         self.guarding.go_on(self.progress)
         self.telling.begin(self.reading)
         try:
-            with self.signals:
+            with self.signals, self._exports() as hurried:
                 self._train()
+                if self.stopping:
+                    hurried.set()
             if self.relaunches and not self.stopping:
                 self.telling.say(self._relaunching())
             elif not self.stopping:
-                self.telling.finish(self.stages, self.progress.stage_losses)
+                self.telling.finish()
         finally:
             self.telling.end()
+
+    def _exports(self) -> AbstractContextManager[threading.Event]:
+        """What writes the ends of stages for transformers beside training, if that is asked for."""
+        dtype = self.config.checkpoint.export
+        if self.world.rank or dtype == "no":
+            return nullcontext(threading.Event())
+        return exported_stages(self.folder, dtype, self.reading.corpus.tokenizer)
 
     def _train(self) -> None:
         """Stage by stage to the end, a stop or a halt, and the state then on disk."""
@@ -232,9 +247,11 @@ class Trainer:
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, shape, time.perf_counter() - begun)
+        self.telling.enter(stage, self.progress.step, first[0])
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            healthy = self._step(stage, batches)
+            with self.profiling.watching(self.progress.step + 1, self.telling.messages):
+                healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
             if not healthy:
@@ -244,6 +261,7 @@ class Trainer:
                 self._validate(stage, shape)
             self._save_if_due(self._stage_over())
             if self._stage_over():
+                self.telling.stage_over(stage, self.progress.step, self.progress.stage_losses)
                 self.telling.say(
                     self.reading.describe_epochs(self.progress.stage_step + self.progress.passed(stage.index))
                 )
@@ -297,6 +315,7 @@ class Trainer:
         reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
         reseed()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
+        self.telling.before(stage, self.progress.step + 1, micro_batches)
         report = self.gradients(micro_batches)
         healthy = not self.guarding.is_bad(report)
         if healthy:
@@ -420,7 +439,9 @@ class Trainer:
         )
         due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
+            begun = time.perf_counter()
             self._save(stage_end)
+            self.telling.stalled(time.perf_counter() - begun)
 
     def _save(self, stage_end: bool) -> None:
         # A save before it may have to end first.

@@ -89,6 +89,10 @@ class Checkpoints:
                 found.append((int(match[1]), path))
         return sorted(found)
 
+    def stage_ends(self) -> list[Path]:
+        """Complete ones that end a stage, oldest first."""
+        return [path for _, path in self.complete() if _is_stage_end(path)]
+
     # Saving --------------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, *, stage_end: bool = False) -> None:
@@ -298,7 +302,9 @@ def _read_progress(path: Path) -> Progress:
     """
     try:
         return Progress(**json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except TypeError as error:
+        raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
 
 

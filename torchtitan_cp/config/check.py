@@ -1,7 +1,6 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
 import dataclasses
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, Passkey, SourceKeys, Stage
 
+START_BYTES = 2**16
 MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
 VARIANTS = ("passkey", "multi_key", "variable_tracking")
 MOST_KEYS = 26  # whose names begin with different letters
@@ -41,6 +41,11 @@ def check_config(config: Config, ranks: int) -> Degrees:
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     _check_products(config, degrees)
+    if config.checkpoint.export != "no" and not config.checkpoint.enable:
+        raise ConfigError(
+            "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
+            fix='enable checkpoints, or set checkpoint.export = "no"',
+        )
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
     for index, stage in enumerate(config.curriculum.stages):
@@ -121,13 +126,16 @@ def _check_passkey(settings: Passkey) -> None:
     for name, text in (("needle", settings.needle), ("question", settings.question)):
         where = f"evaluation.passkey.{name} = {text!r}"
         try:
-            whole, keyless, nameless = (text.format(name=n, key=k) for n, k in (("AB", "12"), ("AB", ""), ("", "12")))
+            whole = text.format(name="AB", key="12", word="xy")
+            keyless, nameless = text.format(name="AB", key="", word=""), text.format(name="", key="12", word="xy")
         except (KeyError, ValueError, IndexError) as error:
-            raise ConfigError(f"{where} cannot be filled in: {error}", fix="use {name} and {key} alone") from None
+            raise ConfigError(
+                f"{where} cannot be filled in: {error}", fix="use {name}, and {key} or {word}, alone"
+            ) from None
         if whole in (keyless, nameless):
-            raise ConfigError(f"{where} lacks the name or the key", fix="write {name} and {key} into it")
+            raise ConfigError(f"{where} lacks the name or the key", fix="write {name}, and {key} or {word}, into it")
         if name == "question" and not whole.startswith(keyless):
-            raise ConfigError(f"{where} does not end with the key", fix="end it with {key}")
+            raise ConfigError(f"{where} does not end with the key", fix="end it with {key} or {word}")
 
 
 def check_sources(config: Config) -> None:
@@ -314,18 +322,17 @@ def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degr
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder and write to it once.
+    """Make the run's folder and write to it once, about what a start writes.
 
     Raises:
         ConfigError: it cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".writable-")
-        os.close(handle)
-        os.unlink(name)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
+            file.write(bytes(START_BYTES))
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
-            fix="give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
+            fix="make room, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

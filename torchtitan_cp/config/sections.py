@@ -285,6 +285,9 @@ class Checkpoint:
     keep: int = key(2, "newest checkpoints kept; the end of each stage is kept for good", least=1)
     keep_every_steps: int = key(0, "keep for good what was saved at a multiple of these steps; 0: none", least=0)
     asynchronous: bool = key(True, "write while training goes on, from a copy in host memory")
+    export: str = key(
+        "no", "write each stage's end for transformers too, in hub/step-N", choices=("no", "float32", "bfloat16")
+    )
     timeout_seconds: float = key(1800.0, "a save that waits longer for another rank has failed", least=1)
 
 
@@ -343,6 +346,7 @@ class Metrics:
 
     interval: int = key(1, "optimizer steps between TensorBoard points and console lines", least=1)
     tensorboard: bool = key(True, "write tensorboard/ (metrics.jsonl is always written)")
+    wandb: str = key("", "project of Weights & Biases that also gets all of it (extra wandb); empty: none")
     peak_tflops: float = key(0.0, "peak of one rank's device, for MFU; 0: from a table, on CPU measured", least=0)
 
 
@@ -359,13 +363,23 @@ class Passkey:
     keys: int = key(4, "multi_key: how many are told", least=2)
     needle: str = key(
         " One of the special magic numbers for {name} is: {key}. ",
-        "what tells a key, with {name} (five letters) and {key} (seven digits); {key:.4} takes the first four",
+        "what tells a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small letters); "
+        "{key:.4} takes the first four",
     )
     question: str = key(
         " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "
         "mentioned in the text is {key}",
         "what asks for it, which ends with the key",
     )
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Steps that are traced, each into profile/ with a table of what its time went into."""
+
+    steps: tuple[int, ...] = key((), "optimizer steps to trace with torch.profiler, e.g. [10, 20]")
+    ranks: tuple[int, ...] = key((0,), "ranks that trace them")
+    memory_snapshot: bool = key(False, "CUDA: keep a snapshot of allocations too, for pytorch.org/memory_viz")
 
 
 @dataclass(frozen=True)
@@ -502,5 +516,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     health: Health = field(default_factory=Health)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     curriculum: Curriculum = field(default_factory=Curriculum)
