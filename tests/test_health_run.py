@@ -386,6 +386,9 @@ def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
         assert seen.changed == (["layers.1.attention.wk.weight in step 5"] if seen.rank == 1 else [])
         assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
         assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
+    event = replay(Bundle.read(folder / "health" / "step-5"))
+    assert event is not None
+    assert (event.module, event.what, event.value) == ("layers.1.attention.wk", "weight weight", "nan")
     straight = ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'weight-straight'}", *SHORT)[0]
     assert losses(straight)[:4] == [line["loss"] for line in seen.lines][:4]
     assert (folder / "checkpoints" / "step-5").is_dir()
