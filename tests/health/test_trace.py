@@ -115,7 +115,7 @@ def test_a_weight_and_an_id_that_is_no_token_are_found() -> None:
     net.inner.down.weight.data[3, 5] = -math.inf
     event = find_ill_weight([net])
     assert event is not None
-    assert (event.module, event.what, event.value, event.index) == ("inner.down", "weight weight", "-inf", (3, 5))
+    assert (event.module, event.what, event.value, event.index) == ("inner.down", "parameter weight", "-inf", (3, 5))
     tokens = torch.tensor([[1, 2, 3]])
     good = {"tokens": tokens, "labels": torch.tensor([[2, 3, -100]])}
     assert find_ill_data([good], 4, -100) is None
