@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torchtitan_cp.parallel.gloo import use_one_thread
 
 # Imported once by the fork server; every rank starts from there in a fraction of a second.
-_FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.trainer"]
 )
 # A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up.
@@ -88,8 +88,8 @@ class RankPool:
     def _start(self) -> None:
         store = tempfile.mktemp(prefix="ranks-")
         for rank in range(self.size):
-            here, there = _FORK.Pipe()
-            process = _FORK.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            here, there = FORK.Pipe()
+            process = FORK.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)

@@ -1,107 +1,28 @@
-"""Numbers that are not finite, full disks, killed and stopped ranks, signals: nothing is poisoned, lost or repeated."""
+"""Full disks, killed and stopped ranks, signals: nothing is poisoned, lost or repeated."""
 
 import errno
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
+from tests.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, kill_at, lines_of, steps_taken
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import writer
-from torchtitan_cp.launch import children
-
-POISONED_STEP = 3
 
 
 @pytest.fixture(scope="module")
 def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("faults"))
-
-
-def train_with_fault(path: Path, where: str, steps: int, *overrides: str) -> tuple[list[float | None], list[Tensor]]:
-    """On a rank: a run in which rank 1 makes a NaN in `steps` steps from the third on.
-
-    Returns the losses, and the weights before and after the poisoned steps.
-    """
-    trainer = prepared(path, *overrides)
-    block = trainer.network.parts[0].layers["1"].feed_forward.w2
-    poison = range(POISONED_STEP - 1, POISONED_STEP - 1 + steps)
-
-    def ill() -> bool:
-        return trainer.world.rank == 1 and trainer.progress.step in poison
-
-    if where == "forward":
-        block.register_forward_hook(lambda module, inputs, out: out * float("nan") if ill() else out)
-    else:
-        hook = lambda gradient: gradient * float("inf") if ill() else gradient  # noqa: E731
-        block.register_forward_hook(
-            lambda module, inputs, out: (out.register_hook(hook) if out.requires_grad else 0, out)[1]
-        )
-
-    snapshots = []
-    update = trainer._update_or_skip
-
-    def watched(*arguments: object) -> bool:
-        before = [p.to_local().clone() for p in trainer.network.parts[0].parameters()]
-        moments = [
-            s.to_local().clone() for state in trainer.network.optimizers[0].state.values() for s in (state["exp_avg"],)
-        ]
-        skipped = update(*arguments)
-        if skipped:
-            after = [p.to_local() for p in trainer.network.parts[0].parameters()]
-            after_moments = [state["exp_avg"].to_local() for state in trainer.network.optimizers[0].state.values()]
-            snapshots.append(
-                all(torch.equal(a, b) for a, b in zip(before + moments, after + after_moments, strict=True))
-            )
-        return skipped
-
-    trainer._update_or_skip = watched  # type: ignore[method-assign, assignment]
-    trainer.run()
-    text = (trainer.folder / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return losses(lines), snapshots  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(("where", "named"), [("forward", "the loss is nan"), ("backward", "the gradient at its")])
-def test_halt_names_step_stage_rank_and_number(
-    ranks: Callable[[int], RankPool], run_toml: Path, where: str, named: str
-) -> None:
-    folder = f"--job.dump_folder={run_toml.parent / where}"
-    with pytest.raises(RankFailure, match=rf"step 3 \(stage 1, 128\) is not finite: rank 1: {named}"):
-        ranks(2)(train_with_fault, run_toml, where, 1, folder)
-    # What was before the step is saved first.
-    assert [path.name for path in (run_toml.parent / where / "checkpoints").iterdir()] == ["step-2"]
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_skip_changes_neither_weights_nor_moments_on_any_rank(
-    ranks: Callable[[int], RankPool], run_toml: Path, where: str
-) -> None:
-    folder = f"--job.dump_folder={run_toml.parent / ('skip-' + where)}"
-    answers = ranks(2)(train_with_fault, run_toml, where, 2, folder, "--health.on_nonfinite=skip")
-    for values, unchanged in answers:
-        assert [step for step, loss in enumerate(values, start=1) if loss is None] == [3, 4]
-        assert len(values) == 20
-        assert unchanged == [True, True]
-        assert values[-1] < values[0]  # type: ignore[operator]
-
-
-def test_too_many_skips_in_a_row_halt(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
-    folder = f"--job.dump_folder={run_toml.parent / 'limit'}"
-    skip = ("--health.on_nonfinite=skip", "--health.max_consecutive_skips=2")
-    with pytest.raises(RankFailure, match=r"step 5 .* Skipped 2 steps in a row before it"):
-        ranks(2)(train_with_fault, run_toml, "forward", 3, folder, *skip)
 
 
 # A disk that fails -------------------------------------------------------------------------------------------
@@ -151,7 +72,6 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_cou
 
 # Processes ---------------------------------------------------------------------------------------------------
 
-REPOSITORY = Path(__file__).parents[1]
 # 20 steps at 128 tokens, then 20 at 256; saved at every second step, so that most moments lie in or beside a save.
 LONG = (
     TINY
@@ -167,83 +87,15 @@ interval = 2
 """
 )
 STEPS = 40
-# For a machine that is busy with other things.
-PATIENCE_SECONDS = 600.0
-
-
-class Job:
-    """A run as run_train.sh starts it, on two ranks, its output in a file.
-
-    Args:
-        path: the config.
-        overrides: as on the command line.
-    """
-
-    def __init__(self, path: Path, *overrides: str) -> None:
-        self.log = path.parent / f"log-{len(list(path.parent.glob('log-*')))}"
-        command = [sys.executable, "-m", "torchtitan_cp.launch", "--standalone", "--nproc-per-node", "2", "--"]
-        with self.log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, str(REPOSITORY / "train.py"), str(path), *overrides],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            )
-
-    def wait(self) -> int:
-        return self.process.wait(PATIENCE_SECONDS)
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.002)
-
-    def rank(self, number: int) -> int | None:
-        """Process id of a rank; None while it is not there."""
-        for launcher in children(self.process.pid):
-            for pid in children(launcher):
-                try:
-                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if f"RANK={number}".encode() in environment:
-                    return pid
-        return None
-
-    def signal_rank(self, number: int, which: signal.Signals) -> None:
-        pid = self.rank(number)
-        assert pid is not None
-        os.kill(pid, which)
-
-    def kill(self) -> None:
-        """End it and all it started, if it has not ended."""
-        if self.process.poll() is None:
-            launchers = children(self.process.pid)
-            for pid in [*launchers, *(rank for launcher in launchers for rank in children(launcher))]:
-                os.kill(pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
+def start() -> Iterator[Callable[..., LaunchedJob]]:
     """Starts jobs, which do not outlive the test."""
-    jobs: list[Job] = []
-    yield lambda *arguments: (jobs.append(Job(*arguments)), jobs[-1])[1]  # type: ignore[func-returns-value]
+    jobs: list[LaunchedJob] = []
+    yield lambda *arguments: (jobs.append(LaunchedJob(*arguments)), jobs[-1])[1]  # type: ignore[func-returns-value]
     for job in jobs:
         job.kill()
-
-
-def steps_taken(folder: Path) -> int:
-    metrics = folder / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
-def lines_of(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -264,35 +116,22 @@ def check_whole(folder: Path, uninterrupted: list[float]) -> None:
     assert [line["tokens"] for line in lines] == [512 * step for step in range(1, STEPS + 1)]
 
 
-def storm(start: Callable[..., Job], path: Path, folder: Path, kills: int, seed: int) -> Job:
-    """A run that goes on by itself after a random rank was killed at random moments. Returns it, ended."""
-    draw = random.Random(seed)
-    job = start(path, f"--job.dump_folder={folder}", f"--job.max_restarts={kills}")
-    for kill in range(kills):
-        target = (kill + draw.random()) * STEPS / kills
-        job.wait_for(lambda target=target: steps_taken(folder) >= target)  # type: ignore[misc]
-        time.sleep(draw.random() * 0.2)
-        job.wait_for(lambda: job.rank(0) is not None and job.rank(1) is not None)
-        killed = job.rank(draw.randrange(2))
-        assert killed is not None
-        os.kill(killed, signal.SIGKILL)
-        job.wait_for(lambda killed=killed: killed not in (job.rank(0), job.rank(1)))  # type: ignore[misc]
-    job.wait()
-    return job
-
-
 def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_itself(
-    start: Callable[..., Job], long_toml: Path, uninterrupted: list[float]
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
-    folder = long_toml.parent / "storm"
-    job = storm(start, long_toml, folder, kills=3, seed=1)
-    assert job.process.returncode == 0, job.log.read_text()
+    """torchrun starts the ranks again; tests/test_kills.py has many more such moments."""
+    folder, draw = long_toml.parent / "storm", random.Random(1)
+    kills = [Kill(3, "save"), Kill(STEPS // 2, "transition"), Kill(30, "step")]
+    job = start(long_toml, f"--job.dump_folder={folder}", f"--job.max_restarts={len(kills)}")
+    for kill in kills:
+        assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()
+    assert job.wait() == 0, job.log.read_text()
     check_whole(folder, uninterrupted)
-    assert job.log.read_text().count("resumed from") >= 2
+    assert job.log.read_text().count("resumed from") == len(kills)
 
 
 def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
-    start: Callable[..., Job], long_toml: Path, uninterrupted: list[float]
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
     """They arrive while a checkpoint is being written, and on the launcher, as a scheduler sends them."""
     folder, taken = long_toml.parent / "signals", 0
@@ -316,7 +155,7 @@ def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
-    start: Callable[..., Job], long_toml: Path, uninterrupted: list[float]
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
     folder = long_toml.parent / "hang"
     limits = ("--job.timeout_seconds=15", "--job.startup_timeout_seconds=120", "--job.max_restarts=1")
@@ -335,7 +174,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
 
 
 def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
-    start: Callable[..., Job], long_toml: Path, uninterrupted: list[float]
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
     folder = long_toml.parent / "twice"
     first = start(long_toml, f"--job.dump_folder={folder}")
@@ -349,3 +188,88 @@ def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
     first.signal_rank(0, signal.SIGCONT)
     assert first.wait() == 0, first.log.read_text()
     check_whole(folder, uninterrupted)
+
+
+@pytest.fixture
+def small_disk(long_toml: Path) -> Iterator[Path]:
+    """A run's folder on a file system of its own, with room for four checkpoints."""
+    folder = long_toml.parent / "small-disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may mount no file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no room, or one that has grown so."""
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return ballast
+
+
+def newest(checkpoints: Path) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    return max((int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]")), default=0)
+
+
+def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_start_while_there_is_none(
+    small_disk: Path, long_toml: Path, uninterrupted: list[float]
+) -> None:
+    checkpoints = small_disk / "checkpoints"
+    settings = (f"--job.dump_folder={small_disk}", "--checkpoint.keep=1", "--metrics.tensorboard=true")
+    job = ForkedJob(2, long_toml, *settings)
+    job.wait_for(lambda: newest(checkpoints) >= 2)
+    ballast = fill(small_disk)
+    # Its last page has room for some lines.
+    job.wait_for(lambda: job.says("metrics.jsonl: No space left on device. Training goes on, and its lines wait"))
+    good, taken = newest(checkpoints), steps_taken(small_disk)
+    ballast.unlink()
+    job.wait_for(lambda: steps_taken(small_disk) > taken + 1)
+    job.wait_for(lambda: newest(checkpoints) > good)
+    fill(small_disk)
+    job.forget()
+    job.wait_for(lambda: job.says("NO CHECKPOINT"))
+    good = newest(checkpoints)
+    job.signal_rank(1, signal.SIGKILL)
+    job.end()
+    told = job.log.read_text()
+    assert "TensorBoard stands still until the run's next start" in told
+    assert all("No space left on device" in line for line in told.splitlines() if "NO CHECKPOINT" in line)
+    assert steps_taken(small_disk) < STEPS, "killed before the end"
+
+    # What a save had written before there was no room was cleared away.
+    fill(small_disk)
+    refused = ForkedJob(2, long_toml, *settings)
+    assert refused.wait() == [2, 2], refused.log.read_text()
+    assert f"job.dump_folder = '{small_disk}' cannot be written: No space left on device" in refused.log.read_text()
+    assert newest(checkpoints) == good
+
+    ballast.unlink()
+    again = ForkedJob(2, long_toml, *settings)
+    assert again.wait() == [0, 0], again.log.read_text()
+    assert again.says(f"resumed from {checkpoints}/step-{good}:"), again.log.read_text()
+    check_whole(small_disk, uninterrupted)
+    assert newest(checkpoints) == STEPS
+
+
+def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
+    long_toml: Path, uninterrupted: list[float]
+) -> None:
+    folder = long_toml.parent / "removed"
+    checkpoints = folder / "checkpoints"
+    job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+
+    def remove_in_a_save() -> bool:
+        if steps_taken(folder) >= 5 and list(checkpoints.glob("*.partial")):
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        return job.says("NO CHECKPOINT")
+
+    job.wait_for(remove_in_a_save)
+    assert job.wait() == [0, 0], job.log.read_text()
+    assert re.search(r"NO CHECKPOINT of step \d+ was written.*(No such file|is not there)", job.log.read_text())
+    check_whole(folder, uninterrupted)
+    assert newest(checkpoints) == STEPS

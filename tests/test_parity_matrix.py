@@ -108,6 +108,7 @@ def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
     assert losses(lines) == pytest.approx(losses(want_lines), rel=1e-4)
     for got, want in zip(lines, want_lines, strict=True):
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+        assert (0 < got["pipeline_idle"] < 1) if "pp=" in degrees else got["pipeline_idle"] is None
 
 
 PACKED = {

@@ -1,27 +1,136 @@
 """What is measured between steps, on held-out text, and whether a stage's gate opens on it."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cp.config.sections import Evaluation
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.curriculum.gate import Verdict
-from torchtitan_cp.data.loader import MicroBatch, StepShape
-from torchtitan_cp.evaluation import mean_loss, unigram_loss
+from torchtitan_cp.data.loader import MicroBatch, Samples, StepShape, read_rows
+from torchtitan_cp.data.packing import IGNORED, PackedSequence, Piece
+from torchtitan_cp.data.samples import Sampling
+from torchtitan_cp.evaluation import Budget, Prompt, PromptWriter, Retrieval, Wording, evaluating, unigram_loss
+from torchtitan_cp.metrics.positions import bin_starts, sum_by_bin
 from torchtitan_cp.network import Network
-from torchtitan_cp.optimizer import IGNORED
-from torchtitan_cp.reading import Reading, labels_of_rounds, rows_of_round
+from torchtitan_cp.reading import Reading
+
+logger = logging.getLogger(__name__)
+
+LONG_ENOUGH_TOKENS = 8192  # for any question
+AT_ONCE_TOKENS = 16384  # of a forward, which keeps nothing for a backward
 
 
-class Validation(NamedTuple):
-    """Mean loss on held-out text, in nats, beside a unigram model's on the same tokens."""
+@dataclass(frozen=True)
+class Evaluated:
+    """What a look at the network found. Losses are in nats a token; None, or nothing, where it was not measured.
+
+    Attributes:
+        loss: mean on held-out text at the stage's length; unigram: a unigram model's, on the same tokens.
+        by_source: mean loss of each source.
+        position_starts: first position of each bin; position_losses: mean loss of its tokens, NaN without any.
+        context_gain: by how much the loss falls with all of the context, against its last few thousand tokens.
+        short_loss_rise: of the loss at the first stage's length since that stage's end, as a fraction.
+        retrieval: by the kind of prompt.
+        passkey_accuracy: of one key, at the stage's length.
+        left_out: what there was no time for, or no room.
+    """
 
     loss: float
     unigram: float
+    by_source: dict[str, float]
+    position_starts: list[int]
+    position_losses: list[float]
+    context_gain: float | None = None
+    short_loss_rise: float | None = None
+    retrieval: dict[str, Retrieval] = field(default_factory=dict)
+    passkey_accuracy: float | None = None
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldOutLosses:
+    """Sums over held-out text, of all ranks.
+
+    Attributes:
+        seq_len: S of the sequences.
+        sources: names.
+        by_bin: `[sources, 2, bins]` fp64, (sum, tokens) by source and position.
+        late: `[2]` fp64, of the tokens that context gain compares.
+    """
+
+    seq_len: int
+    sources: list[str]
+    by_bin: Tensor
+    late: Tensor
+
+    @property
+    def loss(self) -> float:
+        """Mean over all tokens."""
+        return mean(self.by_bin.sum((0, 2)))
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """Mean over the tokens of each source."""
+        return {name: mean(sums) for name, sums in zip(self.sources, self.by_bin.sum(2), strict=True)}
+
+    @property
+    def by_position(self) -> list[float]:
+        """Mean over the tokens of each bin."""
+        return [mean(pair) for pair in self.by_bin.sum(0).T]
+
+
+def mean(pair: Tensor) -> float:
+    """(sum, count) -> their quotient; NaN of nothing."""
+    total, count = pair.tolist()
+    return total / count if count else math.nan
+
+
+def numbers_of(found: Evaluated) -> dict[str, Any]:
+    """What was found as plain JSON, in which null is NaN: nothing was measured there."""
+    plain = dataclasses.asdict(found)
+    for each in plain["retrieval"].values():
+        each["accuracy"] = each["accuracy"].tolist()
+    return _without_nan(plain)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def describe(stage: StagePlan, step: int, found: Evaluated) -> Iterator[str]:
+    """Lines for a person."""
+    yield (
+        f"validation at step {step}: loss {found.loss:.4f} on held-out text at length {stage.seq_len:,} "
+        f"(a unigram model: {found.unigram:.4f})"
+    )
+    if len(found.by_source) > 1:
+        yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in found.by_source.items())
+    bins = zip(found.position_starts, found.position_losses, strict=True)
+    yield "by position: " + ", ".join(f"{start:,} on {loss:.3f}" for start, loss in bins if not math.isnan(loss))
+    if found.context_gain is not None:
+        yield f"context gain {found.context_gain:.4f} nats a token"
+    if found.short_loss_rise is not None:
+        yield f"the loss at the first stage's length rose by {found.short_loss_rise:.2%} since that stage's end"
+    for name, each in found.retrieval.items():
+        columns = zip(each.lengths, each.accuracy.T, strict=True)
+        tried = [f"{np.nanmean(right):.0%} at {length:,}" for length, right in columns if not np.isnan(right).all()]
+        if tried:
+            yield f"{name.replace('_', ' ')} right: " + ", ".join(tried)
+    if found.left_out:
+        yield "not measured: " + "; ".join(found.left_out)
 
 
 class Measuring:
@@ -30,56 +139,239 @@ class Measuring:
     Args:
         network, reading: of the run, in the stage at hand.
         settings: [evaluation].
-        shortest: tokens of a sequence of the curriculum's shortest stage.
+        first: stage of the curriculum, whose length the model should stay good at.
         busy: told what this rank begins, in words that fit behind "rank 3 is".
+
+    Attributes:
+        budget: the time this may take; the trainer tells it what training takes.
     """
 
     def __init__(
-        self, network: Network, reading: Reading, settings: Evaluation, shortest: int, busy: Callable[[str], None]
+        self, network: Network, reading: Reading, settings: Evaluation, first: StagePlan, busy: Callable[[str], None]
     ) -> None:
         self.network, self.reading, self.settings = network, reading, settings
-        self.shortest, self.busy = shortest, busy
-
-    def validate(self, shape: StepShape) -> Validation | None:
-        """On held-out text of the stage's sources; None without such text. Collective.
-
-        Args:
-            shape: gives the length, and who reads what. At least one round on all ranks is read.
-        """
-        shape = dataclasses.replace(shape, micro_batches=1)
-        samples = self.reading.held_out_samples(shape)
-        if samples is None:
-            return None
-        rounds = max(1, self.settings.tokens // shape.tokens)
-        batches = (rows_of_round(samples, shape, number) for number in range(rounds))
-        loss = mean_loss(self.network.parts, batches, self._summed)
-        return Validation(
-            loss, unigram_loss(self.reading.corpus.unigram_counts, labels_of_rounds(samples, shape, rounds))
+        self.first, self.busy, self.budget = first, busy, Budget(settings.max_share)
+        tokenizer, passkey = reading.corpus.tokenizer, settings.passkey
+        wording = Wording(passkey.needle, passkey.question)
+        self.writer = PromptWriter(
+            lambda text: tokenizer.encode_batch([text])[0], reading.filler, wording, passkey.keys
         )
 
-    def validate_short(self, shape: StepShape) -> float | None:
-        """The loss at the length of the curriculum's shortest stage. Collective."""
-        found = self.validate(dataclasses.replace(shape, seq_len=self.shortest))
-        return found.loss if found else None
-
-    def judge(self, stage: StagePlan, shape: StepShape, loss: float, short_before: float | None) -> Verdict:
-        """Whether the stage's gate opens. Collective.
+    def evaluate(
+        self, stage: StagePlan, shape: StepShape, *, at_end: bool, short_before: float | None
+    ) -> Evaluated | None:
+        """What [evaluation] asks for and there is time for; what the stage's gate asks for in any case. Collective.
 
         Args:
-            loss: of the newest validation.
-            short_before: `validate_short` as the stage began.
-        """
-        measured = {"validation_loss": loss}
-        if "short_loss_rise" in stage.until and short_before is not None:
-            short = self.validate_short(shape)
-            if short is not None:
-                measured["short_loss_rise"] = short / short_before - 1
-        return judge(stage.until, measured)
+            shape: who reads what of the stage.
+            at_end: of the stage. Between steps an evaluation may be left out whole.
+            short_before: loss at the first stage's length at that stage's end, where it was measured.
 
-    def _summed(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        self.busy("validating with the others")
-        meshes = self.network.meshes
-        count = (batch.labels != IGNORED).sum().to(self.network.device)
-        losses = self.network.token_losses(batch)
-        loss = torch.zeros_like(count) if losses is None else losses.sum()
-        return loss * meshes.counts_losses, count * meshes.counts_tokens
+        Returns:
+            None where nothing is held out, or there is no time.
+        """
+        tokens, self.left_out = self.settings.tokens, dict[str, None]()
+        if not (at_end or stage.until or self._affords(tokens)):
+            logger.info("no evaluation now: more than evaluation.max_share = %g of the time", self.budget.share)
+            return None
+        shape, block = resized(shape, stage.seq_len), self.settings.context_gain_tokens
+        sampling = self.reading.sampling_of(stage)
+        held_out = self.held_out(shape, sampling)
+        if held_out is None:
+            return None
+        gain = rise = None
+        asked = "short_loss_rise" in stage.until
+        known = stage.index and short_before and (at_end or asked)
+        if known and self._due("the loss at the first stage's length", tokens, asked):
+            short = self.held_out(resized(shape, self.first.seq_len), self.reading.sampling_of(self.first))
+            rise = short.loss / short_before - 1 if short and short_before else None
+        retrieval = self.retrieve(stage, shape)
+        if block and shape.seq_len >= 2 * block and self._due("context gain", tokens):
+            cut = self.held_out(shape, sampling, block)
+            gain = mean(cut.late) - mean(held_out.late) if cut else None
+        placed, further = held_out, self.settings.position_seq_len
+        if further and further != shape.seq_len and self._due(f"loss by position to {further:,}", tokens):
+            placed = self.held_out(resized(shape, further), sampling) or held_out
+        return Evaluated(
+            held_out.loss,
+            unigram_loss(self.reading.corpus.unigram_counts, self._labels(shape, sampling)),
+            held_out.by_source,
+            bin_starts(placed.seq_len),
+            placed.by_position,
+            gain,
+            rise,
+            retrieval,
+            retrieval["passkey"].at(stage.seq_len) if "passkey" in retrieval else None,
+            tuple(self.left_out),
+        )
+
+    def judge(self, stage: StagePlan, found: Evaluated) -> Verdict:
+        """Whether the stage's gate opens."""
+        measured = {
+            "validation_loss": found.loss,
+            "short_loss_rise": found.short_loss_rise,
+            "passkey_accuracy": found.passkey_accuracy,
+        }
+        return judge(stage.until, {name: value for name, value in measured.items() if value is not None})
+
+    # Time ----------------------------------------------------------------------------------------------------
+
+    def _affords(self, tokens: int) -> bool:
+        """Whether there is time for so many tokens: rank 0's clock decides. Collective."""
+        answer = torch.tensor(int(self.budget.affords(tokens)), device=self.network.device)
+        dist.broadcast(answer, 0)
+        return bool(answer)
+
+    def _due(self, what: str, tokens: int, gate: bool = False) -> bool:
+        """Whether it is measured now, as a gate asks for it or there is time; what is not is remembered. Collective."""
+        due = gate or self._affords(tokens)
+        if not due:
+            self.left_out[f"{what} (evaluation.max_share)"] = None
+        return due
+
+    # Losses --------------------------------------------------------------------------------------------------
+
+    def held_out(self, shape: StepShape, sampling: Sampling, block: int = 0) -> HeldOutLosses | None:
+        """Losses of the same held-out text on any ranks; None without such text. Collective.
+
+        Args:
+            shape: gives the length, and who reads what.
+            sampling: gives the mixture, and what of a document is masked.
+            block: tokens that may see each other, in stretches from the sequence's begin; 0: all.
+        """
+        samples = self.reading.held_out_samples(shape, sampling, block)
+        if samples is None:
+            return None
+        sources, count = list(samples.packed), max(1, self.settings.tokens // shape.seq_len)
+        device, meshes, compared = self.network.device, self.network.meshes, self.settings.context_gain_tokens
+        sums = torch.zeros(len(sources) + 1, 2, len(bin_starts(shape.seq_len)), dtype=torch.float64, device=device)
+        with evaluating(self.network.parts), self.budget.spending(count * shape.seq_len):
+            for batch in self._batches(samples, count, shape):
+                losses = self.network.token_losses(batch)
+                if losses is None or not meshes.counts_losses:
+                    continue
+                positions, counted = batch.plan.positions.to(device), batch.labels.to(device) != IGNORED
+                for row, source in enumerate(batch.sources):
+                    sums[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, shape.seq_len)
+                if compared:
+                    late = counted & (positions >= compared) & (positions % compared >= compared // 2)
+                    sums[-1] += sum_by_bin(losses * late, late, positions, shape.seq_len)
+            dist.all_reduce(sums)
+            sums = sums.cpu()
+        return HeldOutLosses(shape.seq_len, sources, sums[:-1], sums[-1].sum(1))
+
+    def _labels(self, shape: StepShape, sampling: Sampling) -> np.ndarray:
+        """The labels that `held_out` counts, `[tokens]` int64."""
+        samples = self.reading.held_out_samples(shape, sampling)
+        assert samples is not None
+        numbers = range(max(1, self.settings.tokens // shape.seq_len))
+        labels = np.concatenate([samples.sequence(number).labels for number in numbers])
+        return labels[labels != IGNORED]
+
+    def _batches(self, samples: Samples, count: int, shape: StepShape) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the first `count` sequences, as many on every rank."""
+        limited = Limited(samples, count)
+        for first in range(0, count, shape.sequences):
+            self.busy("evaluating with the others")
+            own = first + shape.dp_rank * shape.micro_batch_sequences
+            yield read_rows(limited, shape, [own + row for row in range(shape.micro_batch_sequences)])
+
+    # Retrieval -----------------------------------------------------------------------------------------------
+
+    def retrieve(self, stage: StagePlan, shape: StepShape) -> dict[str, Retrieval]:
+        """Accuracy of every kind of prompt over lengths and depths. Collective.
+
+        Args:
+            shape: who reads what of the stage.
+        """
+        settings = self.settings.passkey
+        if not (settings.trials and self.reading.held_out):
+            return {}
+        # Those of the config, or a quarter, half and all of the stage's length, as its ranks can share them.
+        unit = 2 * stage.cp * stage.tp
+        own = [stage.seq_len // part // unit * unit for part in (4, 2, 1)]
+        lengths = tuple(sorted({length for length in settings.lengths or own if length}))
+        depths = tuple(place / max(1, settings.depths - 1) for place in range(settings.depths))
+        found = {}
+        for variant in settings.variants:
+            accuracy = np.full((len(depths), len(lengths)), np.nan)
+            # The stage's own length first, while there is time.
+            for length in sorted(lengths, key=lambda length: abs(length - stage.seq_len)):
+                gate = variant == "passkey" and "passkey_accuracy" in stage.until and length <= stage.seq_len
+                right = self.answer(variant, depths, resized(shape, length), gate)
+                for place in range(min(len(depths), len(right))):
+                    accuracy[place, lengths.index(length)] = np.mean(right[place :: len(depths)])
+            found[variant] = Retrieval(lengths, depths, accuracy)
+        return found
+
+    def answer(self, variant: str, depths: Sequence[float], shape: StepShape, gate: bool) -> list[bool]:
+        """Of each prompt of the shape's length, depth by depth and trial by trial, whether its answer is right.
+
+        Fewer than [evaluation.passkey] asks for, or none, where time or room is short. Collective.
+
+        Args:
+            gate: asks for it, whatever time it takes.
+        """
+        length, count = shape.seq_len, self.settings.passkey.trials * len(depths)
+
+        def write(number: int) -> Prompt | None:
+            return self.writer.write(variant, length, depths[number % len(depths)], number)
+
+        if not all(write(number) for number in range(count if length < LONG_ENOUGH_TOKENS else 1)):
+            self.left_out[f"{variant} at {length:,} tokens, which do not hold its question"] = None
+            return []
+        rows = min(shape.micro_batch_sequences, -(-count // shape.dp))
+        shape = dataclasses.replace(shape, micro_batch_sequences=rows)
+        wrong = torch.zeros(count, dtype=torch.int64, device=self.network.device)
+        tried = 0
+        with evaluating(self.network.parts):
+            for batch in self._batches(Prompts(variant, write), count, shape):
+                if not self._due(f"{variant} at {length:,} tokens", shape.tokens, gate):
+                    break
+                tried = min(count, tried + shape.sequences)
+                with self.budget.spending(shape.tokens):
+                    found = self.network.wrong_answers(batch)
+                    if found is not None and self.network.meshes.counts_losses:
+                        for number, mistakes in zip(batch.numbers, found.tolist(), strict=True):
+                            wrong[min(number, count - 1)] += mistakes
+        dist.all_reduce(wrong)
+        return (wrong[:tried] == 0).tolist()
+
+
+def resized(shape: StepShape, seq_len: int) -> StepShape:
+    """The same ranks on sequences of another length; more tokens at once than in training if those are few."""
+    tokens = shape.seq_len * shape.micro_batch_sequences
+    sequences = max(1, max(tokens, min(4 * tokens, AT_ONCE_TOKENS)) // seq_len)
+    return dataclasses.replace(shape, seq_len=seq_len, micro_batches=1, micro_batch_sequences=sequences)
+
+
+class Limited:
+    """Samples of which those from `count` on have no label: ranks that have nothing to read read one of them."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        self.samples, self.count = samples, count
+
+    def sequence(self, number: int) -> PackedSequence:
+        sequence = self.samples.sequence(min(number, self.count - 1))
+        nothing = np.full_like(sequence.labels, IGNORED)
+        return sequence if number < self.count else dataclasses.replace(sequence, labels=nothing)
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return self.samples.document_lengths(min(number, self.count - 1))
+
+
+class Prompts:
+    """Prompts as samples."""
+
+    def __init__(self, variant: str, write: Callable[[int], Prompt | None]) -> None:
+        self.variant, self.write = variant, write
+
+    def sequence(self, number: int) -> PackedSequence:
+        prompt = self.write(number)
+        assert prompt is not None, "the length was tried"
+        length = len(prompt.tokens)
+        piece = Piece(self.variant, 0, 0, length)
+        return PackedSequence(prompt.tokens, prompt.labels, np.arange(length), (length,), (piece,))
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return (len(self.sequence(number).tokens),)

@@ -2,30 +2,34 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_cp import registry
-from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks
+from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
 from torchtitan_cp.config import Config
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.loader import MicroBatch, StepShape
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.optimizer import (
     IGNORED,
+    TokenLoss,
     VocabularyShard,
     build_optimizer,
-    chunked_cross_entropy,
     scale_gradients,
     set_learning_rates,
+    wrong_answers,
 )
 from torchtitan_cp.parallel import (
     Hidden,
     Meshes,
     Pipeline,
+    Stopwatch,
     World,
     bubble_share,
     parallelize,
@@ -33,6 +37,11 @@ from torchtitan_cp.parallel import (
     vocabulary_part,
     wrap_blocks,
 )
+
+# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> what it finds
+Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
+Observe = Callable[[MicroBatch, Tensor], None]
+WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
 class LayerAttention:
@@ -47,6 +56,20 @@ class LayerAttention:
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
         """Sum over the ranks that share each sequence."""
         return sum_ranks(x, next(iter(plans.values())))
+
+
+class StepSums(NamedTuple):
+    """What a step's forwards gave on this rank, scalars.
+
+    Attributes:
+        loss: summed loss of the tokens that this rank counts.
+        tokens: unmasked, over all ranks.
+        largest_logit: of this rank's rows of the vocabulary; minus infinity on a rank without the last part.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    largest_logit: Tensor
 
 
 class Network:
@@ -64,6 +87,10 @@ class Network:
         parts: modules, in order of their layers.
         optimizers: of each part.
         pipeline: None on one pipeline rank.
+        token_loss: the last part's loss.
+        mesh: (pp, dp, cp, tp) of the stage entered.
+        observe: told of each micro-batch of a step and the losses of its tokens, on ranks with the last part.
+        watches: time what is launched; see `take_seconds`.
         role: this rank's place in pp, dp and cp of the stage entered; tensor-parallel peers share it, as they share
             what they compute and so their random numbers.
     """
@@ -89,10 +116,15 @@ class Network:
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
+        self.token_loss = TokenLoss(config.training.loss_chunk_tokens, config.training.z_loss)
+        self.observe: Observe | None = None
+        self.watches = {name: Stopwatch(self.device) for name in WATCHED}
+        watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
         self.pipeline = None
         if mesh.size() > 1:
             tied = shape.tie_embeddings
             self.pipeline = Pipeline(list(self.parts), self.layers, mesh, settings.pp_schedule, self.device, tied=tied)
+            self.watches |= self.pipeline.watches
 
     def reset_optimizers(self) -> None:
         """Optimizers without any state."""
@@ -111,7 +143,8 @@ class Network:
             self.activation = stage.activation
             for part in self.parts:
                 wrap_blocks(part, stage.activation, self.config.compile, self.device.type)
-        mesh, settings = self.meshes.for_cp(stage.cp), self.config.context_parallel
+        self.mesh = mesh = self.meshes.for_cp(stage.cp)
+        settings = self.config.context_parallel
         self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
@@ -131,40 +164,53 @@ class Network:
             tuple(sorted({0, *self.shape.windows})),
         )
 
-    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks.
-
-        Returns:
-            (summed loss of the tokens that this rank counts, unmasked tokens over all ranks), scalars.
-        """
+    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
+        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
         tokens = self.count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device)
+        self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
 
         def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
             result = self._forward(forward, state, batch)
             if isinstance(result, Tensor):
                 return result
             loss_sum.add_(result[1].sum())
+            if self.observe:
+                self.observe(batch, result[1])
             return result[0] / tokens
 
         if self.pipeline:
             self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
         else:
             for batch in micro_batches:
-                self._backward(run(self.parts[0], None, batch))
-        return loss_sum * self.meshes.counts_losses, tokens
+                with self.watches["forward"].running():
+                    loss = run(self.parts[0], None, batch)
+                with self.watches["backward"].running():
+                    self._backward(loss)
+        return StepSums(loss_sum * self.meshes.counts_losses, tokens, self.token_loss.largest_logit)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    @torch.no_grad()
     def token_losses(self, batch: MicroBatch) -> Tensor | None:
         """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
-        if self.pipeline:
-            result = self.pipeline.evaluate(batch, self._hidden(batch), self._forward)
-        else:
-            result = self._forward(self.parts[0], None, batch)
+        result = self._look(batch, self.token_loss)
         return None if result is None else result[1]
+
+    def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
+        """How many labels of each sequence are not the likeliest token, `[B]` int64, of the tokens on this rank.
+
+        None on a rank without the last part. Collective.
+        """
+        return self._look(batch, wrong_answers)
+
+    @torch.no_grad()
+    def _look(self, batch: MicroBatch, measure: Measure) -> Any:
+        """What `measure` finds in a micro-batch, without gradients."""
+        run = partial(self._forward, measure=measure)
+        if self.pipeline:
+            return self.pipeline.evaluate(batch, self._hidden(batch), run)
+        return run(self.parts[0], None, batch)
 
     def count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
         """Unmasked tokens of the step over every rank, at least 1."""
@@ -173,20 +219,21 @@ class Network:
         dist.all_reduce(tokens)
         return tokens.clamp_min(1)
 
-    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Any:
+    def _forward(
+        self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
+    ) -> Any:
         """A part's forward on a micro-batch, from the hidden states before it or from the tokens.
 
         Returns:
-            of the last part (sum to differentiate, loss of each token `[B, S/cp]`), else hidden states.
+            of the last part what `measure` makes of its hidden states, by default the loss; else hidden states.
         """
         move = self.world.device.move
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
-        chunk, z_loss = self.config.training.loss_chunk_tokens, self.config.training.z_loss
 
-        def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+        def head(hidden: Tensor, output: nn.Linear) -> Any:
             hidden, weight, group, first = vocabulary_part(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
-            return chunked_cross_entropy(hidden, weight, labels, chunk, vocabulary=vocabulary, z_loss=z_loss)
+            return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
@@ -201,16 +248,45 @@ class Network:
         Args:
             grad_norm: global norm of the gradients.
         """
-        scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
-        for optimizer in self.optimizers:
-            set_learning_rates(optimizer, lr)
-            optimizer.step()
-        self.forget_gradients()
+        with self.watches["optimizer"].running():
+            scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
+            for optimizer in self.optimizers:
+                set_learning_rates(optimizer, lr)
+                optimizer.step()
+            self.forget_gradients()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call: `forward`, `backward` and `optimizer`, and in them `cp_wait`, for which messages
+        of context parallelism were waited for, and `cp_flight`, from their posting until then; with a pipeline
+        `pipeline`, the whole of its steps."""
+        return {name: watch.take() for name, watch in self.watches.items()}
+
+    def memory_by_kind(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients (which are there from backward to update) and optimizer state."""
+        weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
+        states = [
+            value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
+        ]
+        kept = sum(_local_bytes(value) for value in states if isinstance(value, Tensor))
+        return {"weights": weights, "gradients": weights, "optimizer": kept}
 
     def forget_gradients(self) -> None:
         """Free them."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def counted_by_block(self) -> list[list[nn.Parameter]]:
+        """This rank's parameters, each counted once over the pipeline: of every block of the model, and the others."""
+        groups: list[list[nn.Parameter]] = [[] for _ in range(self.shape.n_layers + 1)]
+        for name, parameter in self.pipeline.counted if self.pipeline else self.parts[0].named_parameters():
+            pieces = name.split(".")
+            groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
+        return groups
+
+    def reads_with(self, rank: int) -> bool:
+        """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
+        (place,) = (self.mesh.mesh == rank).nonzero().tolist()
+        return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
 
     def exchange_of(self, shape: StepShape) -> str:
         """The strategy, and for `auto` what it came to."""
@@ -226,3 +302,8 @@ class Network:
         bubble = bubble_share(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
         return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
+
+
+def _local_bytes(x: Tensor) -> int:
+    own = x.to_local() if isinstance(x, DTensor) else x
+    return own.numel() * own.element_size()

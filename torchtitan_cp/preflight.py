@@ -6,6 +6,7 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
+from torchtitan_cp.export import check_exportable
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.parallel import check_shape, plan_stages
 
@@ -26,6 +27,7 @@ def preflight(config: Config, ranks: int) -> str:
     shape = registry.shape_of(config.model)
     stages = resolve_stages(config, ranks)
     check_head_dim(stages, shape.head_dim)
+    check_exportable(config, shape)
     costs = layer_costs(shape, max(stage.seq_len for stage in stages))
     settings = config.context_parallel
     for stage in stages:

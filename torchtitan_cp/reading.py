@@ -8,8 +8,8 @@ import numpy as np
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data import PreparedCorpus, SeparatedStore, TokenStream
-from torchtitan_cp.data.loader import MicroBatch, StepShape, read_rows, read_steps
-from torchtitan_cp.data.packing import IGNORED, Packing
+from torchtitan_cp.data.loader import MicroBatch, StepShape, read_steps
+from torchtitan_cp.data.packing import Packing
 from torchtitan_cp.data.samples import Sampling, StageSamples, held_out_samples
 
 
@@ -56,19 +56,26 @@ class Reading:
                 fix="set validation_fraction of a source above 0, or give the stage steps",
             )
 
-    def enter(self, stage: StagePlan, taken: Mapping[str, int]) -> None:
+    def enter(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> None:
         """Read the stage's sequences from here on.
 
         Args:
             taken: tokens of each source that earlier stages took.
+            passed: steps of text that the stage reads beyond its own, as so many are passed over.
         """
-        self.samples = self.samples_of(stage, taken)
+        self.samples = self.samples_of(stage, taken, passed)
 
-    def samples_of(self, stage: StagePlan, taken: Mapping[str, int]) -> StageSamples:
+    def samples_of(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> StageSamples:
         """The sequences of a stage; see `enter`."""
+        sampling, steps = self.sampling_of(stage), stage.steps + passed
+        sequences, seed = stage.global_batch_tokens // stage.seq_len, self.config.training.seed
+        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, steps)
+
+    def sampling_of(self, stage: StagePlan) -> Sampling:
+        """How a stage takes its text."""
         text = stage.data
         weights = text.mixture or {name: float(stream.store.tokens) for name, stream in self.streams.items()}
-        sampling = Sampling(
+        return Sampling(
             weights,
             Packing(text.packing, text.packing_window, text.document_mask, text.restart_positions),
             text.short_share,
@@ -77,8 +84,6 @@ class Reading:
             text.growth_steps,
             self.config.data.max_epochs,
         )
-        sequences, seed = stage.global_batch_tokens // stage.seq_len, self.config.training.seed
-        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, stage.steps)
 
     def steps(self, first: int, count: int, shape: StepShape, *, pin: bool) -> Iterator[tuple[MicroBatch, ...]]:
         """This rank's micro-batches of `count` steps of the stage from `first` on, read ahead."""
@@ -93,14 +98,20 @@ class Reading:
             pin=pin,
         )
 
-    def held_out_samples(self, shape: StepShape) -> StageSamples | None:
-        """Sequences to measure on, of the stage's sources; None where those hold nothing out.
+    def held_out_samples(self, shape: StepShape, sampling: Sampling, block: int = 0) -> StageSamples | None:
+        """Sequences to measure on, of a stage's sources; None where those hold nothing out.
 
         Args:
             shape: gives the length, and how many sequences are one round on all ranks.
+            sampling: of the stage.
+            block: tokens that may see each other; 0: all.
         """
-        sampling = self.samples.sampling
-        return held_out_samples(self.held_out, shape.seq_len, sampling.weights, sampling.packing, shape.sequences)
+        weights, packing = sampling.weights, sampling.packing
+        return held_out_samples(self.held_out, shape.seq_len, weights, packing, shape.sequences, block)
+
+    def filler(self, number: int, count: int) -> np.ndarray:
+        """Held-out tokens, `[count]` int64, other ones for each number as far as there are."""
+        return max(self.held_out.values(), key=lambda stream: stream.store.tokens).read(number * count, count)
 
     def describe(self, stage: StagePlan) -> str:
         """What is special about the text of a stage, in words."""
@@ -125,15 +136,3 @@ class Reading:
         """How often each source was read after so many steps of the stage, in words."""
         epochs = self.samples.epochs_after(steps).items()
         return "read so far: " + ", ".join(f"{name} {count:.2f} times" for name, count in epochs)
-
-
-def rows_of_round(samples: StageSamples, shape: StepShape, number: int) -> MicroBatch:
-    """This rank's micro-batch of round `number`, in which every data-parallel rank reads one."""
-    first = number * shape.sequences + shape.dp_rank * shape.micro_batch_sequences
-    return read_rows(samples, shape, [first + row for row in range(shape.micro_batch_sequences)])
-
-
-def labels_of_rounds(samples: StageSamples, shape: StepShape, rounds: int) -> np.ndarray:
-    """The labels that count, of all ranks: `[tokens]` int64."""
-    labels = np.concatenate([samples.sequence(number).labels for number in range(rounds * shape.sequences)])
-    return labels[labels != IGNORED]

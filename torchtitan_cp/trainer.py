@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 import logging
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.loader import MicroBatch, StepShape
-from torchtitan_cp.health import GradientProbe, NonFiniteError, Policy, StepReport, exchange
+from torchtitan_cp.export import check_exportable, exported_stages
+from torchtitan_cp.guarding import Guarding
+from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.measuring import Measuring
+from torchtitan_cp.metrics.profiling import Profiling
 from torchtitan_cp.network import Network
-from torchtitan_cp.optimizer import LearningRates, shard_square_norm
+from torchtitan_cp.optimizer import LearningRates
 from torchtitan_cp.parallel import (
     Meshes,
     StopSignals,
@@ -72,20 +77,24 @@ class Trainer:
 
         shape = registry.with_vocabulary(registry.shape_of(config.model), corpus.tokenizer.vocab_size)
         check_shape(shape, degrees.tp)
+        check_exportable(config, shape)
         check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.network = Network(config, world, self.meshes, shape, begins, max(lengths))
-        self.measuring = Measuring(self.network, self.reading, config.evaluation, min(lengths), self._doing)
+        self.guarding = Guarding(config, world, self.network)
+        self.measuring = Measuring(self.network, self.reading, config.evaluation, self.stages[0], self._doing)
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
-        self.probe = GradientProbe(next(iter(self.network.parts[0].layers.values())))  # type: ignore[operator]
+        self.announced, self.must_save = -1, False
+        self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
         self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
+        self.patience_seconds = config.job.startup_timeout_seconds
 
     def _check_same_corpus(self, fingerprint: str) -> None:
         """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
@@ -150,24 +159,33 @@ class Trainer:
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
-        self.patience_seconds = self.config.job.startup_timeout_seconds
         self._doing("looking for a checkpoint to go on from", step=0)
         self._resume()
         self.telling = Telling(self.config, self.world, self.network, self.total_steps, self.progress.step)
         if self.finished:
-            self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
+            with self._exports():
+                self.telling.say(f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do.")
             return
-        self.policy = Policy(self.config.health, self.progress.consecutive_skips)
+        self.guarding.go_on(self.progress)
         self.telling.begin(self.reading)
         try:
-            with self.signals:
+            with self.signals, self._exports() as hurried:
                 self._train()
+                if self.stopping:
+                    hurried.set()
             if self.relaunches and not self.stopping:
                 self.telling.say(self._relaunching())
             elif not self.stopping:
-                self.telling.finish(self.stages, self.progress.stage_losses)
+                self.telling.finish()
         finally:
             self.telling.end()
+
+    def _exports(self) -> AbstractContextManager[threading.Event]:
+        """What writes the ends of stages for transformers beside training, if that is asked for."""
+        dtype = self.config.checkpoint.export
+        if self.world.rank or dtype == "no":
+            return nullcontext(threading.Event())
+        return exported_stages(self.folder, dtype, self.reading.corpus.tokenizer)
 
     def _train(self) -> None:
         """Stage by stage to the end, a stop or a halt, and the state then on disk."""
@@ -212,7 +230,10 @@ class Trainer:
     # A stage -----------------------------------------------------------------------------------------------
 
     def _run_stage(self, stage: StagePlan) -> None:
-        """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay."""
+        """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay.
+
+        After a bad step it returns, as another text is to be read.
+        """
         begun = time.perf_counter()
         # Its first step may compile.
         self.patience_seconds = self.config.job.startup_timeout_seconds
@@ -221,35 +242,44 @@ class Trainer:
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.network.reset_optimizers()
         left = stage.steps - self.progress.stage_step
-        batches = self.reading.steps(self.progress.stage_step, left, shape, pin=self.device.device.type == "cuda")
+        at = self.progress.stage_step + self.progress.passed(stage.index)
+        batches = self.reading.steps(at, left, shape, pin=self.device.device.type == "cuda")
         first = next(batches)
-        self._announce(stage, shape, time.perf_counter() - begun)
+        if self.announced != stage.index:
+            self._announce(stage, shape, time.perf_counter() - begun)
+        self.telling.enter(stage, self.progress.step, first[0])
         batches = itertools.chain([first], batches)
-        if "short_loss_rise" in stage.until and self.progress.stage_step == 0:
-            short_loss = self.measuring.validate_short(shape)
-            self.progress = dataclasses.replace(self.progress, short_loss=short_loss)
         for _ in range(left):
-            self._step(stage, batches)
+            with self.profiling.watching(self.progress.step + 1, self.telling.messages):
+                healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
+            if not healthy:
+                self._save_if_due(False)
+                return
             if self._stage_over() or (interval and self.progress.step % interval == 0):
                 self._validate(stage, shape)
             self._save_if_due(self._stage_over())
             if self._stage_over():
-                self.telling.say(self.reading.describe_epochs(self.progress.stage_step))
+                self.telling.stage_over(stage, self.progress.step, self.progress.stage_losses)
+                self.telling.say(
+                    self.reading.describe_epochs(self.progress.stage_step + self.progress.passed(stage.index))
+                )
             if self._stage_over() or self.stopping:
                 return
 
     def _leave_stage(self) -> None:
         """Go on to the next stage, which reads on where this one stopped."""
-        samples = self.reading.samples_of(self.stages[self.progress.stage], self.progress.source_tokens)
+        stage, passed = self.progress.stage, self.progress.passed(self.progress.stage)
+        samples = self.reading.samples_of(self.stages[stage], self.progress.source_tokens, passed)
         self.progress = dataclasses.replace(
             self.progress,
-            stage=self.progress.stage + 1,
+            stage=stage + 1,
             stage_step=0,
             stage_done=False,
-            source_tokens=self.progress.source_tokens | samples.tokens_after(self.progress.stage_step),
+            source_tokens=self.progress.source_tokens | samples.tokens_after(self.progress.stage_step + passed),
         )
+        self.guarding.forget_recent()
 
     def enter_stage(self, stage: StagePlan) -> StepShape:
         """Make what the stage needs: groups, frequencies, samples. Collective.
@@ -257,10 +287,11 @@ class Trainer:
         Returns:
             how its steps are dealt out.
         """
-        self.reading.enter(stage, self.progress.source_tokens)
+        self.reading.enter(stage, self.progress.source_tokens, self.progress.passed(stage.index))
         return self.network.enter(stage)
 
     def _announce(self, stage: StagePlan, shape: StepShape, seconds: float) -> None:
+        self.announced = stage.index
         first = self.progress.step - self.progress.stage_step
         about = (
             f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
@@ -273,77 +304,124 @@ class Trainer:
 
     # A step ------------------------------------------------------------------------------------------------
 
-    def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> None:
-        """One optimizer step: read, run forward and backward, look, update, tell."""
+    def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> bool:
+        """One optimizer step: read, run forward and backward, look, update, tell. Returns whether it was healthy."""
         begun = time.perf_counter()
         self._doing("waiting for its batch", step=self.progress.step + 1)
         micro_batches = next(batches)
         waited = time.perf_counter() - begun
 
         self._doing("in forward, backward and update with the others", step=self.progress.step + 1)
-        seed_step(self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
-        lr = self.learning_rates.at(stage.index, self.progress.stage_step)
+        reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed()
+        lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
+        self.telling.before(stage, self.progress.step + 1, micro_batches)
         report = self.gradients(micro_batches)
-        skipped = self._update_or_skip(stage, report, lr)
-        self.progress = dataclasses.replace(
-            self.progress,
-            step=self.progress.step + 1,
-            stage_step=self.progress.stage_step + 1,
-            cursor=self.progress.cursor + stage.global_batch_tokens,
-            consecutive_skips=self.policy.consecutive_skips,
-        )
-        if not skipped:
-            self._remember_loss(stage, report.loss)
+        healthy = not self.guarding.is_bad(report)
+        if healthy:
+            self._update(stage, report, lr)
+        else:
+            self._recover(stage, report, micro_batches, reseed)
+        seconds = time.perf_counter() - begun
+        self.measuring.budget.trained_seconds += seconds
         self.telling.step(
             stage,
             self.progress,
             report,
             lr=lr,
             waited=waited,
-            seconds=time.perf_counter() - begun,
-            skipped=skipped,
+            seconds=seconds,
+            skipped=not healthy,
             total_steps=self.total_steps,
         )
+        return healthy
 
     def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of a step, and what every rank has to know of it. Collective."""
-        loss_sum, tokens = self.network.gradients(micro_batches)
-        pipeline, parts = self.network.pipeline, self.network.parts
-        counted = pipeline.counted if pipeline else parts.parameters()
-        square_norm = shard_square_norm(counted, self.world.size // self.meshes.pp.size())
-        gradient = self.probe.take(self.device.device)
-        return exchange(loss_sum, tokens, gradient, square_norm, self.device.peak_memory_bytes())
+        return self.guarding.gradients(self.progress.step + 1, micro_batches)
 
-    def _update_or_skip(self, stage: StagePlan, report: StepReport, lr: float) -> bool:
-        """Let the optimizer run, unless a number is not finite on any rank. Returns whether it was skipped."""
-        if report.findings:
-            self.network.forget_gradients()
-            where = f"step {self.progress.step + 1} (stage {stage.index + 1}, {stage.name})"
-            message = self.policy.trip(where, report.findings)
-            if self.world.rank == 0:
-                logger.warning(message)
-            return True
-        self.policy.finite()
+    def _update(self, stage: StagePlan, report: StepReport, lr: float) -> None:
+        """Let the optimizers run, and stand a step further."""
         self.network.update(lr, report.grad_norm)
-        return False
+        self.guarding.passed_well(report)
+        progress, name = self.progress, str(stage.index)
+        first = progress.stage_losses.get(name, [report.loss])[0]
+        row = [first, report.loss, float(progress.stage_step + 1)]
+        self.progress = dataclasses.replace(
+            self.guarding.told(progress),
+            step=progress.step + 1,
+            stage_step=progress.stage_step + 1,
+            cursor=progress.cursor + stage.global_batch_tokens,
+            stage_losses={**progress.stage_losses, name: row},
+        )
 
-    def _remember_loss(self, stage: StagePlan, loss: float) -> None:
-        first = self.progress.stage_losses.get(str(stage.index), [loss])[0]
-        row = [first, loss, float(self.progress.stage_step)]
-        stage_losses = {**self.progress.stage_losses, str(stage.index): row}
-        self.progress = dataclasses.replace(self.progress, stage_losses=stage_losses)
+    def _recover(
+        self,
+        stage: StagePlan,
+        report: StepReport,
+        micro_batches: tuple[MicroBatch, ...],
+        reseed: Callable[[], None],
+    ) -> None:
+        """Leave everything as before the step but the text, which is passed over; or climb the ladder. Collective.
+
+        Raises:
+            NonFiniteError: the run is to halt.
+        """
+        self.network.forget_gradients()
+        ladder, settings = self.guarding.ladder, self.config.health
+        what, mends_itself = self.guarding.describe(self.progress.step + 1, stage, report), True
+        if report.findings and settings.replay:
+            self._doing("running a bad step again with the others", step=self.progress.step + 1)
+            found = self.guarding.study(self.progress.step + 1, micro_batches, report, reseed)
+            what, mends_itself = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.mends_itself
+        message = ladder.trip(what, halts=settings.on_nonfinite == "halt", mends_itself=mends_itself)
+        if message:
+            self.telling.warn(message, self.progress.step + 1)
+            self.progress = self.guarding.told(self.progress.skipping())
+            return
+        self._doing("looking for a checkpoint to go back to")
+        target = self._good_checkpoint() if "rollback" in settings.policy else None
+        rung = ladder.climb(what, can_roll_back=target is not None)
+        told = f"{what}. "
+        if target:
+            path, saved = target
+            self.checkpoints.load(path, self.network.parts, self.network.optimizers)
+            ladder.rolled_back(saved.step)
+            self.progress = self.progress.back_to(saved)
+            self.guarding.spikes.recent = saved.recent
+            told += f"ROLLED BACK to {path}, and the text since is passed over"
+            # So that it stays passed over if the run is resumed.
+            self.must_save = True
+        else:
+            self.progress = self.progress.skipping()
+            told += "There is no checkpoint to go back to"
+        if rung == "lower_lr":
+            told += f"; the learning rate is LOWERED to {ladder.lr_factor:g} of it for {settings.lr_steps} steps"
+        self.progress = self.guarding.told(self.progress)
+        counts = f"{ladder.state.rollbacks} rollbacks, {ladder.state.lr_cuts} cuts so far"
+        self.telling.warn(f"{told} ({counts})", self.progress.step)
+
+    def _good_checkpoint(self) -> tuple[Path, Progress] | None:
+        """The newest that was not saved amid bad steps; an older one if the last rollback was to no avail."""
+        if not self.config.checkpoint.enable:
+            return None
+        self.checkpoints.wait()
+        before = self.guarding.ladder.steps_too_new
+        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 
     def _validate(self, stage: StagePlan, shape: StepShape) -> None:
         """Measure on held-out text, and end the stage if its gate opens. Collective."""
-        found = self.measuring.validate(shape)
+        found = self.measuring.evaluate(stage, shape, at_end=self._stage_over(), short_before=self.progress.short_loss)
         if found is None:
             return
-        self.telling.validated(stage, self.progress.step, found)
+        self.telling.evaluated(stage, self.progress.step, found)
+        if stage.index == 0:
+            self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
         if not stage.until:
             return
-        opened, why = self.measuring.judge(stage, shape, found.loss, self.progress.short_loss)
+        opened, why = self.measuring.judge(stage, found)
         if opened:
             self.progress = dataclasses.replace(self.progress, stage_done=True)
             said = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"
@@ -359,14 +437,17 @@ class Trainer:
         self.stopping, time_is_up = any_rank(
             self.signals.received is not None, self.save_schedule.time_is_up(), device=self.device.device
         )
-        due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end
+        due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
+            begun = time.perf_counter()
             self._save(stage_end)
+            self.telling.stalled(time.perf_counter() - begun)
 
     def _save(self, stage_end: bool) -> None:
         # A save before it may have to end first.
         doing("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.save_schedule.saved()
+        self.must_save = False
         self.checkpoints.save(self.progress, self.network.parts, self.network.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:

@@ -1,16 +1,13 @@
-"""Held-out loss over all ranks, and the unigram model beside it."""
+"""The unigram model beside the network, what evaluation does to a module, accuracy at a length, and its time."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from tests.ranks import RankPool
-from torchtitan_cp.evaluation import mean_loss, unigram_loss
+from torchtitan_cp.evaluation import Budget, Retrieval, evaluating, unigram_loss
 
 
 def test_unigram_loss_is_that_of_the_frequencies_plus_one() -> None:
@@ -19,20 +16,32 @@ def test_unigram_loss_is_that_of_the_frequencies_plus_one() -> None:
     assert unigram_loss(counts, np.array([[0, 1], [2, 2]])) == pytest.approx(by_hand)
 
 
-def run_mean() -> tuple[float, bool, bool]:
-    """Each rank has other tokens, and another number of unmasked ones."""
-    rank, model = dist.get_rank(), nn.Dropout().train()
-    seen = []
+def test_a_model_is_evaluated_without_gradients_and_dropout_and_trains_again_after_an_error_too() -> None:
+    model = nn.Dropout().train()
+    with evaluating(model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+    with pytest.raises(ValueError, match="broken"), evaluating(model):
+        raise ValueError("broken")
+    assert model.training
+    assert torch.is_grad_enabled()
 
-    def losses(batch: int) -> tuple[Tensor, Tensor]:
-        seen.append(model.training or torch.is_grad_enabled())
-        return torch.tensor(10.0 * rank + batch), torch.tensor(1 + 3 * rank)
 
-    return mean_loss(model, [1, 2], losses), any(seen), model.training
+def test_accuracy_at_a_length_is_of_the_longest_that_was_tried_up_to_it() -> None:
+    nothing = math.nan
+    found = Retrieval((64, 128, 256), (0.0, 1.0), np.array([[1.0, 0.5, nothing], [0.5, nothing, nothing]]))
+    assert found.at(64) == found.at(127) == 0.75
+    assert found.at(128) == found.at(1000) == 0.5
+    assert found.at(63) is None
 
 
-def test_mean_loss_divides_the_sum_of_all_ranks_once_by_the_tokens_of_all(ranks: Callable[[int], RankPool]) -> None:
-    for loss, trained_or_differentiated, training_after in ranks(2)(run_mean):
-        assert loss == pytest.approx((1 + 2 + 11 + 12) / (1 + 1 + 4 + 4))
-        assert not trained_or_differentiated
-        assert training_after
+def test_a_budget_says_no_where_the_next_tokens_would_go_beyond_its_share() -> None:
+    budget = Budget(0.1, trained_seconds=90.0, spent_seconds=5.0, token_seconds=0.5)
+    assert budget.affords(10), "10 of 100 seconds"
+    assert not budget.affords(11)
+    assert Budget(1.0, spent_seconds=5.0, token_seconds=0.5).affords(1000), "all of the time"
+    assert not Budget(0.0, trained_seconds=90.0, spent_seconds=0.1).affords(1)
+    with budget.spending(tokens=4):
+        pass
+    assert 5.0 < budget.spent_seconds < 6.0
+    assert budget.token_seconds == pytest.approx((budget.spent_seconds - 5.0) / 4)

@@ -16,20 +16,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from models import ARCHITECTURES
 from models.llama import Llama, LlamaShape
 from models.llama.hub import HUB
 from tests.models.hub_models import FAMILIES, OURS, SHAPES, save_model
 from tests.ranks import RankPool
 from tests.runs import TINY, gradients_of, prepared, train, write_run
-from torchtitan_cp.checkpoint import export as export_module
-from torchtitan_cp.checkpoint.export import export
+from tests.test_resume import TWO_STAGES
+from torchtitan_cp import export as export_module
+from torchtitan_cp.checkpoint import export as export_program
 from torchtitan_cp.checkpoint.hub import INDEX_FILE, _copy_shard, hub_name, load_hub_weights, rope_parameters, shard_of
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.export import export
 from torchtitan_cp.generate import LayerCache, load_model
-from torchtitan_cp.registry import shape_of
+from torchtitan_cp.preflight import preflight
+from torchtitan_cp.registry import register, shape_of
 
 
 def write_start(folder: Path, family: str, max_shard_size: str = "5GB") -> Path:
@@ -187,7 +191,7 @@ def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_
     path = write_start(tmp_path, "llama")
     (tmp_path / "hub" / "generation_config.json").write_text('{"eos_token_id": 7}')
     ranks(1)(train, path, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
-    assert export_module.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 1e6
@@ -195,7 +199,7 @@ def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_
     assert config["bos_token_id"] == 1, "what the run does not change stays as it was"
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 7}
     assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
-    assert export_module.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
 
 
 def test_a_run_of_its_own_exports_with_its_tokenizer(
@@ -208,8 +212,66 @@ def test_a_run_of_its_own_exports_with_its_tokenizer(
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 1}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert export_module.main([str(tmp_path / "run"), str(tmp_path / "other")]) == 2
+    assert export_program.main([str(tmp_path / "run"), str(tmp_path / "other")]) == 2
     assert "is no checkpoint and has none" in capsys.readouterr().err
+
+
+def logits_here(checkpoint: Path, tokens: Tensor) -> Tensor:
+    model = load_model(open_saved_model(checkpoint), torch.device("cpu"))
+    with torch.no_grad():
+        return model(tokens, torch.arange(tokens.shape[1]), iter([LayerCache() for _ in range(2)]))
+
+
+def test_each_stage_end_is_written_for_transformers_beside_training_and_what_is_missing_at_the_next_start(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, TWO_STAGES)
+    lines = ranks(2)(train, path, "--checkpoint.export=float32")[0]
+    assert lines == ranks(2)(train, path, "--checkpoint.export=float32")[0], "a finished run has nothing to do"
+    hub, checkpoints = tmp_path / "run" / "hub", tmp_path / "run" / "checkpoints"
+    for name, seq_len, theta in (("step-8", 128, 10000.0), ("step-14", 256, 50000.0)):
+        config = json.loads((hub / name / "config.json").read_text())
+        assert (config["max_position_embeddings"], config["rope_theta"]) == (seq_len, theta)
+        tokens = torch.randint(256, (1, seq_len))
+        assert close(in_transformers(hub / name, tokens)[1], logits_here(checkpoints / name, tokens))
+    assert {path.name for path in hub.iterdir()} == {"step-8", "step-14"}
+
+    shutil.rmtree(hub / "step-8")
+    (hub / "step-8.partial").mkdir()
+    ranks(2)(train, path, "--checkpoint.export=bfloat16")
+    assert json.loads((hub / "step-8" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {path.name for path in hub.iterdir()} == {"step-8", "step-14"}
+
+
+def train_and_listen(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    export_module.logger.addHandler(handler)
+    try:
+        return train(path, *overrides), lines
+    finally:
+        export_module.logger.removeHandler(handler)
+
+
+def test_a_stage_end_that_cannot_be_written_is_told_and_harms_nothing(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, TINY)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hub").write_text("no folder")
+    steps, told = ranks(1)(train_and_listen, path, "--checkpoint.export=float32", "--curriculum.stages[0].steps=2")[0]
+    assert len(steps) == 2
+    assert [line for line in told if "step-2: [Errno 20] Not a directory" in line and line.startswith("NO EXPORT of")]
+
+
+def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    path = write_run(tmp_path, TINY)
+    with pytest.raises(ConfigError, match=r"cannot be written in Hugging Face's format: .*\n.*checkpoint.export"):
+        preflight(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
+    with pytest.raises(ConfigError, match=r"checkpoint.export is made of checkpoints"):
+        preflight(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
 
 
 ROPES = {

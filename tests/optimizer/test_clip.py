@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import RankPool
-from torchtitan_cp.optimizer import scale_gradients, shard_square_norm
+from torchtitan_cp.optimizer import scale_gradients, square_norms
 
 
 def small_model() -> nn.Module:
@@ -30,12 +30,26 @@ def test_clipping_equals_torchs_own() -> None:
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         one.grad = torch.randn_like(one)
         other.grad = one.grad.clone()
-    norm = shard_square_norm(model.parameters()).sqrt().item()
+    norm = square_norms([model.parameters()]).sqrt().item()
     expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
     assert norm == pytest.approx(expected.item(), rel=1e-6)
     scale_gradients(model.parameters(), norm, 0.5)
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=0)
+
+
+def test_each_group_has_its_own_norm_and_a_nan_stays_in_its_group() -> None:
+    model = small_model()
+    embedding, linear, norm = model
+    for parameter in (*embedding.parameters(), *linear.parameters()):
+        parameter.grad = torch.randn_like(parameter)
+    linear.weight.grad[0, 0] = torch.nan  # type: ignore[index]
+    groups = [list(embedding.parameters()), list(linear.parameters()), list(norm.parameters()), []]
+    found = square_norms(groups).tolist()
+    assert found[0] == pytest.approx(embedding.weight.grad.double().square().sum().item(), rel=1e-6)  # type: ignore[union-attr, operator]
+    assert torch.isnan(torch.tensor(found)).tolist() == [False, True, False, False]
+    assert found[2:] == [0.0, 0.0]
+    assert square_norms([norm.parameters()]).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e9])
@@ -48,7 +62,7 @@ def test_a_small_norm_and_a_limit_of_zero_leave_gradients_alone(limit: float) ->
 
 
 def summed_over_ranks(parameters: list[nn.Parameter], ranks: int | None = None) -> float:
-    part = shard_square_norm(parameters, ranks)
+    part = square_norms([parameters], ranks)
     dist.all_reduce(part)
     return part.item()
 
@@ -132,5 +146,5 @@ def test_fsdp_over_tensor_parallel_matrices_and_norms_has_the_norm_of_one_proces
 ) -> None:
     net, x = net_and_input()
     net(x).square().sum().backward()
-    expected = shard_square_norm(net.parameters()).item()
+    expected = square_norms([net.parameters()]).item()
     assert ranks(4)(square_norms_under_fsdp_over_tp) == [pytest.approx((expected, expected), rel=1e-5)] * 4

@@ -134,6 +134,18 @@ def test_a_label_that_is_no_row_of_the_vocabulary_makes_the_loss_infinite() -> N
     assert chunked_cross_entropy(hidden, weight, labels, 8)[0].item() == torch.inf
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_largest_logit_is_that_of_all_chunks_and_calls(grad: bool) -> None:
+    hidden, weight, labels = case(torch.float32)
+    largest = torch.tensor(-torch.inf)
+    with torch.set_grad_enabled(grad):
+        for scale in (3.0, 1.0):
+            chunked_cross_entropy(hidden * scale, weight, labels, 8, largest_logit=largest)
+        torch.testing.assert_close(largest, (3 * hidden @ weight.t()).max().detach())
+        chunked_cross_entropy(hidden * torch.nan, weight, labels, 8, largest_logit=largest)
+    assert largest.isnan()
+
+
 SPLITS = {"even": (0, 25, 50), "uneven": (0, 7, 50), "one empty": (0, 50, 50), "four": (0, 20, 20, 21, 50)}
 
 

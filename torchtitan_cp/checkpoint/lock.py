@@ -24,17 +24,26 @@ def hold_folder(folder: str | Path) -> Iterator[None]:
         ConfigError: another job holds it, or it cannot be written.
     """
     with ExitStack() as stack:
-        free: list[Any] = [True]
+        refusal: list[Any] = [None]
         if dist.get_rank() == 0:
-            check_dump_folder(str(folder))
-            free = [_lock(stack.enter_context((Path(folder) / LOCK_FILE).open("a")))]
-        dist.broadcast_object_list(free)
-        if not free[0]:
-            raise ConfigError(
-                f"another job is training in job.dump_folder = {str(folder)!r}",
-                fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
-            )
+            try:
+                _hold(Path(folder), stack)
+            except ConfigError as error:
+                refusal = [(error.message, error.fix)]
+        dist.broadcast_object_list(refusal)
+        if refusal[0]:
+            message, fix = refusal[0]
+            raise ConfigError(message, fix=fix)
         yield
+
+
+def _hold(folder: Path, stack: ExitStack) -> None:
+    check_dump_folder(str(folder))
+    if not _lock(stack.enter_context((folder / LOCK_FILE).open("a"))):
+        raise ConfigError(
+            f"another job is training in job.dump_folder = {str(folder)!r}",
+            fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
+        )
 
 
 def _lock(file: TextIO) -> bool:

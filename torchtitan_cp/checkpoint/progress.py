@@ -13,15 +13,17 @@ class Progress:
     """Where a run stands, as plain JSON. Learning rates and random numbers follow from the step.
 
     Attributes:
-        step: optimizer steps taken (skipped ones too).
+        step: optimizer steps begun (skipped ones and those that were rolled back too): it never falls.
         cursor: tokens trained on, over all ranks; no rank count in it.
-        stage: number of the stage at hand; stage_step: its optimizer steps that are taken.
+        stage: number of the stage at hand; stage_step: its optimizer steps that were taken and stand.
         stage_done: it ended before its last step, as its gate opened.
         source_tokens: of each source's stream, what the stages before this one took.
         identity: what must be the same to go on: the model's shape, the data.
         block_tokens: block of the data order; another one reorders what is still to come.
-        short_loss: held-out loss at the curriculum's shortest length when the stage began, where its gate asks.
-        consecutive_skips: non-finite steps in a row up to here.
+        short_loss: newest held-out loss of the first stage, at its length.
+        passed_over: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
+        health: how far up the ladder the run is; see health.LadderState.
+        recent: what spikes are judged by; see health.SpikeDetector.
         stage_losses: per stage begun, its first and last training loss, and the steps taken.
     """
 
@@ -34,8 +36,36 @@ class Progress:
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
     short_loss: float | None = None
-    consecutive_skips: int = 0
+    passed_over: list[list[int]] = dataclasses.field(default_factory=list)
+    health: dict[str, Any] = dataclasses.field(default_factory=dict)
+    recent: list[list[float]] = dataclasses.field(default_factory=list)
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def passed(self, stage: int) -> int:
+        """Steps of text that a stage passed over: its next step reads the text of step stage_step + this."""
+        return sum(stop - first for number, first, stop in self.passed_over if number == stage)
+
+    def skipping(self) -> "Progress":
+        """After a step that was begun and changed nothing: its text is passed over."""
+        here = self.stage_step + self.passed(self.stage)
+        return dataclasses.replace(
+            self, step=self.step + 1, passed_over=[*self.passed_over, [self.stage, here, here + 1]]
+        )
+
+    def back_to(self, saved: "Progress") -> "Progress":
+        """After a step that sends the run back to a checkpoint: the text since then is passed over.
+
+        Of the stage at hand, that is: what a stage before it is to take again, it reads again.
+        """
+        same = saved.stage == self.stage
+        first = saved.stage_step + saved.passed(self.stage) if same else 0
+        stop = self.stage_step + self.passed(self.stage) + 1
+        return dataclasses.replace(
+            saved,
+            step=self.step + 1,
+            passed_over=[*saved.passed_over, [self.stage, first, stop]],
+            block_tokens=self.block_tokens,
+        )
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,6 +88,10 @@ class Checkpoints:
             if match and path.is_dir():
                 found.append((int(match[1]), path))
         return sorted(found)
+
+    def stage_ends(self) -> list[Path]:
+        """Complete ones that end a stage, oldest first."""
+        return [path for _, path in self.complete() if _is_stage_end(path)]
 
     # Saving --------------------------------------------------------------------------------------------------
 
@@ -211,23 +215,32 @@ class Checkpoints:
 
     # Loading -------------------------------------------------------------------------------------------------
 
-    def read_progress(self) -> tuple[Path, Progress] | None:
+    def read_progress(
+        self, before: int | None = None, wanted: Callable[[Progress], bool] | None = None
+    ) -> tuple[Path, Progress] | None:
         """The newest checkpoint whose files are what was written, and where it stood; None if there is none.
 
         All ranks call, and each reads a share of the files. Damaged ones are named in the log and passed over.
 
+        Args:
+            before: only those of steps before this one.
+            wanted: only those that stood so.
+
         Raises:
             ConfigError: there are some, and all are damaged.
         """
-        names = _from_first([path.name for _, path in self.complete()])
+        names = _from_first([path.name for step, path in self.complete() if before is None or step < before])
+        undamaged = False
         for name in reversed(names):
             path = self.folder / name
             wrong = _gathered(_damage(path))
             if not wrong:
-                return path, _from_first(_read_progress(path))
-            if _rank() == 0:
+                undamaged, progress = True, _from_first(_read_progress(path))
+                if wanted is None or wanted(progress):
+                    return path, progress
+            elif _rank() == 0:
                 logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))
-        if names:
+        if names and not undamaged:
             raise ConfigError(
                 f"no checkpoint in {self.folder} can be read: {', '.join(names)} are damaged",
                 fix="move the folder away to begin anew, or give the run another job.dump_folder",
@@ -289,7 +302,9 @@ def _read_progress(path: Path) -> Progress:
     """
     try:
         return Progress(**json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except TypeError as error:
+        raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
 
 

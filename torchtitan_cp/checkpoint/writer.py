@@ -34,17 +34,26 @@ class WrittenFiles:
 
 
 class SummingStream(io.RawIOBase):
-    """A file opened for writing that keeps the checksum of what goes into it, front to back."""
+    """A file opened for writing that keeps the checksum of what goes into it, front to back.
+
+    Attributes:
+        failure: what the disk said when it took no more.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest, self.size = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.file.write(view)
+        try:
+            self.file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self.digest.update(view)
         self.size += view.nbytes
         return view.nbytes
@@ -84,7 +93,13 @@ class SummingFileSystem(FileSystem):
             return
         with Path(path).open("wb") as file:
             summing = SummingStream(file)
-            yield summing
+            try:
+                yield summing
+            except RuntimeError:
+                # torch.save has only a position for it that it did not expect.
+                if summing.failure:
+                    raise summing.failure from None
+                raise
         self.sums[Path(path).name] = summing.sum
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

@@ -1,7 +1,6 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
 import dataclasses
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -9,9 +8,12 @@ from pathlib import Path
 from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees, stage_parallel
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, SourceKeys, Stage
+from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, Passkey, SourceKeys, Stage
 
-MEASURED = ("validation_loss", "short_loss_rise")
+START_BYTES = 2**16
+MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
+VARIANTS = ("passkey", "multi_key", "variable_tracking")
+MOST_KEYS = 26  # whose names begin with different letters
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 READ_BY = {  # keys of a source that some kinds alone read
     "token_field": ROW_SOURCES,
@@ -34,9 +36,16 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_pipeline(config)
     _check_groups(config)
+    _check_inject(config)
+    _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     _check_products(config, degrees)
+    if config.checkpoint.export != "no" and not config.checkpoint.enable:
+        raise ConfigError(
+            "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
+            fix='enable checkpoints, or set checkpoint.export = "no"',
+        )
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
     for index, stage in enumerate(config.curriculum.stages):
@@ -84,6 +93,16 @@ def _check_products(config: Config, degrees: Degrees) -> None:
         )
 
 
+def _check_inject(config: Config) -> None:
+    """No hook is seen inside a compiled block."""
+    fault = config.health.inject
+    if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
+        raise ConfigError(
+            f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
+            fix="leave module out, to strike the block itself, or set compile.enable = false",
+        )
+
+
 def _check_groups(config: Config) -> None:
     for index, rule in enumerate(config.optimizer.groups):
         try:
@@ -94,6 +113,29 @@ def _check_groups(config: Config) -> None:
             problem = "" if rule.match else " has no match"
         if problem:
             raise ConfigError(f"optimizer.groups[{index}]{problem}", fix="write e.g. match = 'tok_embeddings|output'")
+
+
+def _check_passkey(settings: Passkey) -> None:
+    unknown = sorted(set(settings.variants) - set(VARIANTS))
+    if unknown:
+        raise ConfigError(
+            f"evaluation.passkey.variants has {', '.join(map(repr, unknown))}", fix=f"use {', '.join(VARIANTS)}"
+        )
+    if settings.keys > MOST_KEYS:
+        raise ConfigError(f"evaluation.passkey.keys = {settings.keys} is too many", fix=f"use at most {MOST_KEYS}")
+    for name, text in (("needle", settings.needle), ("question", settings.question)):
+        where = f"evaluation.passkey.{name} = {text!r}"
+        try:
+            whole = text.format(name="AB", key="12", word="xy")
+            keyless, nameless = text.format(name="AB", key="", word=""), text.format(name="", key="12", word="xy")
+        except (KeyError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f"{where} cannot be filled in: {error}", fix="use {name}, and {key} or {word}, alone"
+            ) from None
+        if whole in (keyless, nameless):
+            raise ConfigError(f"{where} lacks the name or the key", fix="write {name}, and {key} or {word}, into it")
+        if name == "question" and not whole.startswith(keyless):
+            raise ConfigError(f"{where} does not end with the key", fix="end it with {key} or {word}")
 
 
 def check_sources(config: Config) -> None:
@@ -173,13 +215,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             f"{where}.seq_len = {stage.seq_len} is not divisible by 2 x cp = {2 * cp}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + 2 * cp}, or another cp",
         )
-    shortest = min(other.seq_len for other in config.curriculum.stages)
-    if "short_loss_rise" in stage.until and shortest % (2 * cp * degrees.tp):
-        raise ConfigError(
-            f"{where}.until measures short_loss_rise at {shortest} tokens, the shortest stage's, which cp x tp = "
-            f"{cp * degrees.tp} ranks cannot share",
-            fix=f"make that length a multiple of {2 * cp * degrees.tp}, or leave the condition out",
-        )
+    _check_measured_lengths(config, stage, where, cp * degrees.tp)
     if stage.seq_len // cp % degrees.tp:
         unit = 2 * cp * degrees.tp
         raise ConfigError(
@@ -200,6 +236,23 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
     _check_micro_batches(config, stage, where, degrees)
 
 
+def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int) -> None:
+    """Lengths at which a stage is measured, beside its own, can be shared by its `ranks` (cp x tp) too."""
+    wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in config.evaluation.passkey.lengths}
+    wanted[f"evaluation.position_seq_len is {config.evaluation.position_seq_len} tokens"] = (
+        config.evaluation.position_seq_len
+    )
+    if "short_loss_rise" in stage.until:
+        first = config.curriculum.stages[0].seq_len
+        wanted[f"{where}.until measures short_loss_rise at {first} tokens, the first stage's"] = first
+    for what, length in wanted.items():
+        if length < 0 or length % (2 * ranks):
+            raise ConfigError(
+                f"{what}, which the cp x tp = {ranks} ranks of {where} cannot share",
+                fix=f"make that length a multiple of {2 * ranks}, or leave it out",
+            )
+
+
 def _check_until(config: Config, stage: Stage, where: str) -> None:
     unknown = [name for name in stage.until if name not in (*MEASURED, "max_tokens")]
     if unknown:
@@ -213,6 +266,18 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
         )
     if config.evaluation.interval == 0:
         raise ConfigError(f"{where} is looked at after evaluations, and evaluation.interval is 0", fix="set it")
+    if "short_loss_rise" in stage.until and stage is config.curriculum.stages[0]:
+        raise ConfigError(
+            f"{where} has short_loss_rise, which compares with the end of the first stage: this one",
+            fix="leave it out here",
+        )
+    passkey = config.evaluation.passkey
+    too_long = passkey.lengths and min(passkey.lengths) > stage.seq_len
+    if "passkey_accuracy" in stage.until and ("passkey" not in passkey.variants or not passkey.trials or too_long):
+        raise ConfigError(
+            f"{where} has passkey_accuracy, and [evaluation.passkey] measures none at up to {stage.seq_len} tokens",
+            fix="give it the variant 'passkey', trials, and a length of the stage or below",
+        )
 
 
 def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
@@ -257,18 +322,17 @@ def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degr
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder and write to it once.
+    """Make the run's folder and write to it once, about what a start writes.
 
     Raises:
         ConfigError: it cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".writable-")
-        os.close(handle)
-        os.unlink(name)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
+            file.write(bytes(START_BYTES))
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
-            fix="give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
+            fix="make room, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

@@ -135,9 +135,10 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 
 def _check_range(value: Any, metadata: Any, where: str, file: str) -> None:
-    choices, least = metadata.get("choices"), metadata.get("least")
-    if choices and value not in choices:
-        raise ConfigError(f"{file}: {where} = {value!r} is not known", fix="use one of " + ", ".join(choices))
+    choices, least = metadata.get("choices", ()), metadata.get("least")
+    unknown = [entry for entry in (value if isinstance(value, tuple) else (value,)) if entry not in choices]
+    if choices and unknown:
+        raise ConfigError(f"{file}: {where} = {unknown[0]!r} is not known", fix="use one of " + ", ".join(choices))
     if least is not None and value is not None and not value >= least:
         raise ConfigError(f"{file}: {where} = {value!r} is too small", fix=f"use at least {least:g}")
 

@@ -19,6 +19,10 @@ ROW_SOURCES = ("jsonl", "parquet", "huggingface")
 DOCUMENT_ORDERS = ("shuffled", "related")
 PACKINGS = ("concat", "best_fit")
 SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
+RUNGS = ("rollback", "lower_lr")
+ON_SPIKE = ("warn", "trip")
+FAULTS = ("data", "embedding", "forward", "backward", "gradient", "weight")
+FAULT_KINDS = ("nan", "inf", "spike")
 ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 
 
@@ -281,15 +285,59 @@ class Checkpoint:
     keep: int = key(2, "newest checkpoints kept; the end of each stage is kept for good", least=1)
     keep_every_steps: int = key(0, "keep for good what was saved at a multiple of these steps; 0: none", least=0)
     asynchronous: bool = key(True, "write while training goes on, from a copy in host memory")
+    export: str = key(
+        "no", "write each stage's end for transformers too, in hub/step-N", choices=("no", "float32", "bfloat16")
+    )
     timeout_seconds: float = key(1800.0, "a save that waits longer for another rank has failed", least=1)
 
 
 @dataclass(frozen=True)
-class Health:
-    """What happens when a number is not finite."""
+class Inject:
+    """A fault made on purpose, for drills: where, when, and on which rank."""
 
-    on_nonfinite: str = key("halt", "halt the job, or skip the step", choices=("halt", "skip"))
-    max_consecutive_skips: int = key(5, "skipped steps in a row after which the job halts all the same", least=1)
+    step: int = key(0, "a fault made on purpose: the optimizer step that it strikes, from 1; 0: none", least=0)
+    steps: int = key(1, "how many steps in a row are struck", least=1)
+    rank: int = key(0, "the rank it strikes", least=0)
+    where: str = key(
+        "forward",
+        "data: a label that is no token; embedding, forward: a module's output; backward: the gradient it hands on; "
+        "gradient: a weight's, before ranks sum them; weight: a weight itself",
+        choices=FAULTS,
+    )
+    layer: int = key(0, "forward, backward, gradient, weight: number of the block", least=0)
+    module: str = key("", "forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block")
+    kind: str = key("nan", "one value becomes NaN or infinite, or all 10,000 times as large", choices=FAULT_KINDS)
+    transient: bool = key(False, "the fault is gone when its step is run again, as after a flipped bit")
+
+
+@dataclass(frozen=True)
+class Health:
+    """What happens when a number is not finite, or far above what it was."""
+
+    on_nonfinite: str = key(
+        "halt", "halt the job at a step that is not finite, or skip it and go by policy", choices=("halt", "skip")
+    )
+    on_spike: str = key(
+        "warn", "a finite step far above the others: only say so, or treat it as on_nonfinite says", choices=ON_SPIKE
+    )
+    spike_threshold: float = key(
+        10.0, "standard deviations (from the MAD, at least 5 %) above the median that are a spike; 0: none is", least=0
+    )
+    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=8)
+    max_consecutive_skips: int = key(5, "skipped steps in a row after which policy goes on", least=1)
+    policy: tuple[str, ...] = key(
+        RUNGS,
+        "what follows too many skips in a row: rollback loads the last good checkpoint and passes over the text since; "
+        "lower_lr does so and trains at lr_factor for lr_steps; then the job halts",
+        choices=RUNGS,
+    )
+    max_rollbacks: int = key(2, "rollbacks in a run, before the next rung", least=0)
+    max_lr_cuts: int = key(1, "times in a run that the learning rate is lowered, before the job halts", least=0)
+    lr_factor: float = key(0.1, "lower_lr: times the learning rate, each time", least=0)
+    lr_steps: int = key(100, "lower_lr: healthy steps before the learning rate is back", least=1)
+    replay: bool = key(True, "run a step that is not finite again, and name the module, rank and token it began with")
+    bundles: int = key(3, "replays of which the tensors are kept in health/, for offline study", least=0)
+    inject: Inject = field(default_factory=Inject, metadata={"help": "a fault made on purpose"})
 
 
 @dataclass(frozen=True)
@@ -298,15 +346,62 @@ class Metrics:
 
     interval: int = key(1, "optimizer steps between TensorBoard points and console lines", least=1)
     tensorboard: bool = key(True, "write tensorboard/ (metrics.jsonl is always written)")
+    wandb: str = key("", "project of Weights & Biases that also gets all of it (extra wandb); empty: none")
     peak_tflops: float = key(0.0, "peak of one rank's device, for MFU; 0: from a table, on CPU measured", least=0)
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Validation on held-out text."""
+class Passkey:
+    """Keys planted in held-out text and asked for at its end: right where each token of the key is the likeliest."""
 
-    interval: int = key(0, "steps between validations; 0: only at the end of each stage", least=0)
+    variants: tuple[str, ...] = key(
+        ("passkey",), "passkey: one key; multi_key: several, one asked for; variable_tracking: a chain of assignments"
+    )
+    lengths: tuple[int, ...] = key((), "tokens of a prompt; empty: a quarter, half and all of the stage's length")
+    depths: int = key(5, "places of the key, evenly from the top of a prompt to its question", least=1)
+    trials: int = key(4, "prompts for each length and depth; 0: none", least=0)
+    keys: int = key(4, "multi_key: how many are told", least=2)
+    needle: str = key(
+        " One of the special magic numbers for {name} is: {key}. ",
+        "what tells a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small letters); "
+        "{key:.4} takes the first four",
+    )
+    question: str = key(
+        " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "
+        "mentioned in the text is {key}",
+        "what asks for it, which ends with the key",
+    )
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Steps that are traced, each into profile/ with a table of what its time went into."""
+
+    steps: tuple[int, ...] = key((), "optimizer steps to trace with torch.profiler, e.g. [10, 20]")
+    ranks: tuple[int, ...] = key((0,), "ranks that trace them")
+    memory_snapshot: bool = key(False, "CUDA: keep a snapshot of allocations too, for pytorch.org/memory_viz")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured on held-out text."""
+
+    interval: int = key(0, "steps between evaluations; 0: only at the end of each stage", least=0)
     tokens: int = key(32768, "held-out tokens of one validation", least=1)
+    max_share: float = key(
+        0.05,
+        "of the run's time: above it, evaluations between stages' ends and parts of the others are left out",
+        least=0,
+    )
+    position_seq_len: int = key(
+        0,
+        "tokens of the sequences of loss by position; 0: the stage's own length; a longer one looks beyond it",
+        least=0,
+    )
+    context_gain_tokens: int = key(
+        4096, "context gain: the loss with no more than so many tokens before, less that with all; 0: none", least=0
+    )
+    passkey: Passkey = field(default_factory=Passkey, metadata={"help": "retrieval"})
 
 
 @dataclass(frozen=True)
@@ -381,7 +476,8 @@ class Stage:
     until: dict[str, float] = key(  # noqa: RUF009
         {},
         "instead of steps: the stage ends when all hold, looked at after each evaluation: validation_loss, "
-        "short_loss_rise (of the shortest stage's length, over its value at this stage's start); and max_tokens",
+        "short_loss_rise (at the first stage's length, over its value at that stage's end), passkey_accuracy (at the "
+        "stage's length); and max_tokens",
     )
     global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
     cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")
@@ -420,5 +516,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     health: Health = field(default_factory=Health)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     curriculum: Curriculum = field(default_factory=Curriculum)

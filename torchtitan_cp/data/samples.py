@@ -153,17 +153,24 @@ def _check_names(sampling: Sampling, streams: Mapping[str, TokenStream]) -> None
 
 
 def held_out_samples(
-    streams: Mapping[str, TokenStream], seq_len: int, weights: Mapping[str, float], packing: Packing, sequences: int
+    streams: Mapping[str, TokenStream],
+    seq_len: int,
+    weights: Mapping[str, float],
+    packing: Packing,
+    sequences: int,
+    block: int = 0,
 ) -> StageSamples | None:
     """Sequences to measure on, in the stores' own order, from the sources that hold something out; None if none does.
 
     Args:
         weights: of the stage's sources.
         sequences: of one round on all ranks.
+        block: tokens that may see each other, in stretches from each sequence's begin; 0: all.
     """
     held = {name: weights[name] for name, stream in streams.items() if weights.get(name)}
     if not held:
         return None
     plain = replace(packing, method="concat")
-    sampling = Sampling(held, plain, short_share=0, short_seq_len=0, growth_from=0, growth_steps=0, max_epochs={})
+    cut = float(block > 0)
+    sampling = Sampling(held, plain, cut, block, growth_from=0, growth_steps=0, max_epochs={})
     return StageSamples(streams, seq_len, sampling, 0, 0, sequences, {}, steps=1 << 20)

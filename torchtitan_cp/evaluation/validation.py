@@ -1,28 +1,18 @@
-"""Mean loss over a fixed set of held-out sequences."""
+"""What evaluation does to a model, and undoes."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 
-@torch.no_grad()
-def mean_loss(model: nn.Module, batches: Iterable[Any], token_losses: Callable[[Any], tuple[Tensor, Tensor]]) -> float:
-    """Mean loss in nats over all ranks' tokens; all ranks call with as many batches each.
-
-    Args:
-        batches: micro-batches of this rank.
-        token_losses: micro-batch -> (summed loss, number of unmasked tokens), scalars on the device.
-    """
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without gradients and dropout; the model trains again afterwards."""
     model.eval()
-    totals = None
-    for batch in batches:
-        pair = torch.stack([value.double() for value in token_losses(batch)])
-        totals = pair if totals is None else totals + pair
-    model.train()
-    assert totals is not None, "validation needs a batch"
-    dist.all_reduce(totals)
-    loss_sum, tokens = totals.tolist()
-    return loss_sum / max(1.0, tokens)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()

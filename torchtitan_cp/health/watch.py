@@ -1,41 +1,74 @@
-"""One small vector a rank, exchanged once a step: it carries the loss, the gradient norm, and who is ill."""
+"""One small vector a rank, exchanged once a step, before any reduction hides who is ill."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# Of a rank's vector; the blocks' largest outputs and then their squared gradient norms follow.
+LOSS, TOKENS, GRADIENT, LOGIT, MEMORY, FIRST_BLOCK = range(6)
 
-class GradientProbe:
-    """Largest absolute gradient that reaches the first layer's input on this rank, before any reduction.
 
-    A non-finite value anywhere in a rank's backward flows down the residual stream to here, while the
-    parameters' gradients are summed over ranks before anybody can look at them.
+class BlockWatch:
+    """Largest absolute output of each block here, and gradient at the input of each part, of one step.
+
+    A non-finite value anywhere in a rank's backward flows down the residual stream to its first block, while the
+    parameters' gradients are summed over ranks before anybody can look at them. Only forwards that are to be
+    differentiated are watched.
 
     Args:
-        layer: the first of the rank's layers; its first input is the residual stream.
+        parts: of this rank; their `layers` are named by their number in the whole model.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.largest: Tensor | None = None
-        layer.register_forward_pre_hook(self._watch_input)
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.outputs: dict[int, Tensor] = {}
+        self.gradient: Tensor | None = None
+        for part in parts:
+            blocks: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]
+            for number, block in blocks.items():
+                block.register_forward_hook(partial(self._see_output, int(number)))
+            next(iter(blocks.values())).register_forward_pre_hook(self._watch_input, prepend=True)
 
-    def _watch_input(self, module: nn.Module, inputs: Any) -> None:
+    def _see_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            value = largest(output[0] if isinstance(output, tuple) else output)
+            before = self.outputs.get(number)
+            # maximum() passes NaN on.
+            self.outputs[number] = value if before is None else torch.maximum(before, value)
+
+    def _watch_input(self, block: nn.Module, inputs: Any) -> None:
         if inputs[0].requires_grad:
-            inputs[0].register_hook(self._see)
+            inputs[0].register_hook(self._see_gradient)
 
-    def _see(self, gradient: Tensor) -> None:
-        largest = gradient.detach().abs().amax().double()
-        # maximum() passes NaN on.
-        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+    def _see_gradient(self, gradient: Tensor) -> None:
+        value = largest(gradient)
+        self.gradient = value if self.gradient is None else torch.maximum(self.gradient, value)
 
-    def take(self, device: torch.device) -> Tensor:
-        """The largest since the last call, fp64 scalar; 0 if no gradient came."""
-        largest, self.largest = self.largest, None
-        return torch.zeros((), dtype=torch.float64, device=device) if largest is None else largest
+    def take(self, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What was seen since the last call.
+
+        Args:
+            blocks: of the whole model.
+
+        Returns:
+            (largest outputs `[blocks]`, 0 for those that are not here; largest gradient, 0 if none came).
+        """
+        outputs, gradient, none = self.outputs, self.gradient, torch.zeros((), device=device)
+        self.outputs, self.gradient = {}, None
+        return torch.stack(
+            [outputs.get(number, none) for number in range(blocks)]
+        ), none if gradient is None else gradient
+
+
+def largest(x: Tensor) -> Tensor:
+    """Largest absolute value, fp32 scalar, read in one pass; NaN if there is one."""
+    return torch.stack(torch.aminmax(x.detach())).abs().amax().float()
 
 
 @dataclass(frozen=True)
@@ -44,57 +77,93 @@ class StepReport:
 
     Attributes:
         loss: mean over all unmasked tokens of the step.
-        grad_norm: global norm before clipping.
+        grad_norm: global norm before clipping; block_grad_norms: of each block's parameters.
+        largest_logit: over all tokens.
+        block_outputs: largest absolute output of each block.
         peak_memory_bytes: the most that any rank has used so far.
         findings: a line for each number that is not finite, naming the rank.
+        spikes: a line for each number that is far above what it was lately.
     """
 
     loss: float
     grad_norm: float
     peak_memory_bytes: int
-    findings: tuple[str, ...]
+    findings: tuple[str, ...] = ()
+    spikes: tuple[str, ...] = ()
+    largest_logit: float = 0.0
+    block_grad_norms: tuple[float, ...] = ()
+    block_outputs: tuple[float, ...] = ()
+
+    def judged(self, spikes: Callable[["StepReport"], tuple[str, ...]]) -> "StepReport":
+        """The report with the spikes that are found in it, if it is finite."""
+        return self if self.findings else replace(self, spikes=spikes(self))
 
 
 def exchange(
-    loss_sum: Tensor, tokens: Tensor, largest_gradient: Tensor, shard_square_norm: Tensor, peak_memory_bytes: int
+    loss_sum: Tensor,
+    tokens: Tensor,
+    gradient: Tensor,
+    logit: Tensor,
+    outputs: Tensor,
+    square_norms: Tensor,
+    peak_memory_bytes: int,
 ) -> StepReport:
-    """Gather five numbers from every rank, with one collective and one wait of the host.
+    """Gather a vector from every rank, with one collective and one wait of the host.
 
     Args:
         loss_sum: summed loss of this rank's tokens, scalar.
         tokens: unmasked tokens of the step over all ranks, scalar.
-        largest_gradient: from GradientProbe, scalar.
-        shard_square_norm: of this rank's gradient shards, scalar.
+        gradient, outputs: from BlockWatch, a scalar and `[blocks]`.
+        logit: largest of this rank's, scalar.
+        square_norms: of this rank's gradient shards, of each block and of what is in none: `[blocks + 1]`.
         peak_memory_bytes: of this rank.
     """
-    memory = torch.tensor(peak_memory_bytes, device=loss_sum.device)
-    own = torch.stack(
-        [x.to(loss_sum.device).double() for x in (loss_sum, tokens, largest_gradient, shard_square_norm, memory)]
+    device = loss_sum.device
+    memory = torch.tensor(peak_memory_bytes)
+    scalars = torch.stack(
+        [x.to(device, non_blocking=True).double() for x in (loss_sum, tokens, gradient, logit, memory)]
     )
+    own = torch.cat([scalars, outputs.double(), square_norms.to(device, non_blocking=True).double()])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    rows = torch.stack(gathered).tolist()
-    loss = sum(row[0] for row in rows) / max(1.0, rows[0][1])
-    grad_norm = math.sqrt(sum(row[3] for row in rows))
-    return StepReport(loss, grad_norm, int(max(row[4] for row in rows)), tuple(diagnose(rows)))
+    return read(torch.stack(gathered).cpu().numpy())
 
 
-def diagnose(rows: list[list[float]]) -> list[str]:
-    """A line for each number that is not finite, nearest to its cause first.
+def read(rows: np.ndarray) -> StepReport:
+    """The report that the ranks' vectors, `[ranks, 6 + 2 blocks]`, make."""
+    blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
+    outputs, squares = np.split(rows[:, FIRST_BLOCK:], [blocks], axis=1)
+    norms = np.sqrt(squares.sum(0))
+    return StepReport(
+        loss=float(rows[:, LOSS].sum() / max(1.0, rows[0, TOKENS])),
+        grad_norm=math.sqrt(squares.sum()),
+        peak_memory_bytes=int(rows[:, MEMORY].max()),
+        findings=tuple(diagnose(rows)),
+        largest_logit=float(rows[:, LOGIT].max()),
+        block_grad_norms=tuple(norms[:blocks].tolist()),
+        block_outputs=tuple(outputs.max(0).tolist()),
+    )
 
-    Args:
-        rows: per rank, what `exchange` gathers, in its order.
-    """
+
+def diagnose(rows: np.ndarray) -> list[str]:
+    """A line for each number that is not finite, nearest to its cause first."""
+    blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
     findings = []
-    for rank, (loss_sum, _, largest_gradient, *_) in enumerate(rows):
-        if not math.isfinite(loss_sum):
-            findings.append(f"rank {rank}: the loss is {loss_sum}")
-        elif not math.isfinite(largest_gradient):
-            findings.append(f"rank {rank}: the gradient at its first layer is {largest_gradient}, the loss is finite")
-    shards = [(rank, row[3]) for rank, row in enumerate(rows) if not math.isfinite(row[3])]
-    if shards and not findings:
-        findings.append(
-            f"gradient norm of the shards on rank {', '.join(str(rank) for rank, _ in shards)} is {shards[0][1]}, "
-            "while losses and the gradients at the first layers are finite: a weight's gradient overflowed"
-        )
+    for rank, row in enumerate(rows):
+        outputs = row[FIRST_BLOCK : FIRST_BLOCK + blocks]
+        bad = np.flatnonzero(~np.isfinite(outputs))
+        if bad.size:
+            findings.append(f"rank {rank}: the output of block {bad[0]} is {outputs[bad[0]]}")
+        elif not math.isfinite(row[LOSS]):
+            findings.append(f"rank {rank}: the loss is {row[LOSS]}")
+        elif not math.isfinite(row[GRADIENT]):
+            findings.append(f"rank {rank}: the gradient at its first block is {row[GRADIENT]}, the loss is finite")
+    squares = rows[:, FIRST_BLOCK + blocks :]
+    if not findings:
+        for rank, block in np.argwhere(~np.isfinite(squares)):
+            where = f"block {block}" if block < blocks else "the embedding, last norm or output"
+            findings.append(
+                f"rank {rank}: a weight's gradient in {where} is {squares[rank, block]}, while losses and the "
+                "gradients at the first blocks are finite"
+            )
     return findings

@@ -31,7 +31,14 @@ class Peak:
     source: str
 
 
-def flops_per_token(linear_parameters: int, windows: Sequence[int], heads: int, head_dim: int, seq_len: int) -> float:
+def flops_per_token(
+    linear_parameters: int,
+    windows: Sequence[int],
+    heads: int,
+    head_dim: int,
+    seq_len: int,
+    keys: Sequence[float] | None = None,
+) -> float:
     """FLOPs of training on one token: forward and twice that backward, recomputation not counted.
 
     6 per weight; attention's two products cost 12 x Hq x D a key that is seen, of which a causal token sees
@@ -40,9 +47,11 @@ def flops_per_token(linear_parameters: int, windows: Sequence[int], heads: int, 
 
     Args:
         windows: of each layer, 0 for none.
+        keys: that a token sees in each layer, on average; None: those of one causal sequence.
     """
-    keys = sum(w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows)
-    return 6.0 * linear_parameters + 12.0 * heads * head_dim * keys
+    if keys is None:
+        keys = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
+    return 6.0 * linear_parameters + 12.0 * heads * head_dim * sum(keys)
 
 
 def layer_costs(shape: Any, seq_len: int) -> list[float]:
@@ -72,9 +81,10 @@ def find_peak(device: torch.device, name: str, dtype: torch.dtype, stated_tflops
 def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Best rate of a square matmul over a few tenths of a second."""
     a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=dtype)
-    best, begun = 0.0, time.perf_counter()
     float((a @ a)[0, 0])
-    while time.perf_counter() - begun < MEASURE_SECONDS:
+    best, begun = 0.0, time.perf_counter()
+    # Once at least, however busy the machine is.
+    while not best or time.perf_counter() - begun < MEASURE_SECONDS:
         start = time.perf_counter()
         # Reading one number waits for the device.
         float((a @ a)[0, 0])

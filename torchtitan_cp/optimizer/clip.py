@@ -1,9 +1,10 @@
 """Global-norm clipping in two halves, so that one exchange between ranks serves the norm and all else."""
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -14,25 +15,41 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def shard_square_norm(parameters: Iterable[nn.Parameter], ranks: int | None = None) -> Tensor:
-    """This rank's part of the squared global norm, fp64 scalar: summed over the ranks of the job it is the whole.
+def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = None) -> Tensor:
+    """This rank's part of the squared global norm of each group, `[groups]` fp64.
 
-    What several ranks hold alike is divided among them: a replica of HSDP, a norm beside tensor-parallel
-    matrices, a plain tensor.
+    Summed over the ranks of the job it is the whole: what several ranks hold alike is divided among them, as a replica
+    of HSDP, a norm beside tensor-parallel matrices, a plain tensor.
 
     Args:
-        parameters: of this rank.
+        groups: parameters of this rank; a group may have none.
         ranks: that hold these parameters between them, all of them the same way: those of the job, or of
             one pipeline stage. Default: of each gradient the ranks of its own mesh, and one of a plain tensor,
             which is right where meshes span all these ranks and every plain tensor is here alone.
     """
-    by_copies: dict[float, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient, copies = _whole_values(parameter.grad, ranks)
-            by_copies[copies].append(gradient)
-    squares = [torch.stack(torch._foreach_norm(held)).double().square().sum() / n for n, held in by_copies.items()]
-    return torch.stack(squares).sum()
+    gradients: list[Tensor] = []
+    shares: list[float] = []
+    places: list[range] = []
+    for group in groups:
+        own = [_whole_values(p.grad, ranks) for p in group if p.grad is not None]
+        places.append(range(len(gradients), len(gradients) + len(own)))
+        gradients += [gradient for gradient, _ in own]
+        shares += [1 / copies for _, copies in own]
+    if not gradients:
+        return torch.zeros(len(places), dtype=torch.float64)
+    device = gradients[0].device
+    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+    squares = F.pad(squares * _constant(tuple(shares), torch.float64, device), (0, 1))
+    # Rows of one length, filled up with the zero at the end; a sum by index would not be deterministic on CUDA.
+    longest, zero = max(map(len, places)), len(gradients)
+    table = tuple(index for place in places for index in (*place, *[zero] * (longest - len(place))))
+    return squares[_constant(table, torch.int64, device).view(len(places), longest)].sum(1)
+
+
+@lru_cache(maxsize=32)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers that are the same in every step: copying them each time would make the host wait."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _whole_values(gradient: Tensor, ranks: int | None) -> tuple[Tensor, float]:

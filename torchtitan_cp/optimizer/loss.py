@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED = -100
 
@@ -31,6 +31,7 @@ def chunked_cross_entropy(
     *,
     vocabulary: VocabularyShard | None = None,
     z_loss: float = 0.0,
+    largest_logit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses of a shard, and the loss of each token.
 
@@ -52,17 +53,75 @@ def chunked_cross_entropy(
         z_loss: the sum, and so the gradient, gets z_loss * logsumexp(logits)^2 of each counted token, which
             keeps logits from drifting. The losses of the tokens stay pure cross-entropy. Source: PaLM
             (Chowdhery et al., 2022).
+        largest_logit: fp32 scalar that is raised in place to the largest logit of this rank's rows. It costs nothing:
+            the log-sum-exp needs each token's largest.
 
     Returns:
         (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, vocabulary, z_loss)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, vocabulary, z_loss, largest_logit)
     rows = hidden.flatten(0, 1).split(chunk_tokens)
     chunks = zip(rows, labels.flatten().split(chunk_tokens), strict=True)
-    measured = [_measure(_logits(row, weight), label, vocabulary) for row, label in chunks]
+    measured = [_measure(_logits(row, weight), label, vocabulary, largest_logit) for row, label in chunks]
     losses, squares = (torch.cat([getattr(m, name) for m in measured]) for name in ("losses", "squares"))
     return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
+
+
+class TokenLoss(nn.Module):
+    """`chunked_cross_entropy` as a module, so that hooks see it like the network's others.
+
+    Args:
+        chunk_tokens, z_loss: see there.
+
+    Attributes:
+        largest_logit: raised in place by forwards that are to be differentiated; None: not asked for.
+    """
+
+    def __init__(self, chunk_tokens: int, z_loss: float) -> None:
+        super().__init__()
+        self.chunk_tokens, self.z_loss = chunk_tokens, z_loss
+        self.largest_logit: Tensor | None = None
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            self.chunk_tokens,
+            vocabulary=vocabulary,
+            z_loss=self.z_loss,
+            largest_logit=self.largest_logit if torch.is_grad_enabled() else None,
+        )
+
+
+@torch.no_grad()
+def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
+    """How many labels of each row are not the likeliest token, given all true tokens before it.
+
+    Logits are made of the labelled tokens alone: meant for a few.
+
+    Args:
+        hidden, weight, labels, vocabulary: see chunked_cross_entropy.
+
+    Returns:
+        `[B]` int64, of the tokens here.
+    """
+    rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
+    logits = _logits(hidden[rows, columns], weight)
+    best = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=hidden.device)
+    token = torch.zeros_like(best)
+    if logits.shape[-1]:
+        best, token = (x.double() for x in logits.max(-1))
+    if vocabulary:
+        held = torch.stack([best, token + vocabulary.first])
+        gathered = held.new_empty(dist.get_world_size(vocabulary.group), *held.shape)
+        dist.all_gather(list(gathered), held, group=vocabulary.group)
+        token = gathered[:, 1].gather(0, gathered[:, 0].argmax(0, keepdim=True)).squeeze(0)
+    wrong = token != labels[rows, columns]
+    return labels.new_zeros(len(labels)).index_add_(0, rows, wrong.long())
 
 
 class _Measured(NamedTuple):
@@ -79,13 +138,16 @@ def _logits(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows @ weight.t()).float()
 
 
-def _measure(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None) -> _Measured:
+def _measure(
+    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None, largest_logit: Tensor | None
+) -> _Measured:
     """Reduce logits `[tokens, V_local]` over the whole vocabulary."""
     row = labels - (vocabulary.first if vocabulary else 0)
     is_here = (row >= 0) & (row < logits.shape[-1])
     row = (row * is_here).unsqueeze(-1)
-    log_sums, targets = logits.logsumexp(-1), torch.full(labels.shape, -torch.inf, device=logits.device)
+    log_sums = targets = torch.full(labels.shape, -torch.inf, device=logits.device)
     if logits.shape[-1]:
+        log_sums = _log_sum_exp(logits, largest_logit)
         targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1))
     if vocabulary:
         parts = torch.stack([log_sums, targets])
@@ -95,6 +157,15 @@ def _measure(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None)
     kept = labels != IGNORED
     losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
     return _Measured(losses, squares, log_sums, row, is_here)
+
+
+def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
+    """torch.logsumexp over the last dim, step by step, so that the largest of each row is to be had."""
+    rows = logits.amax(-1, keepdim=True)
+    if largest_logit is not None:
+        largest_logit.copy_(torch.maximum(largest_logit, rows.amax()))
+    shift = rows.masked_fill(rows.abs() == torch.inf, 0.0)
+    return (logits - shift).exp_().sum(-1).log_() + shift.squeeze(-1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,6 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         vocabulary: VocabularyShard | None,
         z_loss: float,
+        largest_logit: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
@@ -116,7 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(rows[chunk], weight)
-            losses[chunk], squares, log_sums, row, is_here = _measure(logits, targets[chunk], vocabulary)
+            losses[chunk], squares, log_sums, row, is_here = _measure(logits, targets[chunk], vocabulary, largest_logit)
             z_sum += squares.sum()
             slope = (1 + 2 * z_loss * log_sums) * (targets[chunk] != IGNORED)
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
@@ -138,4 +210,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
-        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None, None
+        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None, None, None

@@ -5,7 +5,7 @@ beside its hidden states (tokens, positions, plan) every rank reads for itself, 
 Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (Qi et al., 2024).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,6 +23,7 @@ from torch.torch_version import TorchVersion
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.degrees import SCHEDULES
 from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.parallel.stopwatch import Stopwatch
 
 Span = tuple[int, int]
 
@@ -127,6 +128,24 @@ class Hidden:
 Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 
 
+class _TimedStage(PipelineStage):
+    """Torch's, and its watches run while it computes."""
+
+    watches: Mapping[str, Stopwatch]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watches["forward"].running():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watches["backward"].running():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watches["backward"].running():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
 class Pipeline:
     """The stages of this rank, and steps through those of all.
 
@@ -156,6 +175,7 @@ class Pipeline:
         self.last, self.tied = len(stages.owner) - 1, tied
         self.schedules: dict[tuple[Hidden, int], Any] = {}
         self.waiting: dict[int, Iterator[Any]] = {}
+        self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
             # The schedule hands a stage its input alone. A stage's forwards come in the order of the micro-batches.
             part.forward = partial(self._forward, number, part.forward)
@@ -170,11 +190,11 @@ class Pipeline:
         return self.last in self.parts
 
     @property
-    def counted(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, without those that the first stage counts already."""
+    def counted(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by name, without those that the first stage counts already."""
         for number, part in self.parts.items():
             twice = self.tied and number == self.last > 0
-            yield from (p for name, p in part.named_parameters() if not (twice and name.startswith("tok_embeddings")))
+            yield from (x for x in part.named_parameters() if not (twice and x[0].startswith("tok_embeddings")))
 
     def step(self, batches: Sequence[Any], hidden: Hidden, run: Run) -> None:
         """Forward and backward of every micro-batch through every stage.
@@ -191,7 +211,8 @@ class Pipeline:
         self._begin(batches, run)
         numbers = torch.arange(len(batches), device=self.device)
         target = {"target": numbers} if self.closes else {}
-        self.schedules[key].step(*((numbers,) if self.opens else ()), **target, return_outputs=False)
+        with self.watches["pipeline"].running():
+            self.schedules[key].step(*((numbers,) if self.opens else ()), **target, return_outputs=False)
         self._add_tied()
 
     @torch.no_grad()
@@ -223,7 +244,9 @@ class Pipeline:
         for number, part in self.parts.items():
             takes = between if number else torch.empty(1, dtype=torch.int64, device="meta")
             gives = between if number < self.last else torch.empty((), device="meta", requires_grad=True)
-            stages.append(PipelineStage(part, number, self.last + 1, self.device, takes, gives, group=self.group))
+            stage = _TimedStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
+            stage.watches = self.watches
+            stages.append(stage)
         kind = get_schedule_class(self.schedule.torch_name)
         one_or_all: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         return kind(one_or_all, micro_batches, loss_fn=lambda output, target: output, scale_grads=False)

@@ -1,0 +1,112 @@
+"""Prompts hold what they ask for, where they say, in exactly so many tokens."""
+
+import re
+
+import numpy as np
+import pytest
+
+from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Secret, Wording
+
+WORDING = Wording(" The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}")
+TERSE = Wording("{name:.1}{key:.2}", "{name:.1}{key:.2}")
+
+
+def encode(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def grass(number: int, count: int) -> np.ndarray:
+    """Filler text that differs by prompt."""
+    return np.frombuffer((f"the grass is green, {number}. " * count).encode(), dtype=np.uint8)[:count].astype(np.int64)
+
+
+def writer(wording: Wording = WORDING, keys: int = 3) -> PromptWriter:
+    return PromptWriter(encode, grass, wording, keys)
+
+
+def text_of(prompt: Prompt) -> str:
+    return bytes(prompt.tokens.tolist()).decode()
+
+
+def answer_of(prompt: Prompt) -> str:
+    """What is asked for, by the labels, which must be the tokens that follow."""
+    asked = np.flatnonzero(prompt.labels != IGNORED)
+    assert (np.diff(asked) == 1).all()
+    assert (prompt.labels[asked] == prompt.tokens[asked + 1]).all()
+    assert asked[-1] == len(prompt.tokens) - 2, "the answer ends the prompt"
+    return bytes(prompt.labels[asked].tolist()).decode()
+
+
+@pytest.mark.parametrize("variant", ["passkey", "multi_key", "variable_tracking"])
+@pytest.mark.parametrize("length", [700, 1025])
+def test_a_prompt_has_exactly_so_many_tokens_and_depends_on_its_number_alone(variant: str, length: int) -> None:
+    first, again, other = (writer().write(variant, length, 0.5, number) for number in (3, 3, 4))
+    assert first
+    assert again
+    assert other
+    assert len(first.tokens) == len(first.labels) == length
+    assert (first.tokens == again.tokens).all()
+    assert answer_of(first) != answer_of(other)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_the_key_stands_at_its_depth_once_and_is_the_answer(depth: int) -> None:
+    prompt = writer().write("passkey", 800, depth, 0)
+    assert prompt
+    text = text_of(prompt)
+    needle = re.search(r" The magic number for ([A-Z]{5}) is: (\d{7})\. ", text)
+    assert needle
+    assert text.endswith(f" What is the magic number for {needle[1]}? It is {needle[2]}")
+    assert answer_of(prompt) == f" {needle[2]}", "the space before it is part of the answer"
+    room = 800 - len(needle[0]) - len(f" What is the magic number for {needle[1]}? It is {needle[2]}")
+    assert needle.start() == round(depth * room)
+    before, after = text[: needle.start()], text[needle.end() :]
+    assert (before + after).startswith(bytes(grass(0, room).tolist()).decode()), "around it goes the filler"
+
+
+def test_several_keys_are_told_and_the_one_at_the_depth_is_asked_for() -> None:
+    for number in range(5):
+        prompt = writer(keys=4).write("multi_key", 900, 0.0, number)
+        assert prompt
+        told = dict(re.findall(r" for ([A-Z]{5}) is: (\d{7})\. ", text_of(prompt)))
+        assert len(told) == 4
+        asked = re.search(r"for ([A-Z]{5})\?", text_of(prompt))
+        assert asked
+        assert answer_of(prompt).strip() == told[asked[1]]
+        assert text_of(prompt).startswith(f" The magic number for {asked[1]}")
+
+
+def test_a_chain_of_variables_stands_in_order_and_all_of_it_is_the_answer() -> None:
+    for number in range(5):
+        prompt = writer().write("variable_tracking", 900, 0.2, number)
+        assert prompt
+        text = text_of(prompt)
+        first = re.search(r" VAR ([A-Z]{5}) = (\d{7})\. ", text)
+        assert first
+        chain, place = [first[1]], first.start()
+        for name, other in re.findall(r" VAR ([A-Z]{5}) = VAR ([A-Z]{5})\. ", text):
+            assert other == chain[-1]
+            assert text.index(f" VAR {name}") > place
+            chain, place = [*chain, name], text.index(f" VAR {name}")
+        assert len(chain) == 5
+        assert f"assigned the value {first[2]} in" in text
+        assert answer_of(prompt).split() == chain
+
+
+def test_a_length_that_the_wording_does_not_fit_gives_no_prompt_and_the_shortest_has_no_filler() -> None:
+    secret = Secret("ABCDE", "1234567", "abcdefg")
+    least = len(WORDING.tell(secret) + "".join(WORDING.ask(secret)))
+    assert writer().write("passkey", least - 1, 0.5, 0) is None
+    whole = writer().write("passkey", least, 0.5, 0)
+    assert whole
+    assert "grass" not in text_of(whole)
+
+
+def test_a_name_that_the_filler_holds_is_not_taken() -> None:
+    def letters(number: int, count: int) -> np.ndarray:
+        return np.frombuffer(b"ABCDEFGHIJKLMNOPRSTUVWXYZ" * count, dtype=np.uint8)[:count].astype(np.int64)
+
+    for number in range(10):
+        prompt = PromptWriter(encode, letters, TERSE, 2).write("passkey", 200, 0.5, number)
+        assert prompt
+        assert text_of(prompt).count("Q") == 2, "the only letter that is free, told and asked for"
