@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/scale.md: `python -m benchmarks scale --json F`, then `python docs/pictures/draw_scale.py F`."""
+"""Draws the pictures of docs/scale.md from the JSON of `python -m benchmarks scale`, its one argument."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def short(count: int) -> str:
 
 
 def where_each_wins(rows: list[Row], path: Path) -> None:
-    """A cell for each length and number of ranks: the fastest, pale where another is within 5 %, and what is exposed."""
+    """A cell for each length and number of ranks: the fastest, pale where another is close, and what is exposed."""
     lengths, ranks = (sorted({row[name] for row in rows}) for name in ("tokens", "ranks"))
     figure, panels = plt.subplots(1, 2, figsize=(13, 4.6), sharey=True)
     for panel, (mask, title) in zip(panels, TITLES.items(), strict=True):
