@@ -1,1 +1,1 @@
-"""Measurements run by hand: `python -m benchmarks.ring` and its neighbours. Each prints the table it makes."""
+"""Measurements run by hand: `python -m benchmarks --help` lists them. Each prints the table it makes."""

@@ -1,10 +1,12 @@
-"""What keys and values carried in 8 bits cost in precision and save in bytes: `python -m benchmarks.float8`."""
+"""What keys and values carried in 8 bits cost in precision and save in bytes."""
 
-import argparse
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import Simulation, simulate
 
 DRAWS = {
@@ -22,30 +24,22 @@ def errors(result: Simulation, exact: Simulation) -> list[float]:
     return [((got.double() - want).norm() / want.norm()).item() for got, want in pairs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--ranks", type=int, default=8)
-    options = parser.parse_args()
-    print(f"torch {torch.__version__}, {options.seq_len} tokens, {options.ranks} simulated ranks, ring, H 8/2, D 128;")
-    print("relative L2 error against fp64\n")
-    print("| keys | inputs | transfer | out | dq | dk | dv | MiB a rank, forward |\n|---|---|---|---|---|---|---|---|")
-    for kind, shape in DRAWS.items():
+def measure(seq_len: int, ranks: int) -> Iterator[Row]:
+    """Simulated ranks, ring, H 8/2, D 128: relative L2 error against fp64, and MiB that a rank sends forward."""
+    for kind, dtype, transfer in itertools.product(DRAWS, (torch.bfloat16, torch.float32), ("exact", "float8")):
         torch.manual_seed(0)
-        q, k, v, dout = (torch.randn(1, options.seq_len, heads, 128) for heads in (8, 2, 2, 8))
-        k = shape(k)
-        for dtype in (torch.bfloat16, torch.float32):
-            tensors: list[Tensor] = [x.to(dtype) for x in (q, k, v, dout)]
-            wide = [x.double() for x in tensors]
-            exact = simulate(*wide[:3], ranks=1, dout=wide[3])
-            for transfer in ("exact", "float8"):
-                result = simulate(
-                    *tensors[:3], ranks=options.ranks, strategy="ring", kv_transfer=transfer, dout=tensors[3]
-                )
-                sent = max(map(sum, result.forward_bytes)) / 2**20
-                figures = " | ".join(f"{error:.1e}" for error in errors(result, exact))
-                print(f"| {kind} | {str(dtype)[6:]} | {transfer} | {figures} | {sent:.2f} |", flush=True)
+        q, k, v, dout = (torch.randn(1, seq_len, heads, 128) for heads in (8, 2, 2, 8))
+        tensors: list[Tensor] = [x.to(dtype) for x in (q, DRAWS[kind](k), v, dout)]
+        wide = [x.double() for x in tensors]
+        exact = simulate(*wide[:3], ranks=1, dout=wide[3])
+        result = simulate(*tensors[:3], ranks=ranks, strategy="ring", kv_transfer=transfer, dout=tensors[3])
+        names = {"keys": kind, "inputs": str(dtype)[6:], "transfer": transfer}
+        sent = max(map(sum, result.forward_bytes)) / 2**20
+        yield names | dict(zip(("out", "dq", "dk", "dv"), errors(result, exact), strict=True)) | {"sent_mib": sent}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    {"seq_len": 2048, "ranks": 8},
+    {"seq_len": 512, "ranks": 4},
+)

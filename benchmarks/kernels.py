@@ -1,25 +1,25 @@
-"""How much of a kernel's single-call rate the tiles of a plan reach: `python -m benchmarks.kernels`.
+"""How much of a kernel's single-call rate the tiles of a plan reach.
 
 The busiest rank's tiles of a ring, all-gather or hybrid plan run one after another on one device, forward
 and backward, without a network; the single call is one full rectangle of the rank's own queries and as many
 keys, by the same kernel. Rates count the mask's true pairs.
 """
 
-import argparse
-import json
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.plan import draw_lengths
+from benchmarks.benchmark import Benchmark, Row
+from benchmarks.plan import KINDS, draw_lengths
 from torchtitan_cp.attention import AttentionMask, Plan, PlanError, make_plan
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
+from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, FULL, Tile
 
@@ -57,10 +57,16 @@ def _wait(device: torch.device) -> None:
 
 
 def rates(
-    steps: Steps, kernel: Kernel, queries: int, heads: tuple[int, int], dim: int, device: torch.device, rounds: int
+    steps: Steps,
+    kernel: Kernel,
+    queries: int,
+    heads: tuple[int, int],
+    dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
 ) -> tuple[float, float]:
     """FLOP/s of all steps, forward and backward."""
-    dtype = torch.bfloat16
     rows = max(count for count, _ in steps)
 
     def draw(count: int, heads: int) -> Tensor:
@@ -88,7 +94,9 @@ def rates(
     return work * FORWARD_FLOPS / forward_seconds, work * BACKWARD_FLOPS / timed(backward, device, rounds)
 
 
-def plans_to_run(lengths: list[int], ranks: list[int], masks: list[str], strategies: list[str]) -> Any:
+def plans_to_run(
+    lengths: list[int], ranks: list[int], masks: list[str], strategies: list[str]
+) -> Iterator[tuple[str, str, int, Plan]]:
     """(name of mask, strategy, ranks, plan of the busiest rank) of each combination."""
     for seq_len in lengths:
         for count in ranks:
@@ -100,74 +108,65 @@ def plans_to_run(lengths: list[int], ranks: list[int], masks: list[str], strateg
                     inner = min(8, count) if strategy == "hybrid" else 1
                     if inner == count > 1:
                         continue
-                    plans = [
-                        make_plan(seq_len, mask=mask, ranks=count, rank=rank, strategy=strategy, all_to_all_ranks=inner)
-                        for rank in range(count)
-                    ]
-                    yield name, strategy, count, max(plans, key=lambda plan: pairs_of(steps_of(plan)))
+                    plan = partial(
+                        make_plan, seq_len, mask=mask, ranks=count, strategy=strategy, all_to_all_ranks=inner
+                    )
+                    yield name, strategy, count, plan(rank=busiest_rank(plan()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kernels", nargs="+", default=["flash", "cudnn", "flex"], choices=KERNELS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144, 1048576], help="full sequences")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--masks", nargs="+", default=["causal"], help="causal, log-normal, '5 %% long'")
-    parser.add_argument("--strategies", nargs="+", default=["ring", "all_gather", "hybrid"])
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="of queries, of keys")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    versions = {"device": name, "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    print(f"{versions}, H {options.heads[0]}/{options.heads[1]}, D {options.dim}, bf16\n")
-    print(
-        "| tokens | ranks | mask | strategy | kernel | tiles | forward, TFLOP/s | share | backward, TFLOP/s | share |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    rows, single = [], {}
-    for mask, strategy, count, plan in plans_to_run(options.lengths, options.ranks, options.masks, options.strategies):
+def measure(
+    device: str,
+    kernels: list[str],
+    lengths: list[int],
+    ranks: list[int],
+    masks: list[str],
+    strategies: list[str],
+    heads: list[int],
+    dim: int,
+    dtype: str,
+    rounds: int,
+) -> Iterator[Row]:
+    """FLOP/s of each, and its share of the single call's. heads: of queries, of keys; lengths: full sequences."""
+    on, of_type = torch.device(device), getattr(torch, dtype)
+    for name in kernels:
+        if (why := KERNELS[name].refusal(Case(on.type, of_type, dim, dim))) is not None:
+            raise PlanError(f"kernel {name} cannot run here: {why}", fix="choose with --kernels, --dtype and --device")
+    single = {}
+    for mask, strategy, count, plan in plans_to_run(lengths, ranks, masks, strategies):
         inner = plan.all_to_all_ranks
-        heads, queries = (
-            (max(1, options.heads[0] // inner), max(1, options.heads[1] // inner)),
-            plan.local_tokens * inner,
-        )
-        for kernel_name in options.kernels:
-            kernel = KERNELS[kernel_name]
-            if (why := kernel.refusal(Case(device.type, torch.bfloat16, options.dim, options.dim))) is not None:
-                raise PlanError(
-                    f"kernel {kernel_name} cannot run here: {why}", fix="choose with --kernels and --device"
-                )
-            key = (kernel_name, queries, heads)
+        own = max(1, heads[0] // inner), max(1, heads[1] // inner)
+        queries, steps = plan.local_tokens * inner, steps_of(plan)
+        for name in kernels:
+            key = (name, queries, own)
             if key not in single:
                 whole: Steps = [(queries, (Tile(ALL_ROWS, 0, queries, 0, queries, FULL),))]
-                single[key] = rates(whole, kernel, queries, heads, options.dim, device, options.rounds)
-            steps = steps_of(plan)
-            reached = rates(steps, kernel, queries, heads, options.dim, device, options.rounds)
-            shares = [rate / alone for rate, alone in zip(reached, single[key], strict=True)]
-            tiles = sum(len(tiles) for _, tiles in steps)
-            rows.append(
-                {
-                    "tokens": plan.sequence_length,
-                    "ranks": count,
-                    "mask": mask,
-                    "strategy": strategy,
-                    "kernel": kernel_name,
-                }
-                | {"tiles": tiles, "forward_flops": reached[0], "backward_flops": reached[1]}
-                | {"forward_share": shares[0], "backward_share": shares[1]}
-            )
-            print(
-                f"| {plan.sequence_length} | {count} | {mask} | {strategy} | {kernel_name} | {tiles} | "
-                f"{reached[0] / 1e12:.3g} | {shares[0]:.0%} | {reached[1] / 1e12:.3g} | {shares[1]:.0%} |",
-                flush=True,
-            )
-    if options.json:
-        options.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
+                single[key] = rates(whole, KERNELS[name], queries, own, dim, on, of_type, rounds)
+            reached = rates(steps, KERNELS[name], queries, own, dim, on, of_type, rounds)
+            names = {"tokens": plan.sequence_length, "ranks": count, "mask": mask, "strategy": strategy, "kernel": name}
+            yield names | {
+                "tiles": sum(len(tiles) for _, tiles in steps),
+                "forward_tflops": reached[0] / 1e12,
+                "forward_share": reached[0] / single[key][0],
+                "backward_tflops": reached[1] / 1e12,
+                "backward_share": reached[1] / single[key][1],
+            }
 
 
-if __name__ == "__main__":
-    main()
+CUDA = torch.cuda.is_available()
+BENCHMARK = Benchmark(
+    measure,
+    {
+        "device": "cuda" if CUDA else "cpu",
+        "kernels": ["flash", "cudnn", "flex"] if CUDA else ["cpu"],
+        "lengths": [65536, 262144, 1048576],
+        "ranks": [8, 64],
+        "masks": ["causal"],
+        "strategies": ["ring", "all_gather", "hybrid"],
+        "heads": [32, 8],
+        "dim": 128,
+        "dtype": "bfloat16",
+        "rounds": 3,
+    },
+    {"lengths": [16384], "ranks": [16], "heads": [2, 1], "dim": 64, "rounds": 1, "dtype": "float32"},
+    {"kernels": list(KERNELS), "masks": ["causal", *KINDS], "strategies": ["ring", "all_gather", "hybrid"]},
+)

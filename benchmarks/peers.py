@@ -1,12 +1,11 @@
-"""Other libraries' context parallelism beside ours, on the same ranks in one run: `python -m benchmarks.peers`.
+"""Other libraries' context parallelism beside ours, on the same ranks in one run.
 
 A peer that is not installed, or does not run on CPU and gloo, is named with its reason and left out.
 """
 
-import argparse
 import importlib
-import platform
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Ranks, Run, compare, start_ranks
 from benchmarks.strategies import HEADS, RANKS, inputs, on_ranks, one_process
 from torchtitan_cp.attention import make_plan
@@ -100,7 +100,7 @@ def guarded(name: str, seq_len: int, kv_heads: int) -> Run:
     return lambda: run() is None
 
 
-def measure(ranks: Ranks, name: str, seq_len: int, kv_heads: int, rounds: int) -> dict[str, float] | str:
+def time_peer(ranks: Ranks, name: str, seq_len: int, kv_heads: int, rounds: int) -> dict[str, float] | str:
     """Figures of a peer or of ours, or why there are none."""
     if name in PEERS:
         ranks.make(guarded, name, seq_len, kv_heads)
@@ -112,30 +112,20 @@ def measure(ranks: Ranks, name: str, seq_len: int, kv_heads: int, rounds: int) -
     return compare(one_process(seq_len, kv_heads, torch.float32), ranks, rounds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096])
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help=f"of {HEADS} query heads")
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+def measure(lengths: list[int], kv_heads: list[int], peers: list[str], rounds: int) -> Iterator[Row]:
+    """fp32, causal, H 8, D 64, forward and backward on two ranks, beside SDPA in one process with two threads."""
     torch.set_num_threads(RANKS)
-    print(f"torch {torch.__version__}, {platform.machine()}, fp32, causal, forward + backward, {RANKS} ranks\n")
-    print("| length | KV heads | library | one process, ms | 2 ranks, ms | ratio | ratio of the fastest |")
-    print("|---|---|---|---|---|---|---|")
     with start_ranks(RANKS) as ranks:
-        for seq_len in options.lengths:
-            for kv_heads in options.kv_heads:
-                for name in ("ring", "all_to_all", *options.peers):
-                    figures = measure(ranks, name, seq_len, kv_heads, options.rounds)
-                    label = name if name in PEERS else f"torchtitan_cp {name}"
-                    if isinstance(figures, str):
-                        print(f"| {seq_len} | {kv_heads} | {label} | - | {figures} | - | - |", flush=True)
-                        continue
-                    times = f"{figures['single_ms']:.0f} | {figures['ranks_ms']:.0f}"
-                    ratios = f"{figures['ratio']:.2f} | {figures['ratio_of_fastest']:.2f}"
-                    print(f"| {seq_len} | {kv_heads} | {label} | {times} | {ratios} |", flush=True)
+        for length, keys, name in itertools.product(lengths, kv_heads, ["ring", "all_to_all", *peers]):
+            figures = time_peer(ranks, name, length, keys, rounds)
+            label = name if name in PEERS else f"torchtitan_cp {name}"
+            row = {"length": length, "kv_heads": keys, "library": label}
+            yield row | (figures if isinstance(figures, dict) else {"does_not_run": figures})
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    {"lengths": [4096], "kv_heads": [8], "peers": list(PEERS), "rounds": 5},
+    {"lengths": [1024], "rounds": 2},
+    {"peers": list(PEERS)},
+)

@@ -1,17 +1,16 @@
-"""Time to work out one rank's plan, from nothing: `python -m benchmarks.plan`."""
+"""Time to work out one rank's plan, from nothing."""
 
-import argparse
-import json
-import platform
+import itertools
 import random
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
-import torch
-
+from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.layout import make_layout
+
+KINDS = ("uniform cuts", "log-normal", "5 % long", "one long")
 
 
 def draw_lengths(kind: str, total: int, documents: int, seed: int) -> tuple[int, ...]:
@@ -29,48 +28,25 @@ def draw_lengths(kind: str, total: int, documents: int, seed: int) -> tuple[int,
     return tuple(lengths)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seq-len", type=int, default=1 << 20)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--documents", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
-
-    print(f"torch {torch.__version__}, {platform.machine()}; {options.seq_len:,} tokens, {options.ranks} ranks,")
-    print(f"{options.documents} documents; median and slowest of {options.rounds} plans of other packings and ranks\n")
-    print("| documents | layout | strategy | median, ms | slowest, ms |\n|---|---|---|---|---|")
-    rows = []
-    for kind in ("uniform cuts", "log-normal", "5 % long", "one long"):
-        for layout in ("balanced", "zigzag"):
-            for strategy in ("ring", "all_gather"):
-                times = []
-                for number in range(options.rounds):
-                    mask = AttentionMask(
-                        document_lengths=(draw_lengths(kind, options.seq_len, options.documents, number),)
-                    )
-                    make_layout.cache_clear()
-                    begun = time.perf_counter()
-                    rank = number * 7 % options.ranks
-                    plan = make_plan(
-                        options.seq_len, mask=mask, ranks=options.ranks, rank=rank, layout=layout, strategy=strategy
-                    )
-                    assert plan.steps if strategy == "ring" else plan.gathered_tiles
-                    times.append((time.perf_counter() - begun) * 1e3)
-                rows.append((kind, layout, strategy, statistics.median(times), max(times)))
-                print("| {} | {} | {} | {:.1f} | {:.1f} |".format(*rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps(
-                [
-                    dict(zip(("documents", "layout", "strategy", "median_ms", "slowest_ms"), row, strict=True))
-                    for row in rows
-                ],
-                indent=1,
-            )
-        )
+def measure(seq_len: int, ranks: int, documents: int, kinds: list[str], rounds: int) -> Iterator[Row]:
+    """Median and slowest of as many plans as rounds, each of another packing and rank."""
+    for kind, layout, strategy in itertools.product(kinds, ("balanced", "zigzag"), ("ring", "all_gather")):
+        times = []
+        for number in range(rounds):
+            mask = AttentionMask(document_lengths=(draw_lengths(kind, seq_len, documents, number),))
+            make_layout.cache_clear()
+            begun = time.perf_counter()
+            rank = number * 7 % ranks
+            plan = make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, layout=layout, strategy=strategy)
+            assert plan.steps if strategy == "ring" else plan.gathered_tiles
+            times.append((time.perf_counter() - begun) * 1e3)
+        names = {"documents": kind, "layout": layout, "strategy": strategy}
+        yield names | {"median_ms": statistics.median(times), "slowest_ms": max(times)}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    {"seq_len": 1 << 20, "ranks": 64, "documents": 200, "kinds": list(KINDS), "rounds": 15},
+    {"kinds": ["log-normal"], "rounds": 5},
+    {"kinds": KINDS},
+)

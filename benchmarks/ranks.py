@@ -1,10 +1,11 @@
-"""Two one-thread gloo ranks beside this process, which uses as many threads as there are ranks.
+"""gloo ranks of one thread beside this process, which uses as many threads as there are ranks.
 
 Both sides of a comparison run in turn on the same cores, so that a noisy machine slows both; the ratio is
 what counts.
 """
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -16,7 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_cp.parallel.gloo import use_one_thread
+
 Run = Callable[[], Any]
+# Imported once by the fork server; every rank starts from there.
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["torchtitan_cp.trainer", "benchmarks.strategies"])
 
 
 def seconds(run: Run) -> float:
@@ -51,15 +57,15 @@ class Ranks:
 
 
 @contextmanager
-def start_ranks(count: int) -> Iterator[Ranks]:
-    """Start ranks, and stop them at the end."""
-    context = multiprocessing.get_context("spawn")
+def start_ranks(count: int, threads: int = 1) -> Iterator[Ranks]:
+    """Start ranks of so many threads each, and stop them at the end."""
     store = tempfile.mktemp()
     pipes, processes = [], []
     for rank in range(count):
-        here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, count, store, there), daemon=True)
+        here, there = FORK.Pipe()
+        process = FORK.Process(target=_serve, args=(rank, count, threads, store, there), daemon=True)
         process.start()
+        there.close()
         pipes.append(here)
         processes.append(process)
     try:
@@ -70,8 +76,10 @@ def start_ranks(count: int) -> Iterator[Ranks]:
             process.join()
 
 
-def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
+def _serve(rank: int, count: int, threads: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(threads)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    use_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
     run: Run = lambda: None  # noqa: E731
     while True:

@@ -1,9 +1,7 @@
-"""Every exchange on two one-thread ranks against one process with two threads: `python -m benchmarks.strategies`."""
+"""Every exchange on two one-thread ranks against one process with two threads."""
 
-import argparse
-import json
-import platform
-from pathlib import Path
+import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Run, compare, start_ranks
 from torchtitan_cp.attention import ContextParallel
 
@@ -48,40 +47,31 @@ def on_ranks(strategy: str, seq_len: int, kv_heads: int, dtype: torch.dtype) -> 
     return lambda: torch.autograd.grad(cp.attention(q, k, v, plan), (q, k, v), dout)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="sequence lengths, in tokens")
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 2], help=f"of {HEADS} query heads")
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side, in turn")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
+def measure(
+    lengths: list[int], dtypes: list[str], kv_heads: list[int], strategies: list[str], rounds: int
+) -> Iterator[Row]:
+    """Forward and backward, causal, B 1, H 8, D 64, the sides in turn: medians, their ratio, that of the fastest.
+
+    One process: SDPA with two threads.
+    """
     torch.set_num_threads(RANKS)
-
-    print(f"torch {torch.__version__}, {platform.machine()}, H {HEADS}, D {HEAD_DIM}, B 1, causal, forward + backward;")
-    print(f"median of {options.rounds} alternating rounds; one process: SDPA with {RANKS} threads\n")
-    print("| length | dtype | KV heads | strategy | one process, ms | 2 ranks, ms | ratio | ratio of the fastest |")
-    print("|---|---|---|---|---|---|---|---|")
-    rows = []
     with start_ranks(RANKS) as ranks:
-        for seq_len in options.lengths:
-            for dtype in options.dtypes:
-                for kv_heads in options.kv_heads:
-                    for strategy in options.strategies:
-                        case = (seq_len, kv_heads, getattr(torch, dtype))
-                        ranks.make(on_ranks, strategy, *case)
-                        figures = compare(one_process(*case), ranks, options.rounds)
-                        names = {"length": seq_len, "dtype": dtype, "kv_heads": kv_heads, "strategy": strategy}
-                        rows.append(names | figures)
-                        print(
-                            f"| {seq_len} | {dtype} | {kv_heads} | {strategy} | {figures['single_ms']:.0f} | "
-                            f"{figures['ranks_ms']:.0f} | {figures['ratio']:.2f} | {figures['ratio_of_fastest']:.2f} |",
-                            flush=True,
-                        )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        for length, dtype, keys, strategy in itertools.product(lengths, dtypes, kv_heads, strategies):
+            case = (length, keys, getattr(torch, dtype))
+            ranks.make(on_ranks, strategy, *case)
+            names = {"length": length, "dtype": dtype, "kv_heads": keys, "strategy": strategy}
+            yield names | compare(one_process(*case), ranks, rounds)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    {
+        "lengths": [4096, 16384],
+        "dtypes": ["float32"],
+        "kv_heads": [8, 2],
+        "strategies": list(STRATEGIES),
+        "rounds": 5,
+    },
+    {"lengths": [2048], "kv_heads": [2], "rounds": 3},
+    {"dtypes": ["float32", "bfloat16"], "strategies": STRATEGIES},
+)

@@ -1,16 +1,13 @@
-"""Peak memory of a training step against its length: `python -m benchmarks.training_memory`.
+"""Peak memory of a training step against its length.
 
 A narrow Llama with windows in every layer, so that a step's time grows with its length and not with the square. On a
 CPU the growth of the process's largest resident size, counted from a reset after freed memory was given back.
 """
 
-import argparse
+import ctypes
 import dataclasses
-import json
-import os
-import platform
-from collections.abc import Callable
-from pathlib import Path
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Run, start_ranks
 from models.llama import SHARDING, Llama, LlamaShape
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
@@ -29,6 +27,7 @@ from torchtitan_cp.parallel.device import find_device
 
 SHAPE = LlamaShape(128, 4, 4, 2, 32, 352, vocab_size=8192, windows=(1024,))
 CHUNK = 1024
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 # name -> (logits in chunks, [activation])
 STEPS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -61,6 +60,8 @@ def bytes_per_token(name: str) -> float:
 
 def on_ranks(name: str, seq_len: int) -> Run:
     """A run that answers with the bytes that a forward and backward took at most."""
+    # Else the C library, having seen large blocks freed, keeps blocks of up to 32 MiB for itself, in pieces.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     chunked, activation = STEPS[name]
     ranks, device = dist.get_world_size(), find_device()
     meshes = Meshes("cpu", Degrees(1, 1, ranks, 1, 1))
@@ -92,47 +93,28 @@ def on_ranks(name: str, seq_len: int) -> Run:
     return run
 
 
-def measure(
-    count: int, steps: list[str], lengths: list[int], naive_up_to: int, tell: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """A row for each kind of step, with the peak at each length on `count` ranks."""
-    rows = []
-    for name in steps:
+def measure(lengths: list[int], steps: list[str], ranks: list[int], naive_up_to: int) -> Iterator[Row]:
+    """Peak MiB of the rank with most, and its growth for each token of a rank beside what docs/memory.md says.
+
+    fp32; naive_up_to: tokens of a rank whose logits fit.
+    """
+    for count, name in itertools.product(ranks, steps):
+        row: Row = {"ranks": count, "step": name}
         peaks: dict[int, float] = {}
-        with start_ranks(count) as ranks:
+        with start_ranks(count) as group:
             for length in lengths:
                 if STEPS[name][0] or length // count <= naive_up_to:
-                    ranks.make(on_ranks, name, length)
-                    peaks[length] = max(ranks.answer()) / 2**20
-        measured = sorted(peaks)
-        slope = (peaks[measured[-1]] - peaks[measured[0]]) * 2**20 / (measured[-1] - measured[0]) * count
-        rows.append({"ranks": count, "step": name, "mib": peaks, "bytes_per_token": slope})
-        cells = " | ".join(f"{peaks[length]:,.0f}" if length in peaks else "-" for length in lengths)
-        tell(f"| {count} | {name} | {cells} | {slope / 1024:.1f} | {bytes_per_token(name) / 1024:.1f} |")
-    return rows
+                    group.make(on_ranks, name, length)
+                    peaks[length] = max(group.answer()) / 2**20
+                    row[f"{length:,}_mib"] = peaks[length]
+        shortest, longest = min(peaks), max(peaks)
+        row["kib_a_token"] = (peaks[longest] - peaks[shortest]) * 1024 / max(1, longest - shortest) * count
+        yield row | {"formula": bytes_per_token(name) / 1024}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536, 262144])
-    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--naive-up-to", type=int, default=65536, help="tokens of a rank whose logits fit")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
-    # Else the C library, having seen large blocks freed, keeps blocks of up to 32 MiB for itself, in pieces.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-    print(f"torch {torch.__version__}, {platform.machine()}, {SHAPE}, fp32; peak MiB of the rank with most\n")
-    print("| ranks | step | " + " | ".join(f"{length // 1024}K" for length in options.lengths), end=" | ")
-    print("KiB a token of a rank | formula |\n|---|---|" + "---|" * (len(options.lengths) + 2))
-    rows = []
-    for count in options.ranks:
-        rows += measure(
-            count, options.steps, options.lengths, options.naive_up_to, lambda line: print(line, flush=True)
-        )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    {"lengths": [4096, 16384, 65536, 262144], "steps": list(STEPS), "ranks": [1, 2], "naive_up_to": 65536},
+    {"lengths": [2048, 8192], "steps": ["naive logits", "chunked loss", "+ full"], "ranks": [1]},
+    {"steps": list(STEPS)},
+)

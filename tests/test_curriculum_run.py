@@ -216,7 +216,7 @@ GATED = (
 [[curriculum.stages]]
 seq_len = 64
 global_batch_tokens = 256
-until = {{validation_loss = 5.2, short_loss_rise = 0.5, max_tokens = 10240}}
+until = {{validation_loss = 5.2, max_tokens = 10240}}
 
 [[curriculum.stages]]
 seq_len = 128

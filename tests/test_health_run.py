@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import RankPool
-from tests.runs import losses, prepared, write_run
+from tests.ranks import RankFailure, RankPool
+from tests.runs import losses, prepared, train, write_run
+from torchtitan_cp.checkpoint.reader import CheckpointReader
+from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config.sections import Inject
+from torchtitan_cp.health import NonFiniteError
+from torchtitan_cp.health.bundle import Bundle
+from torchtitan_cp.health.replay import main, replay
 from torchtitan_cp.trainer import Trainer
 
 LAYOUTS = {
@@ -26,12 +33,20 @@ LAYOUTS = {
     "fsdp 2 x cp 2": (4, ("--parallel.cp=2",)),
     "tp 2 x pp 2, foreach": (4, ("--parallel.tp=2", "--parallel.pp=2", "--optimizer.implementation=foreach")),
 }
+SHORT = ("--curriculum.stages[0].steps=8", "--checkpoint.enable=false")
 PLACES = {
     "embedding": Inject(where="embedding"),
     "attention forward": Inject(where="forward", module="attention", kind="inf"),
     "MLP backward": Inject(where="backward", module="feed_forward"),
     "gradient": Inject(where="gradient", module="feed_forward.w2", kind="inf"),
     "data": Inject(where="data"),
+}
+
+# Ranks that read the same tokens, where a rank is not alone with them.
+SHARING = {
+    "tp 2": {0: [0, 1], 1: [0, 1]},
+    "pp 2": {0: [0, 1], 1: [0, 1]},
+    "tp 2 x pp 2, foreach": {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]},
 }
 
 
@@ -50,9 +65,11 @@ class Seen:
         logged: warnings.
     """
 
+    rank: int
     bad: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     findings: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    studies: dict[int, dict[str, Any]] = field(default_factory=dict)
     logged: list[str] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -80,11 +97,11 @@ def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     """On a rank: a run with a fault in each of these steps."""
     trainer = prepared(path, "--health.on_nonfinite=skip", *overrides)
-    seen, guarding = Seen(), trainer.guarding
+    seen, guarding = Seen(trainer.world.rank), trainer.guarding
     handler = logging.Handler()
     handler.emit = lambda record: seen.logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchtitan_cp").addHandler(handler)
-    gradients, recover = guarding.gradients, trainer._recover
+    gradients, recover, study = guarding.gradients, trainer._recover, guarding.study
 
     def with_fault(step: int, *arguments: Any, **options: Any) -> Any:
         guarding.injector.settings = faults.get(step, Inject())
@@ -98,6 +115,12 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
         recover(*arguments)
         seen.changed += [f"{name} in step {step}" for name in differing(before, state_of(trainer))]
 
+    def studying(step: int, *arguments: Any) -> Any:
+        found = study(step, *arguments)
+        seen.studies[step] = found.as_json()
+        return found
+
+    guarding.study = studying  # type: ignore[method-assign]
     guarding.gradients = with_fault  # type: ignore[method-assign]
     trainer._recover = recovering  # type: ignore[method-assign]
     trainer.run()
@@ -121,6 +144,22 @@ def faults_of(layout: str) -> dict[int, Inject]:
     return {3 + 2 * index: replace(fault, step=3 + 2 * index) for index, fault in enumerate(faults)}
 
 
+def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
+    """The study names what was struck, and whom."""
+    culprit = found["culprit"]
+    named = (culprit["module"], culprit["what"], culprit["direction"], list(found["ranks"]))
+    block, rank = f"layers.{fault.layer}", fault.rank
+    expected = {
+        "embedding": ("tok_embeddings", "output", "forward", [rank]),
+        "forward": (f"{block}.attention", "output", "forward", [rank]),
+        "backward": (f"{block}.feed_forward", "input gradient", "backward", [rank]),
+        "gradient": (f"{block}.feed_forward.w2", "gradient of weight", "backward", [rank]),
+        "data": ("data", "labels", "forward", SHARING.get(layout, {}).get(rank, [rank])),
+    }
+    assert named == expected[fault.where]
+    assert found["reproduces"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
@@ -136,6 +175,8 @@ def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank
         values = [line["loss"] for line in seen.lines if not line["skipped"]]
         assert len(values) == 12
         assert values[-1] < values[0]
+        for step, fault in faults.items():
+            check_culprit(layout, fault, seen.studies[step])
 
 
 def poisoned_shard(path: Path, *overrides: str) -> Seen:
@@ -211,3 +252,268 @@ def test_a_skipped_step_leaves_the_schedule_alone_and_its_text_out(
     assert skipping[2] == rates
     assert skipping[0][0] == whole[0]
     assert len(skipping[0]) == 6
+
+
+# What the study says of other faults ---------------------------------------------------------------------------
+
+
+def overflowing_run(path: Path, scales: dict[str, float], *overrides: str) -> str:
+    """On a rank: a run in which weights are suddenly huge, and finite, in step 3. What it halts with."""
+    trainer = prepared(path, *overrides)
+    gradients = trainer.guarding.gradients
+
+    def scaled(step: int, *arguments: Any, **options: Any) -> Any:
+        if step == 3 and not options:
+            for part in trainer.network.parts:
+                for name, parameter in part.named_parameters():
+                    local(parameter.detach()).mul_(scales.get(name, 1.0))
+        return gradients(step, *arguments, **options)
+
+    trainer.guarding.gradients = scaled  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError) as halted:
+        trainer.run()
+    dist.barrier()
+    return str(halted.value)
+
+
+# Layout, what the weights are multiplied with, the first ill value (module, what), and the module that made it.
+OVERFLOWS = {
+    "between layers": (
+        "tp 2",
+        {"layers.1.feed_forward.w1.weight": 1e25, "layers.1.feed_forward.w3.weight": 1e25},
+        ("layers.1.feed_forward.w2", "input"),
+        "layers.1.feed_forward",
+    ),
+    "in attention": (
+        "cp 2",
+        {"layers.0.attention.wq.weight": 1e30, "layers.0.attention.wk.weight": 1e12},
+        ("layers.0.attention.wo", "input"),
+        "layers.0.attention",
+    ),
+    "in a recomputed block": (
+        "fsdp 2",
+        {"layers.1.feed_forward.w3.weight": 1e20, "layers.1.feed_forward.w2.weight": 1e30},
+        ("layers.1.feed_forward.w2", "output"),
+        "layers.1.feed_forward.w2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
+    ranks: Callable[[int], RankPool], run_toml: Path, case: str
+) -> None:
+    layout, scales, named, unit = OVERFLOWS[case]
+    size, overrides = LAYOUTS[layout]
+    folder = run_toml.parent / f"overflow-{case.replace(' ', '-')}"
+    more = ["--data.document_mask=true", "--training.micro_batch_sequences=2"]
+    if "recomputed" in case:
+        more.append("--activation.checkpoint=full")
+    said, *others = ranks(size)(overflowing_run, run_toml, scales, f"--job.dump_folder={folder}", *overrides, *more)
+    assert all(other == said for other in others)
+    assert f"the {named[1]} of {named[0]} is " in said
+    assert "it comes again when the step is repeated; its tensors are in " in said
+    bundle = Bundle.read(folder / "health" / "step-3")
+    assert (bundle.report["unit"], bundle.report["reproduces"], bundle.report["injected"]) == (unit, True, False)
+    event = replay(bundle)
+    assert event is not None
+    assert (event.module, event.what, event.value) == (*named, bundle.report["culprit"]["value"])
+    # Whole sequences, whatever ranks they were spread over.
+    assert bundle.tensors["tokens"].shape == (2, 128)
+    assert bundle.tensors["input.0"].shape[:2] == (2, 128)
+    assert main([str(folder / "health" / "step-3")]) == 0
+
+
+def test_a_bundle_that_is_none_and_one_without_a_module_are_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "is no bundle of a bad step (FileNotFoundError" in capsys.readouterr().err
+    report = {"said": "x", "injected": False, "unit": None, "sizes": {"vocab_size": 9}}
+    Bundle(report, {"tokens": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, -100]])}).write(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    assert "the bundle holds no module" in capsys.readouterr().err
+    (tmp_path / "tensors.safetensors").write_bytes(b"cut")
+    assert main([str(tmp_path)]) == 2
+    assert "is no bundle of a bad step" in capsys.readouterr().err
+
+
+def test_a_fault_that_is_gone_when_repeated_speaks_of_the_hardware(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "transient"
+    fault = Inject(step=3, rank=1, layer=1, module="feed_forward.w1", transient=True)
+    for seen in ranks(2)(watched_run, run_toml, {3: fault}, f"--job.dump_folder={folder}", *SHORT):
+        assert (seen.bad, seen.changed) == ([3], [])
+        assert seen.findings[3] == ("rank 1: the output of block 1 is nan",)
+        assert (seen.studies[3]["reproduces"], seen.studies[3]["culprit"]) == (False, None)
+        assert seen.studies[3]["said"].startswith(
+            "repeated, the step is finite: a fault of the hardware, or a race; its"
+        )
+    report = Bundle.read(folder / "health" / "step-3").report
+    assert (report["unit"], report["findings"]) == (None, ["rank 1: the output of block 1 is nan"])
+
+
+def test_where_a_token_is_follows_from_the_layout_and_the_documents(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """Zigzag over two ranks of 64 tokens: rank 1 has tokens 32 to 95, and its local token 32 is token 64."""
+    folder = f"--job.dump_folder={run_toml.parent / 'place'}"
+    fault = Inject(step=3, rank=1, layer=0, module="feed_forward.w1")
+    packed = ("--data.document_mask=true", "--context_parallel.layout=zigzag")
+    for seen in ranks(2)(watched_run, run_toml, {3: fault}, folder, *SHORT, *LAYOUTS["cp 2"][1], *packed):
+        found = seen.studies[3]
+        assert found["culprit"]["module"] == "layers.0.feed_forward.w1"
+        assert (list(found["ranks"]), found["row"], found["local_token"], found["global_token"]) == ([1], 0, 32, 64)
+        assert (found["sequence"], found["document"]) == (8, 0)
+
+
+# What follows ---------------------------------------------------------------------------------------------------
+
+
+def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "weight"
+    fault = Inject(step=5, rank=1, where="weight", layer=1, module="attention.wk")
+    settings = (*SHORT[:1], "--checkpoint.interval=1", "--checkpoint.keep=99", "--checkpoint.asynchronous=false")
+    for seen in ranks(2)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings):
+        assert seen.bad == [5]
+        culprit = seen.studies[5]["culprit"]
+        assert (culprit["module"], culprit["what"]) == ("layers.1.attention.wk", "weight weight")
+        assert list(seen.studies[5]["ranks"]) == [1]
+        # The struck weight alone is another than before the repair: it is well again.
+        assert seen.changed == (["layers.1.attention.wk.weight in step 5"] if seen.rank == 1 else [])
+        assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+        assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
+    straight = ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'weight-straight'}", *SHORT)[0]
+    assert losses(straight)[:4] == [line["loss"] for line in seen.lines][:4]
+    assert (folder / "checkpoints" / "step-5").is_dir()
+
+
+def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    fault = Inject(step=12, rank=1, layer=0, kind="spike")
+    settings = (
+        "--curriculum.stages[0].steps=13",
+        "--checkpoint.enable=false",
+        "--health.spike_threshold=50",
+        "--health.spike_window=32",
+    )
+    folder = run_toml.parent / "spike"
+    trip = (f"--job.dump_folder={folder}-trip", "--health.on_spike=trip")
+    for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, *trip):
+        assert (seen.bad, seen.changed) == ([12], [])
+        assert [line["step"] for line in seen.lines if line["spikes"]] == [12]
+        assert len(seen.lines) == 14
+    for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, f"--job.dump_folder={folder}-warn"):
+        assert seen.bad == []
+        assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
+        assert len(seen.lines) == 13
+
+
+def saved_tensors(path: Path) -> dict[str, Tensor]:
+    """Weights and moments of a checkpoint."""
+    table = open_saved_model(path).table
+    known = {name: entry for name, entry in table.state_dict_metadata.items() if hasattr(entry, "size")}
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in known.items()}
+    dcp.load(state, storage_reader=CheckpointReader(path, table), no_dist=True)
+    return state
+
+
+STOPS = ("--health.max_consecutive_skips=2", "--checkpoint.interval=2", "--checkpoint.keep=99")
+
+
+def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """Bad text in steps 6, 7 and 8: the third sends it back to step 4, and text 5 to 8 is never trained on."""
+    folder, settings = run_toml.parent / "rollback", ("--curriculum.stages[0].steps=10", *STOPS)
+    faults = {step: Inject(step=step, where="data") for step in (6, 7, 8)}
+    found = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", *settings)[0]
+    text = [number // 4 for number in found[1]]
+    # Step 5 was taken, and undone; then the stage's steps 5 to 10.
+    assert text == [0, 1, 2, 3, 4, *range(8, 14)]
+    schedule = ranks(1)(train, run_toml, f"--job.dump_folder={folder}-whole", *settings[:1])[0]
+    rates = [line["lr"] for line in schedule]
+    assert found[2] == [*rates[:5], *rates[4:]]
+    progress = json.loads((folder / "checkpoints" / "step-8" / "progress.json").read_text())
+    assert progress["passed_over"] == [[0, 4, 8]]
+    assert (progress["step"], progress["stage_step"], progress["cursor"]) == (8, 4, 4 * 512)
+    assert (progress["health"]["rollbacks"], progress["health"]["rolled_back_to"]) == (1, 4)
+    before, after = (saved_tensors(folder / "checkpoints" / f"step-{step}") for step in (4, 8))
+    assert any("exp_avg" in name for name in before)
+    assert differing(before, after) == []
+
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > 8:
+            shutil.rmtree(path)
+    resumed = ranks(1)(healthy_steps, run_toml, {}, f"--job.dump_folder={folder}", *settings)[0]
+    assert [number // 4 for number in resumed[1]] == [*range(8, 14)]
+    assert resumed[0] == found[0]
+
+
+@pytest.mark.parametrize(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")])
+def test_a_run_that_diverges_climbs_the_ladder_and_ends_as_the_file_says(
+    ranks: Callable[[int], RankPool], run_toml: Path, factor: float, ends: str
+) -> None:
+    """The learning rate is 100 times too high once it is warm."""
+    folder = f"--job.dump_folder={run_toml.parent / f'diverges-{ends}'}"
+    settings = (
+        "--optimizer.lr=0.3",
+        "--lr_scheduler.warmup_steps=40",
+        "--curriculum.stages[0].steps=45",
+        "--health.on_spike=trip",
+        "--health.spike_window=32",
+        "--health.max_consecutive_skips=1",
+        "--health.max_rollbacks=1",
+        "--checkpoint.interval=4",
+        "--checkpoint.keep=99",
+        f"--health.lr_factor={factor}",
+    )
+    end, lines = ranks(2)(ending, run_toml, folder, *settings)[0]
+    skipped = [line for line in lines if line["skipped"]]
+    assert end.startswith(ends if ends == "trained" else "step ")
+    assert (lines[-1]["rollbacks"], lines[-1]["lr_cuts"]) == (1, 1)
+    assert len(lines) < 70
+    assert len(skipped) >= 3
+    if ends == "trained":
+        assert len(lines) - len(skipped) >= 45
+        assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+        assert lines[-1]["lr"] < 0.004
+    else:
+        assert "1 rollbacks and 1 cuts of the learning rate, and health.policy" in end
+        assert "No weight was changed" in end
+
+
+def ending(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]]]:
+    """On a rank: how a run ends, and its records."""
+    trainer, end = prepared(path, "--health.on_nonfinite=skip", *overrides), "trained"
+    try:
+        trainer.run()
+    except NonFiniteError as error:
+        end = str(error)
+    dist.barrier()
+    return end, [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("where", ["data", "backward"])
+def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
+    ranks: Callable[[int], RankPool], run_toml: Path, where: str
+) -> None:
+    folder = run_toml.parent / f"halt-{where}"
+    overrides = (f"--job.dump_folder={folder}", "--health.inject.step=3", "--health.inject.rank=1")
+    inject = (f"--health.inject.where={where}", "--health.inject.layer=1", "--health.bundles=0")
+    for end, lines in ranks(2)(ending, run_toml, *overrides, *inject, "--health.on_nonfinite=halt"):
+        number = "the loss is inf" if where == "data" else "the gradient at its first block is nan, the loss is finite"
+        assert end.startswith(f"step 3 (stage 1, 128) is not finite: rank 1: {number}. ")
+        assert len(lines) == 2
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+    assert not (folder / "health").exists()
+
+
+def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
+    inject = ("--health.inject.step=3", "--health.inject.module=attention", "--compile.enable=true")
+    with pytest.raises(RankFailure, match=r"health.inject.module = 'attention' lies inside a block"):
+        ranks(1)(train, run_toml, *inject)

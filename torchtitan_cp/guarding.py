@@ -2,6 +2,10 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.config import Config
@@ -11,6 +15,7 @@ from torchtitan_cp.health import BlockWatch, Injector, Ladder, SpikeDetector, St
 from torchtitan_cp.network import Network
 from torchtitan_cp.optimizer import square_norms
 from torchtitan_cp.parallel import World
+from torchtitan_cp.studying import Study, keep, study
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,7 @@ class Guarding:
     """
 
     def __init__(self, config: Config, world: World, network: Network) -> None:
-        self.settings, self.world, self.network = config.health, world, network
+        self.config, self.settings, self.world, self.network = config, config.health, world, network
         self.watch = BlockWatch(network.parts)
         self.counted = network.counted_by_block()
         vocabulary = network.shape.vocab_size
@@ -49,19 +54,24 @@ class Guarding:
         """The progress, with what is known here."""
         return dataclasses.replace(progress, health=dataclasses.asdict(self.ladder.state), recent=self.spikes.recent)
 
-    def gradients(self, step: int, micro_batches: tuple[MicroBatch, ...], *, again: bool = False) -> StepReport:
+    def gradients(
+        self,
+        step: int,
+        micro_batches: tuple[MicroBatch, ...],
+        *,
+        again: bool = False,
+        within: AbstractContextManager[Any] | None = None,
+    ) -> StepReport:
         """Forward and backward of a step, and what every rank has to know of it. Collective.
 
         Args:
             step: of the run, from 1.
             again: it was run before.
+            within: what else watches it.
         """
-        network, inject = self.network, self.settings.inject
-        if self.injector.due(step) and network.reads_with(inject.rank):
-            first, *others = micro_batches
-            labels = self.injector.spoil(step, first.labels, again=again)
-            micro_batches = (dataclasses.replace(first, labels=labels), *others)
-        with self.injector.armed(step, again=again):
+        network = self.network
+        micro_batches = self._spoiled(step, micro_batches, again=again)
+        with self.injector.armed(step, again=again), within or nullcontext():
             sums = network.gradients(micro_batches)
         outputs, gradient = self.watch.take(network.shape.n_layers, network.device)
         squares = square_norms(self.counted, self.world.size // network.meshes.pp.size())
@@ -70,6 +80,50 @@ class Guarding:
         if self.settings.spike_threshold:
             report = report.judged(self.spikes.judge)
         return report
+
+    def _spoiled(self, step: int, micro_batches: tuple[MicroBatch, ...], *, again: bool) -> tuple[MicroBatch, ...]:
+        """The micro-batches, with the fault in the data that is made on purpose, if one is."""
+        if not (self.injector.due(step) and self.network.reads_with(self.injector.settings.rank)):
+            return micro_batches
+        first, *others = micro_batches
+        labels = self.injector.spoil(step, first.labels, again=again)
+        return dataclasses.replace(first, labels=labels), *others
+
+    def study(
+        self, step: int, micro_batches: tuple[MicroBatch, ...], report: StepReport, reseed: Callable[[], None]
+    ) -> Study:
+        """Repeat a step that was not finite, say what it began with, and keep its tensors. Collective.
+
+        Args:
+            reseed: sets the random numbers that the step began with.
+        """
+
+        def run(within: AbstractContextManager[Any]) -> StepReport:
+            reseed()
+            try:
+                return self.gradients(step, micro_batches, again=True, within=within)
+            finally:
+                self.network.forget_gradients()
+
+        read = self._spoiled(step, micro_batches, again=True)
+        found = study(self.network, self.world, read, run)
+        state = self.ladder.state
+        if state.replays < self.settings.bundles:
+            inject = self.injector
+            about = {
+                "step": step,
+                "findings": report.findings,
+                "inject": dataclasses.asdict(inject.settings),
+                "injected": inject.due(step) and not inject.settings.transient,
+                "struck": inject.module,
+            }
+            bundle = keep(found, self.network, self.world, read, run, about)
+            folder = Path(self.config.job.dump_folder) / "health" / f"step-{step}"
+            if self.world.rank == (found.ranks[0] if found.ranks else 0):
+                bundle.write(folder)
+            self.ladder.state = dataclasses.replace(state, replays=state.replays + 1)
+            return dataclasses.replace(found, said=f"{found.said}; its tensors are in {folder}")
+        return found
 
     def is_bad(self, report: StepReport) -> bool:
         """Whether the optimizer must not see the step. Spikes that are let pass are logged."""

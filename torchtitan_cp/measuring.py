@@ -26,6 +26,7 @@ from torchtitan_cp.reading import Reading
 logger = logging.getLogger(__name__)
 
 LONG_ENOUGH_TOKENS = 8192  # for any question
+AT_ONCE_TOKENS = 16384  # of a forward, which keeps nothing for a backward
 
 
 @dataclass(frozen=True)
@@ -338,8 +339,9 @@ class Measuring:
 
 
 def resized(shape: StepShape, seq_len: int) -> StepShape:
-    """The same ranks on sequences of another length, about as many tokens at once."""
-    sequences = max(1, shape.seq_len * shape.micro_batch_sequences // seq_len)
+    """The same ranks on sequences of another length; more tokens at once than in training if those are few."""
+    tokens = shape.seq_len * shape.micro_batch_sequences
+    sequences = max(1, max(tokens, min(4 * tokens, AT_ONCE_TOKENS)) // seq_len)
     return dataclasses.replace(shape, seq_len=seq_len, micro_batches=1, micro_batch_sequences=sequences)
 
 

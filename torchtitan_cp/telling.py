@@ -152,6 +152,8 @@ class Telling:
             if value is not None:
                 self.writer.scalar(f"validation/{name}", value, step)
         self.curves[stage.name] = (found.position_starts, found.position_losses)
+        if not self.config.metrics.tensorboard:
+            return
         self.writer.image("validation/loss_by_position", loss_against_position(self.curves), step)
         for name, each in found.retrieval.items():
             picture = passkey_map(each.accuracy, each.lengths, each.depths, trained_length=stage.seq_len, title=name)

@@ -6,8 +6,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ class Trainer:
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
+        self.patience_seconds = config.job.startup_timeout_seconds
 
     def _check_same_corpus(self, fingerprint: str) -> None:
         """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
@@ -155,7 +157,6 @@ class Trainer:
 
     def run(self) -> None:
         """Train what is left of the curriculum; a finished run says so."""
-        self.patience_seconds = self.config.job.startup_timeout_seconds
         self._doing("looking for a checkpoint to go on from", step=0)
         self._resume()
         self.telling = Telling(self.config, self.world, self.network, self.total_steps, self.progress.step)
@@ -306,14 +307,15 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._doing("in forward, backward and update with the others", step=self.progress.step + 1)
-        seed_step(self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
+        reseed()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
         report = self.gradients(micro_batches)
         healthy = not self.guarding.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
         else:
-            self._recover(stage, report)
+            self._recover(stage, report, micro_batches, reseed)
         seconds = time.perf_counter() - begun
         self.measuring.budget.trained_seconds += seconds
         self.telling.step(
@@ -347,7 +349,13 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
 
-    def _recover(self, stage: StagePlan, report: StepReport) -> None:
+    def _recover(
+        self,
+        stage: StagePlan,
+        report: StepReport,
+        micro_batches: tuple[MicroBatch, ...],
+        reseed: Callable[[], None],
+    ) -> None:
         """Leave everything as before the step but the text, which is passed over; or climb the ladder. Collective.
 
         Raises:
@@ -355,8 +363,12 @@ class Trainer:
         """
         self.network.forget_gradients()
         ladder, settings = self.guarding.ladder, self.config.health
-        what = self.guarding.describe(self.progress.step + 1, stage, report)
-        message = ladder.trip(what, halts=settings.on_nonfinite == "halt")
+        what, mends_itself = self.guarding.describe(self.progress.step + 1, stage, report), True
+        if report.findings and settings.replay:
+            self._doing("running a bad step again with the others", step=self.progress.step + 1)
+            found = self.guarding.study(self.progress.step + 1, micro_batches, report, reseed)
+            what, mends_itself = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.mends_itself
+        message = ladder.trip(what, halts=settings.on_nonfinite == "halt", mends_itself=mends_itself)
         if message:
             self.telling.warn(message, self.progress.step + 1)
             self.progress = self.guarding.told(self.progress.skipping())
@@ -372,6 +384,8 @@ class Trainer:
             self.progress = self.progress.back_to(saved)
             self.guarding.spikes.recent = saved.recent
             told += f"ROLLED BACK to {path}, and the text since is passed over"
+            # So that it stays passed over if the run is resumed.
+            self.must_save = True
         else:
             self.progress = self.progress.skipping()
             told += "There is no checkpoint to go back to"
@@ -380,8 +394,6 @@ class Trainer:
         self.progress = self.guarding.told(self.progress)
         counts = f"{ladder.state.rollbacks} rollbacks, {ladder.state.lr_cuts} cuts so far"
         self.telling.warn(f"{told} ({counts})", self.progress.step)
-        # So that the text stays passed over if the run is resumed.
-        self.must_save = True
 
     def _good_checkpoint(self) -> tuple[Path, Progress] | None:
         """The newest that was not saved amid bad steps; an older one if the last rollback was to no avail."""
@@ -389,7 +401,7 @@ class Trainer:
             return None
         self.checkpoints.wait()
         before = self.guarding.ladder.steps_too_new
-        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("skips"))
+        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 

@@ -52,6 +52,20 @@ class LlamaShape:
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
 
+    def matrix_parameters(self) -> int:
+        """Weights of the same matrices, those that a token passes by among them."""
+        return self.linear_parameters()
+
+    @property
+    def token_ffn_dim(self) -> int:
+        """Width of all that the MLP makes of one token."""
+        return self.ffn_dim
+
+    @property
+    def token_copies(self) -> int:
+        """How often the MLP copies a token's hidden state: once for each expert that it goes to."""
+        return 0
+
     def problem(self) -> str | None:
         """Why these sizes make no network, or None."""
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)

@@ -30,6 +30,21 @@ class MoeShape(LlamaShape):
         experts = self.experts_per_token * 3 * self.dim * self.ffn_dim + self.dim * self.n_experts
         return self.n_layers * (attention + experts) + self.dim * self.vocab_size
 
+    def matrix_parameters(self) -> int:
+        """See LlamaShape: all experts."""
+        passed_by = (self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
+        return self.linear_parameters() + self.n_layers * passed_by
+
+    @property
+    def token_ffn_dim(self) -> int:
+        """See LlamaShape."""
+        return self.experts_per_token * self.ffn_dim
+
+    @property
+    def token_copies(self) -> int:
+        """See LlamaShape."""
+        return self.experts_per_token
+
     def problem(self) -> str | None:
         """Why these sizes make no network, or None."""
         if not 1 <= self.experts_per_token <= self.n_experts:

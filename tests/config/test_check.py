@@ -18,6 +18,7 @@ from torchtitan_cp.config.sections import (
     Optimizer,
     Parallel,
     ParameterGroup,
+    Passkey,
     Rope,
     Stage,
     StageData,
@@ -220,3 +221,33 @@ def test_a_gate_at_a_length_that_the_ranks_cannot_share_is_refused() -> None:
     said = refuse(config_with(short, gated, evaluation=Evaluation(interval=5)), 8)
     assert "measures short_loss_rise at 8 tokens" in said
     assert "make that length a multiple of 16" in said
+
+
+@pytest.mark.parametrize(
+    ("passkey", "message"),
+    [
+        (Passkey(variants=("passkey", "essay")), "variants has 'essay'"),
+        (Passkey(keys=27), "keys = 27 is too many"),
+        (Passkey(needle="the key is {key}"), "needle = 'the key is {key}' lacks the name or the key"),
+        (Passkey(question="{name}: {kee}"), "cannot be filled in: 'kee'"),
+        (Passkey(needle="{name}: {key"), "cannot be filled in: expected '}'"),
+        (Passkey(question="{key} is whose? {name}"), "does not end with the key"),
+        (Passkey(question="{name}: {word}."), "does not end with the key"),
+        (Passkey(lengths=(128, 24)), "passkey.lengths has 24 tokens, which the cp x tp = 8 ranks"),
+    ],
+)
+def test_prompts_that_cannot_ask_or_be_shared_are_refused(passkey: Passkey, message: str) -> None:
+    stage = dataclasses.replace(STAGE, cp=8)
+    assert message in refuse(config_with(stage, evaluation=Evaluation(passkey=passkey)), 8)
+
+
+def test_a_gate_that_nothing_measures_is_refused() -> None:
+    gated = dataclasses.replace(STAGE, steps=0, until={"short_loss_rise": 0.1, "max_tokens": 9000.0})
+    assert "compares with the end of the first stage: this one" in refuse(
+        config_with(gated, evaluation=Evaluation(interval=5)), 1
+    )
+    gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 0.9, "max_tokens": 9000.0})
+    for passkey in (Passkey(trials=0), Passkey(variants=("multi_key",)), Passkey(lengths=(2 * STAGE.seq_len,))):
+        said = refuse(config_with(gated, evaluation=Evaluation(interval=5, passkey=passkey)), 1)
+        assert f"measures none at up to {STAGE.seq_len} tokens" in said
+    check_config(config_with(gated, evaluation=Evaluation(interval=5)), 1)

@@ -1,4 +1,4 @@
-"""The unigram model beside the network, what evaluation does to a module, accuracy at a length, and the time it takes."""
+"""The unigram model beside the network, what evaluation does to a module, accuracy at a length, and its time."""
 
 import math
 

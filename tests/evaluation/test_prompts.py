@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Wording
+from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Secret, Wording
 
 WORDING = Wording(" The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}")
 TERSE = Wording("{name:.1}{key:.2}", "{name:.1}{key:.2}")
@@ -41,7 +41,9 @@ def answer_of(prompt: Prompt) -> str:
 @pytest.mark.parametrize("length", [700, 1025])
 def test_a_prompt_has_exactly_so_many_tokens_and_depends_on_its_number_alone(variant: str, length: int) -> None:
     first, again, other = (writer().write(variant, length, 0.5, number) for number in (3, 3, 4))
-    assert first and again and other
+    assert first
+    assert again
+    assert other
     assert len(first.tokens) == len(first.labels) == length
     assert (first.tokens == again.tokens).all()
     assert answer_of(first) != answer_of(other)
@@ -92,8 +94,8 @@ def test_a_chain_of_variables_stands_in_order_and_all_of_it_is_the_answer() -> N
 
 
 def test_a_length_that_the_wording_does_not_fit_gives_no_prompt_and_the_shortest_has_no_filler() -> None:
-    question, answer = WORDING.ask("ABCDE", "1234567")
-    least = len(WORDING.needle.format(name="ABCDE", key="1234567") + question + answer)
+    secret = Secret("ABCDE", "1234567", "abcdefg")
+    least = len(WORDING.tell(secret) + "".join(WORDING.ask(secret)))
     assert writer().write("passkey", least - 1, 0.5, 0) is None
     whole = writer().write("passkey", least, 0.5, 0)
     assert whole

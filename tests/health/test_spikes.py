@@ -13,7 +13,7 @@ def report(loss: float, norm: float = 1.0, output: float = 5.0) -> StepReport:
     return StepReport(loss=loss, grad_norm=norm, peak_memory_bytes=0, largest_logit=8.0, block_outputs=(2.0, output))
 
 
-def fed(*losses: float, threshold: float = 10.0, window: int = 16) -> SpikeDetector:
+def fed(*losses: float, threshold: float = 10.0, window: int = 32) -> SpikeDetector:
     detector = SpikeDetector(threshold, window)
     for loss in losses:
         detector.healthy(report(loss))
@@ -61,7 +61,7 @@ def test_a_spike_that_was_left_out_does_not_hide_the_next() -> None:
 
 
 def test_nothing_is_judged_before_a_quarter_of_the_window_and_after_a_new_stage() -> None:
-    detector = fed(2.0, 2.0, 2.0)
+    detector = fed(*[2.0] * 7)
     assert detector.judge(report(1e6)) == ()
     detector.healthy(report(2.0))
     assert detector.judge(report(1e6))
@@ -70,7 +70,7 @@ def test_nothing_is_judged_before_a_quarter_of_the_window_and_after_a_new_stage(
 
 
 def test_the_window_slides() -> None:
-    detector = fed(*[2.0] * 16)
+    detector = fed(*[2.0] * 16, window=16)
     assert detector.judge(report(9.0))
     for _ in range(9):
         detector.healthy(report(9.0))
@@ -79,8 +79,8 @@ def test_the_window_slides() -> None:
 
 
 def test_a_resumed_run_judges_as_one_that_never_stopped() -> None:
-    straight = fed(*[2.0, 3.0, 2.5, 2.2, 2.8])
-    resumed = SpikeDetector(10.0, 16, json.loads(json.dumps(straight.recent)))
+    straight = fed(*[2.0, 3.0, 2.5, 2.2, 2.8] * 2)
+    resumed = SpikeDetector(10.0, 32, json.loads(json.dumps(straight.recent)))
     for loss in (5.0, 7.0, 30.0):
         assert resumed.judge(report(loss)) == straight.judge(report(loss))
 

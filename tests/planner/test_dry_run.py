@@ -30,6 +30,13 @@ def sent(walked: StageWalk, operation: str) -> int:
     return sum(m.size_bytes * times for m, times in walked.messages.items() if m.operation == operation)
 
 
+# Small enough for a test, and a layer's tensors stand out.
+EXPERTS = (
+    "--model.architecture=moe",
+    "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 352}",
+)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -42,6 +49,13 @@ def sent(walked: StageWalk, operation: str) -> int:
         ("--parallel.cp=2", "--context_parallel.strategy=all_gather", "--activation.checkpoint=full"),
         ("--parallel.cp=2", "--context_parallel.strategy=ring"),
         ("--parallel.cp=2", "--context_parallel.strategy=all_to_all", "--activation.checkpoint=full"),
+        ("--parallel.tp=2",),
+        ("--parallel.tp=2", "--activation.checkpoint=full"),
+        ("--parallel.tp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
+        EXPERTS,
+        (*EXPERTS, "--activation.checkpoint=full", "--training.compute_dtype=bfloat16"),
+        (*EXPERTS, "--activation.checkpoint=attention_saved", "--parallel.cp=2"),
+        (*EXPERTS, "--activation.checkpoint=selective"),
     ],
 )
 def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
@@ -93,6 +107,18 @@ def test_the_command_prints_memory_and_messages(tmp_path: Path, capsys: pytest.C
     assert "rank 3 of 4, GiB at the peak" in printed
     assert "messages of stage 128" in printed
     assert "reduce_scatter" in printed
+
+
+def test_an_attention_that_is_remembered_counts_as_one_that_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path)
+    options = ("--parallel.cp=4", "--parallel.tp=2", "--context_parallel.strategy=hybrid",
+               "--context_parallel.all_to_all_ranks=2", "--activation.checkpoint=full")  # fmt: skip
+    remembered = walk(path, 8, *LONGER, *options)
+    # A key of its own for each call, so that none is remembered.
+    monkeypatch.setattr("torchtitan_cp.planner.fake._as_key", lambda leaf: object())
+    assert walk(path, 8, *LONGER, *options) == remembered
 
 
 def test_a_rank_outside_the_job_is_refused(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Parameters and FLOPs, against the real network and torch's own counter."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.llama import FLAVORS, Llama, LlamaShape
+from models.moe import FLAVORS as EXPERTS
+from models.moe import Moe, MoeShape
 from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import load_config
 from torchtitan_cp.data.errors import DataError
@@ -15,12 +18,15 @@ from torchtitan_cp.planner.estimate import model_flops
 from torchtitan_cp.planner.parameters import count_parameters, total_parameters, vocabulary_of
 
 
-@pytest.mark.parametrize("flavor", list(FLAVORS))
-def test_parameters_are_those_of_the_network(flavor: str) -> None:
-    shape = FLAVORS[flavor]
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [*((Llama, shape) for shape in FLAVORS.values()), *((Moe, shape) for shape in EXPERTS.values())],
+    ids=[*FLAVORS, *(f"experts {name}" for name in EXPERTS)],
+)
+def test_parameters_are_those_of_the_network(build: type[Llama], shape: Any) -> None:
     shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 4096)
     with torch.device("meta"):
-        network = Llama(shape, lambda *_: None)  # type: ignore[arg-type]
+        network = build(shape, lambda *_: None)  # type: ignore[arg-type]
     counted = {name: parameter.numel() for name, parameter in network.named_parameters()}
     assert total_parameters(shape) == sum(counted.values())
     assert count_parameters(shape).block == sum(n for name, n in counted.items() if name.startswith("layers.0."))
@@ -36,6 +42,20 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
     # The operator of attention is ours, so the counter sees the linear layers alone. The embedding's rows have no
     # gradient to pass on, but every linear layer's input has one.
     assert counter.get_total_flops() == model_flops(shape, 32)[0] * 32
+
+
+def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
+    shape = MoeShape(64, 3, 4, 2, 16, 96, vocab_size=128, n_experts=8, experts_per_token=2)
+    network = Moe(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    network.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
+    plan = make_plan(32)
+    with FlopCounterMode(display=False) as counter:
+        network(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan)
+    # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares.
+    router, balance = 3 * 64 * 8, 3 * 8
+    assert counter.get_total_flops() == (model_flops(shape, 32)[0] / 3 + 2 * router) * 32 + 2 * balance
+    counts = count_parameters(shape)
+    assert counts.block_matrices - counts.token_matrices == 6 * 3 * 64 * 96
 
 
 def test_attention_flops_are_those_that_torch_counts_for_a_full_mask_times_its_causal_share() -> None:

@@ -43,6 +43,10 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.Captu
         (["--nodes", "0"], "at least one node"),
         (["--nodes", "128", "--parallel.tp=16"], "parallel.tp = 16 does not divide the model's n_kv_heads"),
         (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
+        (
+            ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--parallel.tp=2", "--nodes", "16"],
+            "parallel.tp does not go with",
+        ),
     ],
 )
 def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:

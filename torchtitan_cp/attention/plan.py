@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.handles import keep
-from torchtitan_cp.attention.layout import Layout
+from torchtitan_cp.attention.layout import Layout, chunk_areas
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 from torchtitan_cp.attention.transfer import Groups, find_groups, gather
@@ -182,6 +182,14 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.plan.shard(gradients[0], ctx.dim), None, None
+
+
+def busiest_rank(plan: Plan) -> int:
+    """The rank of a plan's group whose queries see the most keys, told by the layout alone."""
+    layout = plan.ring_layout
+    areas = chunk_areas(layout.chunk_tokens, len(layout.owners), plan.mask, plan.sequence_length)
+    work = [sum(areas[chunk] for chunk in held) for held in layout.chunks]
+    return work.index(max(work)) * plan.all_to_all_ranks
 
 
 def in_global_order(shards: Iterable[Tensor], layout: Layout, dim: int) -> list[Tensor]:

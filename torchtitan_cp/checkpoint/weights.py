@@ -2,14 +2,16 @@
 
 import json
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from torchtitan_cp.checkpoint.manifest import read_manifest
 from torchtitan_cp.checkpoint.reader import CheckpointPlanner, CheckpointReader, read_table
@@ -29,6 +31,7 @@ class SavedModel:
         config: of the run.
         stage: the last that the run had begun.
         sizes: of the shape.
+        short_loss: see Progress.
         tensors: name -> (size, dtype) of each parameter.
         table: where they lie in which file.
     """
@@ -37,6 +40,7 @@ class SavedModel:
     config: Config
     stage: Stage
     sizes: dict[str, Any]
+    short_loss: float | None
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     table: Metadata
 
@@ -81,4 +85,13 @@ def open_saved_model(path: Path) -> SavedModel:
         for name, entry in saved.items()
         if name.startswith(PREFIX)
     }
-    return SavedModel(path, config, stage, progress["identity"]["model"], tensors, table)
+    return SavedModel(path, config, stage, progress["identity"]["model"], progress["short_loss"], tensors, table)
+
+
+def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
+    """Fill the parts, sharded in any way, each rank reading its own. Collective."""
+    reader = CheckpointReader(saved.path, saved.table)
+    for part in parts:
+        values = get_model_state_dict(part)
+        dcp.load({"model": values}, storage_reader=reader, planner=CheckpointPlanner())
+        set_model_state_dict(part, values)

@@ -36,6 +36,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_pipeline(config)
     _check_groups(config)
+    _check_inject(config)
     _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
@@ -92,6 +93,16 @@ def _check_products(config: Config, degrees: Degrees) -> None:
         )
 
 
+def _check_inject(config: Config) -> None:
+    """No hook is seen inside a compiled block."""
+    fault = config.health.inject
+    if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
+        raise ConfigError(
+            f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
+            fix="leave module out, to strike the block itself, or set compile.enable = false",
+        )
+
+
 def _check_groups(config: Config) -> None:
     for index, rule in enumerate(config.optimizer.groups):
         try:
@@ -115,13 +126,16 @@ def _check_passkey(settings: Passkey) -> None:
     for name, text in (("needle", settings.needle), ("question", settings.question)):
         where = f"evaluation.passkey.{name} = {text!r}"
         try:
-            whole, keyless, nameless = (text.format(name=n, key=k) for n, k in (("AB", "12"), ("AB", ""), ("", "12")))
+            whole = text.format(name="AB", key="12", word="xy")
+            keyless, nameless = text.format(name="AB", key="", word=""), text.format(name="", key="12", word="xy")
         except (KeyError, ValueError, IndexError) as error:
-            raise ConfigError(f"{where} cannot be filled in: {error}", fix="use {name} and {key} alone") from None
+            raise ConfigError(
+                f"{where} cannot be filled in: {error}", fix="use {name}, and {key} or {word}, alone"
+            ) from None
         if whole in (keyless, nameless):
-            raise ConfigError(f"{where} lacks the name or the key", fix="write {name} and {key} into it")
+            raise ConfigError(f"{where} lacks the name or the key", fix="write {name}, and {key} or {word}, into it")
         if name == "question" and not whole.startswith(keyless):
-            raise ConfigError(f"{where} does not end with the key", fix="end it with {key}")
+            raise ConfigError(f"{where} does not end with the key", fix="end it with {key} or {word}")
 
 
 def check_sources(config: Config) -> None:

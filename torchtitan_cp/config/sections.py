@@ -323,7 +323,7 @@ class Health:
     spike_threshold: float = key(
         10.0, "standard deviations (from the MAD, at least 5 %) above the median that are a spike; 0: none is", least=0
     )
-    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=4)
+    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=8)
     max_consecutive_skips: int = key(5, "skipped steps in a row after which policy goes on", least=1)
     policy: tuple[str, ...] = key(
         RUNGS,
@@ -362,7 +362,8 @@ class Passkey:
     keys: int = key(4, "multi_key: how many are told", least=2)
     needle: str = key(
         " One of the special magic numbers for {name} is: {key}. ",
-        "what tells a key, with {name} (five letters) and {key} (seven digits); {key:.4} takes the first four",
+        "what tells a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small letters); "
+        "{key:.4} takes the first four",
     )
     question: str = key(
         " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "

@@ -6,15 +6,16 @@ tokens is the most likely one after those before it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from string import ascii_uppercase
+from string import ascii_lowercase, ascii_uppercase, digits
 
 import numpy as np
 
 IGNORED = -100
-NAME_LETTERS, KEY_DIGITS = 5, 7
+NAME_LETTERS, KEY_CHARACTERS = 5, 7
 MOST_DRAWS = 100
+KINDS = ((ascii_uppercase, NAME_LETTERS), (digits, KEY_CHARACTERS), (ascii_lowercase, KEY_CHARACTERS))
 HOPS = 4
 ASSIGNMENT, COPY = " VAR {name} = {value}. ", " VAR {name} = VAR {other}. "
 CHAIN_QUESTION = (
@@ -23,21 +24,34 @@ CHAIN_QUESTION = (
 
 
 @dataclass(frozen=True)
+class Secret:
+    """What a needle tells: a name, and its key in digits or, as a wording may have it, in letters."""
+
+    name: str
+    key: str
+    word: str
+
+
+@dataclass(frozen=True)
 class Wording:
     """How a key is told and asked for; see [evaluation.passkey], and config.check for what they must be.
 
     Args:
-        needle: with {name} and {key}.
-        question: the same, and ends with the key.
+        needle: with {name}, and {key} or {word}.
+        question: the same, and ends with the key or word.
     """
 
     needle: str
     question: str
 
-    def ask(self, name: str, key: str) -> tuple[str, str]:
+    def tell(self, secret: Secret) -> str:
+        """The needle."""
+        return self.needle.format(**asdict(secret))
+
+    def ask(self, secret: Secret) -> tuple[str, str]:
         """The question, and the answer with the space before it."""
-        question = self.question.format(name=name, key="").rstrip()
-        return question, self.question.format(name=name, key=key)[len(question) :]
+        question = self.question.format(name=secret.name, key="", word="").rstrip()
+        return question, self.question.format(**asdict(secret))[len(question) :]
 
 
 @dataclass(frozen=True)
@@ -101,14 +115,14 @@ class PromptWriter:
         labels[-len(told) - 1 : -1] = told
         return Prompt(tokens, labels, depth)
 
-    def names(self, draw: np.random.Generator, filler: np.ndarray, count: int) -> list[str]:
-        """Different names, also by their first letter, of which the filler has none, as far as can be."""
-        found: list[str] = []
-        for tried in range(MOST_DRAWS):
-            name = "".join(draw.choice(list(ascii_uppercase), NAME_LETTERS))
-            free = tried == MOST_DRAWS - 1 or not self._stands_in(self.wording.ask(name, "")[0], filler)
-            if name[0] not in {other[0] for other in found} and free:
-                found.append(name)
+    def secrets(self, draw: np.random.Generator, filler: np.ndarray, count: int) -> list[Secret]:
+        """With names that differ by their first letters too, and that the filler does not hold, as far as can be."""
+        found: list[Secret] = []
+        for tried in range(MOST_DRAWS * count):
+            drawn = Secret(*(_letters(draw, *kind) for kind in KINDS))
+            taken = tried < MOST_DRAWS and self._stands_in(self.wording.ask(drawn)[0], filler)
+            if drawn.name[0] not in {other.name[0] for other in found} and not taken:
+                found.append(drawn)
             if len(found) == count:
                 break
         return found
@@ -130,10 +144,8 @@ Told = tuple[list[str], str, str]  # needles, question, answer
 
 
 def _passkey(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray, count: int = 1) -> Told:
-    names = writer.names(draw, filler, count)
-    keys = [_digits(draw) for _ in names]
-    needles = [writer.wording.needle.format(name=name, key=key) for name, key in zip(names, keys, strict=True)]
-    return needles, *writer.wording.ask(names[0], keys[0])
+    secrets = writer.secrets(draw, filler, count)
+    return [writer.wording.tell(secret) for secret in secrets], *writer.wording.ask(secrets[0])
 
 
 def _multi_key(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> Told:
@@ -141,14 +153,15 @@ def _multi_key(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarr
 
 
 def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> Told:
-    names, value = writer.names(draw, filler, HOPS + 1), _digits(draw)
+    secrets = writer.secrets(draw, filler, HOPS + 1)
+    names, value = [secret.name for secret in secrets], secrets[0].key
     copies = [COPY.format(name=name, other=other) for other, name in pairwise(names)]
     chain = [ASSIGNMENT.format(name=names[0], value=value), *copies]
     return chain, CHAIN_QUESTION.format(value=value), "".join(f" {name}" for name in names)
 
 
-def _digits(draw: np.random.Generator) -> str:
-    return "".join(map(str, draw.integers(0, 10, KEY_DIGITS)))
+def _letters(draw: np.random.Generator, kind: str, count: int) -> str:
+    return "".join(kind[place] for place in draw.integers(0, len(kind), count))
 
 
 VARIANTS: dict[str, Callable[[PromptWriter, np.random.Generator, np.ndarray], Told]] = {

@@ -15,7 +15,8 @@ class LadderState:
     """How far up the ladder a run is, as plain JSON in its checkpoints.
 
     Attributes:
-        skips: bad steps in a row up to here; all_skips: of the run.
+        skips: bad steps in a row since a healthy one or the last rung; all_skips: of the run.
+        bad_steps: in a row since a healthy one or a rollback: a checkpoint with any is not to be gone back to.
         rollbacks, lr_cuts: taken in the run.
         lr_steps_left: healthy steps until the learning rate is as scheduled again; 0: it is.
         healthy_steps: since the last rollback, or the run's start.
@@ -25,6 +26,7 @@ class LadderState:
 
     skips: int = 0
     all_skips: int = 0
+    bad_steps: int = 0
     rollbacks: int = 0
     lr_cuts: int = 0
     lr_steps_left: int = 0
@@ -53,7 +55,11 @@ class Ladder:
         """A step was taken: a row of bad ones has ended."""
         state = self.state
         self.state = replace(
-            state, skips=0, healthy_steps=state.healthy_steps + 1, lr_steps_left=max(0, state.lr_steps_left - 1)
+            state,
+            skips=0,
+            bad_steps=0,
+            healthy_steps=state.healthy_steps + 1,
+            lr_steps_left=max(0, state.lr_steps_left - 1),
         )
 
     def trip(self, what: str, *, halts: bool, mends_itself: bool = True) -> str | None:
@@ -71,7 +77,7 @@ class Ladder:
             NonFiniteError: the job is to halt at once.
         """
         state, limit = self.state, self.settings.max_consecutive_skips
-        self.state = replace(state, skips=state.skips + 1, all_skips=state.all_skips + 1)
+        self.state = replace(state, skips=state.skips + 1, all_skips=state.all_skips + 1, bad_steps=state.bad_steps + 1)
         if halts:
             raise NonFiniteError(
                 f"{what}. No weight was changed.\n  fix: look at the data and the learning rate of "
@@ -112,4 +118,4 @@ class Ladder:
 
     def rolled_back(self, step: int) -> None:
         """The checkpoint of a step was loaded."""
-        self.state = replace(self.state, healthy_steps=0, rolled_back_to=step)
+        self.state = replace(self.state, bad_steps=0, healthy_steps=0, rolled_back_to=step)

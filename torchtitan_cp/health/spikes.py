@@ -10,6 +10,8 @@ from torchtitan_cp.health.watch import StepReport
 MAD_TO_STD = 1.4826
 # A number that hardly varies has not spiked before it is so far above its median, as a share of it, a threshold unit.
 LEAST_STD_FRACTION = 0.05
+# A median of fewer says nothing.
+LEAST_STEPS = 8
 
 
 class SpikeDetector:
@@ -20,7 +22,7 @@ class SpikeDetector:
 
     Args:
         threshold: standard deviations (as the MAD estimates them, at least 5 % of the median) above the median.
-        window: healthy steps looked back on; nothing is judged before a quarter of them are there.
+        window: healthy steps looked back on; nothing is judged before a quarter of them, and 8, are there.
         recent: what an earlier process knew.
 
     Attributes:
@@ -33,7 +35,7 @@ class SpikeDetector:
 
     def judge(self, report: StepReport) -> tuple[str, ...]:
         """A line for each number of a finite step that is a spike."""
-        if len(self.recent) < max(2, self.window // 4):
+        if len(self.recent) < max(LEAST_STEPS, self.window // 4):
             return ()
         past, now = np.array(self.recent), np.array(numbers(report))
         median = np.median(past, axis=0)

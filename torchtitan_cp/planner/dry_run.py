@@ -21,6 +21,7 @@ from torchtitan_cp.parallel import Meshes, World, check_shape
 from torchtitan_cp.parallel.device import Device
 from torchtitan_cp.planner.fake import Ledger, Message, fake_job, real, without_data
 from torchtitan_cp.planner.plan import shape_of
+from torchtitan_cp.registry import check_support
 
 KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
 
@@ -48,6 +49,7 @@ class DryNetwork(Network):
     def __init__(self, config: Config, world: World, ledger: Ledger, begins: StagePlan) -> None:
         degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
         shape, stages = shape_of(config), resolve_stages(config, world.size)
+        check_support(config, begins)
         check_shape(shape, degrees.tp)
         check_head_dim(stages, shape.head_dim)
         with real():

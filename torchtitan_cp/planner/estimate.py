@@ -15,7 +15,7 @@ from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.parallel import bubble_share, plan_stages
 from torchtitan_cp.parallel.pipeline import Stages
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
-from torchtitan_cp.planner.exchange import WIDE, Heads, Layer, Rates, Transfer, layer_of, plan_for
+from torchtitan_cp.planner.exchange import WIDE, Heads, Layer, Rates, Transfer, busiest_layer
 from torchtitan_cp.planner.memory import Memory, Part, Setting, block_of, kept, memory_of
 from torchtitan_cp.planner.parameters import count_parameters, total_parameters
 
@@ -23,6 +23,7 @@ SECONDS_A_DAY = 86400
 # ASSUMED passes of elementwise kernels over a layer's tensors, forward, reads and writes: norms, residual sums and
 # their copies over the width; rotation (in fp32) and layout of heads; SwiGLU's two products. Compiled blocks fuse half.
 WIDTH_PASSES, HEAD_PASSES, WIDE_PASSES, FUSED = 14, 8, 6, 0.5
+COPY_PASSES = 7  # of the rows that are dealt to experts, joined, weighted and summed
 LOGIT_PASSES = 6  # of fp32 logits
 OPTIMIZER_PASSES = 7  # of fp32 numbers a parameter: weight, two moments read and written, gradient read
 
@@ -232,9 +233,17 @@ class _Attention:
     def layer(self, strategy: str, inner: int, window: int) -> Layer:
         """One layer with this window, for one sequence."""
         transfer = Transfer(self.element_bytes, self.settings.kv_transfer == "float8" and strategy != "all_to_all")
-        cp = self.stage.cp
-        return _busiest(
-            self.stage.seq_len, cp, strategy, inner, window, self.settings.layout, self.heads, transfer, self.rates
+        return busiest_layer(
+            self.stage.seq_len,
+            self.stage.cp,
+            strategy,
+            inner,
+            window,
+            self.settings.layout,
+            AttentionMask(),
+            self.heads,
+            transfer,
+            self.rates,
         )
 
     def volumes(self) -> dict[str, Volume]:
@@ -254,26 +263,6 @@ class _Attention:
     def _hybrid_ranks(self) -> int:
         asked = self.stage.all_to_all_ranks if self.stage.strategy == "hybrid" else self.settings.all_to_all_ranks
         return asked if self.stage.cp % asked == 0 else 1
-
-
-@lru_cache(maxsize=16384)
-def _busiest(
-    seq_len: int,
-    cp: int,
-    strategy: str,
-    inner: int,
-    window: int,
-    layout: str,
-    heads: Heads,
-    transfer: Transfer,
-    rates: Rates,
-) -> Layer:
-    """The largest of each number over the first, the middle and the last rank."""
-    layers = [
-        layer_of(plan_for(seq_len, cp, rank, strategy, inner, window, layout, AttentionMask()), heads, transfer, rates)
-        for rank in sorted({0, cp // 2, cp - 1})
-    ]
-    return Layer(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(Layer)))
 
 
 def _rank_seconds(
@@ -318,8 +307,8 @@ def _layer_seconds(
     )
     counts = count_parameters(shape, tp)
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
-    forward = 2 * counts.block_matrices * tokens / product_rate
-    mlp = 2 * 3 * shape.dim * shape.ffn_dim / tp * tokens / product_rate
+    forward = 2 * counts.token_matrices * tokens / product_rate
+    mlp = 2 * 3 * shape.dim * shape.token_ffn_dim / tp * tokens / product_rate
     again = forward if mode in ("full", "attention_saved") else 0.0
     linear_backward = 2 * forward + again + (mlp if tiles > 1 else 0.0)
     scores = 4 * shape.head_dim * layer.pairs * sequences
@@ -349,7 +338,8 @@ def _layer_seconds(
 def _elementwise_bytes(shape: Any, setting: Setting) -> float:
     """Bytes that elementwise kernels move in a layer's forward."""
     heads = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
-    values = WIDTH_PASSES * shape.dim + HEAD_PASSES * heads + WIDE_PASSES * shape.ffn_dim
+    values = WIDTH_PASSES * shape.dim + HEAD_PASSES * heads + WIDE_PASSES * shape.token_ffn_dim
+    values += COPY_PASSES * shape.token_copies * shape.dim
     fused = FUSED if setting.config.compile.enable else 1.0
     return setting.tokens * values / setting.tp * setting.element_bytes * fused
 

@@ -4,11 +4,13 @@ Bytes are those of docs/context_parallel.md, counted from a plan's own steps, so
 layout are counted as they are; a test holds them to what `simulate` really sends.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.planner.devices import Cluster
@@ -148,6 +150,31 @@ def layer_of(plan: Plan, heads: Heads, transfer: Transfer, rates: Rates) -> Laye
         traded_seconds = _trade_seconds(plan, own, transfer, rates)
         exposed = (exposed[0] + traded_seconds[0], exposed[1] + traded_seconds[1])
     return Layer(sum(pairs) * own.query, *sent_bytes(plan, heads, transfer), *exposed)
+
+
+@lru_cache(maxsize=16384)
+def busiest_layer(
+    seq_len: int,
+    ranks: int,
+    strategy: str,
+    inner: int,
+    window: int,
+    layout: str,
+    mask: AttentionMask,
+    heads: Heads,
+    transfer: Transfer,
+    rates: Rates,
+) -> Layer:
+    """The largest of each number over the rank with the most pairs, the first, the middle and the last.
+
+    Args:
+        inner: ranks that trade heads; window: of the layer, 0 for none.
+    """
+    first = plan_for(seq_len, ranks, 0, strategy, inner, window, layout, mask)
+    others = sorted({busiest_rank(first), ranks // 2, ranks - 1} - {0})
+    plans = [first, *(plan_for(seq_len, ranks, rank, strategy, inner, window, layout, mask) for rank in others)]
+    layers = [layer_of(plan, heads, transfer, rates) for plan in plans]
+    return Layer(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(Layer)))
 
 
 def _ring_exposed(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -49,12 +50,20 @@ class WithoutData(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # What the host reads: flags are off, counts are one (an optimizer's step, which divides).
             return False if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
+            return _dealt_evenly(args[0].numel(), *args[2:], **(kwargs or {}))
         # Most operations tell by their first argument; looking through all of them costs more than many of them.
         if not (args and isinstance(args[0], FakeTensor)):
             tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
             if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
                 return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _dealt_evenly(count: int, minlength: int) -> Tensor:
+    """How often each number would come: a real tensor, as the host reads it (tokens of experts)."""
+    share, over = divmod(count, minlength)
+    return torch.tensor([share + (number < over) for number in range(minlength)])
 
 
 def without_data() -> WithoutData:
@@ -72,12 +81,13 @@ class Storages:
 
     Attributes:
         now, peak: bytes; at_peak: kind -> bytes when there were most.
+        crest: most bytes since a caller set it.
     """
 
     def __init__(self) -> None:
         self.by_kind: dict[str, int] = {}
         self.held: dict[int, tuple[str, int]] = {}
-        self.now = self.peak = 0
+        self.now = self.peak = self.crest = 0
         self.at_peak: dict[str, int] = {}
 
     def see(self, tensor: Tensor, kind: str) -> None:
@@ -104,6 +114,11 @@ class Storages:
             self.held[number] = (kind, size_bytes)
             self._add(kind, size_bytes)
 
+    def swell(self, size_bytes: int, kind: str) -> None:
+        """So many bytes come and go."""
+        self._add(kind, size_bytes)
+        self._add(kind, -size_bytes)
+
     def start_peak(self) -> None:
         """Look for the peak from here on."""
         self.peak, self.at_peak = self.now, dict(self.by_kind)
@@ -115,6 +130,7 @@ class Storages:
     def _add(self, kind: str, size_bytes: int) -> None:
         self.by_kind[kind] = self.by_kind.get(kind, 0) + size_bytes
         self.now += size_bytes
+        self.crest = max(self.crest, self.now)
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, dict(self.by_kind)
 
@@ -137,7 +153,8 @@ class Message:
 class Ledger(TorchDispatchMode):
     """Sees every operation of a step: counts the storages that live, and writes down every message.
 
-    The operator of attention is opened up: its strategies run as they do on a device, tile by tile.
+    The operator of attention is opened up: its strategies run as they do on a device, tile by tile. What one took is
+    remembered, and counted again for each call of the same plan and sizes.
     """
 
     def __init__(self) -> None:
@@ -145,22 +162,36 @@ class Ledger(TorchDispatchMode):
         self.storages = Storages()
         self.messages: Counter[Message] = Counter()
         self.kind = "activations and buffers"
+        self.took: dict[Any, tuple[int, Counter[Message]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # It comes back as operations on a rank's own part.
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._write_down(func, args)
-        opened = OPENED.get(func)
-        if opened:
-            with self:
-                result = opened(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = self._open(func, args, kwargs) if func in OPENED else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
             if isinstance(x, FakeTensor):
                 self.storages.see(x, self.kind)
+        return result
+
+    def _open(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's own code the first time; then what it took, and the shapes of its results."""
+        leaves = tree_flatten((args, kwargs))[0]
+        key = (func, *(_as_key(leaf) for leaf in leaves))
+        if key in self.took:
+            extra_bytes, messages = self.took[key]
+            self.storages.swell(extra_bytes, self.kind)
+            self.messages += messages
+            return func(*args, **kwargs)
+        before, begun = Counter(self.messages), self.storages.now
+        self.storages.crest = begun
+        with self:
+            result = OPENED[func](*args, **kwargs)
+        self.took[key] = self.storages.crest - begun, self.messages - before
         return result
 
     def _write_down(self, func: Any, args: Any) -> None:
@@ -188,6 +219,13 @@ class Ledger(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+def _as_key(leaf: Any) -> Any:
+    """What of an operation's argument its memory and messages depend on."""
+    if isinstance(leaf, FakeTensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return tuple(leaf.flatten().tolist()) if isinstance(leaf, Tensor) else leaf
 
 
 def describe(group: dist.ProcessGroup) -> str:

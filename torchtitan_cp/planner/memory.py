@@ -91,6 +91,7 @@ class Block:
         qkv: rotated q, k and v, none where an all-to-all keeps its own; out: attention and log-sum-exp.
         traded: what an all-to-all keeps.
         wide: the MLP's four wide tensors.
+        copies: rows that are dealt to experts, and what comes back.
     """
 
     stream: float
@@ -100,6 +101,7 @@ class Block:
     out: float
     traded: float
     wide: float
+    copies: float
 
 
 def block_of(shape: Any, setting: Setting) -> Block:
@@ -110,6 +112,8 @@ def block_of(shape: Any, setting: Setting) -> Block:
     # A norm keeps its input, or where it is not fused two fp32 copies (in fp32 one is the input); its output is whole.
     second = (stream if setting.fused_norm else 2 * WIDE * e / tp) + e * c
     first = second - stream if setting.fused_norm or c == WIDE else second
+    # Experts' balance passes the norm once more, beside the same input.
+    second += second - stream if shape.token_copies else 0
     heads = Heads(shape.n_heads // tp, shape.n_kv_heads // tp, shape.head_dim)
     return Block(
         tokens * stream,
@@ -118,7 +122,8 @@ def block_of(shape: Any, setting: Setting) -> Block:
         tokens * (query + 2 * key) * c if setting.inner == 1 else 0.0,
         tokens * (query * c + heads.query * WIDE),
         _kept_by_trade(heads, setting),
-        tokens * 4 * shape.ffn_dim / tp * c,
+        tokens * 4 * shape.token_ffn_dim / tp * c,
+        tokens * 2 * shape.token_copies * e * c,
     )
 
 
@@ -145,10 +150,10 @@ def kept(block: Block, shape: Any, setting: Setting) -> tuple[float, float, floa
     if mode == "selective":
         # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two wide tensors.
         width = setting.tokens * shape.dim * setting.element_bytes
-        wide = 0.0 if tiles > 1 else block.wide / 2 + width
+        wide = 0.0 if tiles > 1 else block.wide / 2 + (block.copies / 2 or width)
         return block.stream + width, attention + block.qkv, wide
     inputs = block.stream + block.first_norm + block.second_norm
-    return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.wide
+    return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.wide + block.copies
 
 
 def attention_at_work(shape: Any, setting: Setting) -> tuple[float, float]:
@@ -271,13 +276,14 @@ def _block_moments(
     # With offload two layers' shares are on the device at a time.
     parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.traded)) if activation.offload else 0.0
     again = block.qkv + (block.out + block.traded if mode == "full" else 0.0)
-    # Backward of SwiGLU's product: three wide tensors are still needed, beside their three gradients.
-    wide = 1.5 * block.wide / tiles
-    held_wide = {"none": block.wide, "selective": block.wide / 2}.get(mode, 0.0) if tiles == 1 else 0.0
+    # Backward of SwiGLU's product: three wide tensors are still needed, beside their three gradients. Experts have
+    # theirs one after another, and the gradients of their rows all at once.
+    wide = (block.wide + 2 * block.copies if block.copies else 1.5 * block.wide) / tiles
+    held_wide = {"none": block.wide + block.copies, "selective": (block.wide + block.copies) / 2}.get(mode, 0.0)
     in_mlp = {
         "block_inputs": recomputed * (block.first_norm + block.second_norm) + gradient + parked,
         "attention": recomputed * (again - (block.qkv if mode == "selective" else 0.0)),
-        "mlp": wide - held_wide,
+        "mlp": wide - (held_wide if tiles == 1 else 0.0),
         "communication": traffic,
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.

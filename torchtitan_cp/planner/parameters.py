@@ -13,12 +13,14 @@ class Parameters:
 
     Attributes:
         block_matrices: of one layer; block_norms: its norms, biases and sinks.
+        token_matrices: of block_matrices, those that a token meets: of experts, only some.
         embedding: V E; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
     """
 
     block_matrices: int
     block_norms: int
+    token_matrices: int
     embedding: int
     output: int
     last_norm: int
@@ -37,11 +39,14 @@ class Parameters:
 def count_parameters(shape: Any, tp: int = 1) -> Parameters:
     """Parameters of a shape with `vocab_size` set, on one of `tp` ranks that share its matrices."""
     vocabulary = -(-shape.vocab_size // tp) * shape.dim
-    matrices = (shape.linear_parameters() - shape.dim * shape.vocab_size) // shape.n_layers
+    output = shape.dim * shape.vocab_size
+    matrices, met = (
+        (count - output) // shape.n_layers // tp for count in (shape.matrix_parameters(), shape.linear_parameters())
+    )
     small = 2 * shape.dim + 2 * shape.head_dim * shape.qk_norm
     small += (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tp * shape.qkv_bias
     small += shape.n_heads // tp * shape.sinks
-    return Parameters(matrices // tp, small, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
+    return Parameters(matrices, small, met, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
 
 
 def total_parameters(shape: Any) -> int:

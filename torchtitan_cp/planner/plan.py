@@ -48,6 +48,7 @@ def stages_to_plan(config: Config, cluster: Cluster) -> tuple[StageToPlan, ...]:
     check_head_dim(stages, shape.head_dim)
     planned = []
     for stage in stages:
+        registry.check_support(config, stage)
         check_shape(shape, stage.tp)
         parallel = replace(config.parallel, tp=stage.tp, pp=stage.pp)
         own = replace(config, parallel=parallel, activation=stage.activation)

@@ -14,6 +14,7 @@ from torchtitan_cp.parallel import check_shape
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, estimate_stage
 from torchtitan_cp.planner.plan import shape_of
+from torchtitan_cp.registry import check_support
 
 MODES = ("none", "selective", "attention_saved", "full")
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -143,6 +144,7 @@ def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster) -> Option |
         return None
     alone = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=(stage,)))
     try:
+        check_support(alone, alone.parallel)
         degrees = check_config(alone, cluster.ranks)
         return Option(stage, estimate_stage(alone, shape, degrees, resolve_stages(alone, cluster.ranks)[0], cluster))
     except (ConfigError, ContextParallelError):

@@ -1,0 +1,120 @@
+"""Where each exchange of attention wins, from its plans: time, what of it is exposed, and balance, at any size.
+
+Nothing runs: work is what the plans' tiles hold, at a stated rate of the kernel; messages are the rows that the plans
+send, at stated bandwidths. docs/scale.md says which of these were measured.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+from benchmarks.benchmark import Benchmark, Row
+from benchmarks.plan import draw_lengths
+from models.llama import FLAVORS
+from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.plan import ring_steps
+from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
+from torchtitan_cp.planner.estimate import mask_pairs
+from torchtitan_cp.planner.exchange import (
+    BACKWARD_FLOPS,
+    FORWARD_FLOPS,
+    Heads,
+    Rates,
+    Transfer,
+    busiest_layer,
+    plan_for,
+)
+
+STRATEGIES = ("ring", "all_gather", "all_to_all", "hybrid")
+
+
+def draw_mask(kind: str, seq_len: int, mean_tokens: int) -> AttentionMask:
+    """Causal over the whole sequence, or over packed documents of log-normal lengths."""
+    if kind == "causal":
+        return AttentionMask()
+    lengths = draw_lengths("log-normal", seq_len, max(1, seq_len // mean_tokens), seed=1)
+    return AttentionMask(document_lengths=(lengths,))
+
+
+def figures(
+    strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads: Heads, element_bytes: int, rates: Rates
+) -> Row:
+    """One layer and sequence, forward and backward, on the slowest rank.
+
+    Returns:
+        milliseconds; the share of them in which the rank waits for messages; its work over the ranks' mean.
+    """
+    inner = {"all_to_all": ranks, "hybrid": rates.cluster.ranks_per_node}.get(strategy, 1)
+    layer = busiest_layer(seq_len, ranks, strategy, inner, 0, "auto", mask, heads, Transfer(element_bytes), rates)
+    work = layer.pairs * heads.dim * (FORWARD_FLOPS / rates.forward + BACKWARD_FLOPS / rates.backward)
+    exposed = layer.forward_exposed + layer.backward_exposed
+    mean_pairs = mask_pairs(seq_len, 0, mask) * heads.query / ranks
+    return {
+        "ms": (work + exposed) * 1e3,
+        "exposed_share": exposed / (work + exposed),
+        "over_mean_work": layer.pairs / mean_pairs,
+        "sent_mib": (layer.forward_bytes + layer.backward_bytes) / 2**20,
+    }
+
+
+def measure(
+    device: str,
+    flavor: str,
+    lengths: list[int],
+    ranks: list[int],
+    masks: list[str],
+    strategies: list[str],
+    mean_tokens: int,
+    forward_tflops: float,
+    backward_tflops: float,
+    dtype: str,
+) -> Iterator[Row]:
+    """One layer of a flavor and one sequence, forward and backward, on the slowest rank; each rank is one device.
+
+    mean_tokens: of packed documents, whose lengths are log-normal; forward_tflops, backward_tflops: of the attention
+    kernel, 0 for the planner's table.
+    """
+    shape, accelerator = FLAVORS[flavor], ACCELERATORS[device]
+    heads = Heads(shape.n_heads, shape.n_kv_heads, shape.head_dim)
+    for kind, seq_len, count in itertools.product(masks, lengths, ranks):
+        node = min(count, accelerator.ranks_per_node)
+        cluster: Cluster = make_cluster(device, count // node, node)
+        rates = Rates(
+            cluster,
+            forward_tflops * 1e12 or cluster.rate(dtype, accelerator.attention_forward),
+            backward_tflops * 1e12 or cluster.rate(dtype, accelerator.attention_backward),
+            1,
+        )
+        mask = draw_mask(kind, seq_len, mean_tokens)
+        for strategy in strategies:
+            if strategy == "hybrid" and count <= node:
+                continue
+            names = {"mask": kind, "tokens": seq_len, "ranks": count, "strategy": strategy}
+            yield names | figures(strategy, seq_len, count, mask, heads, 2 if dtype == "bfloat16" else 4, rates)
+        # Thousands of plans of thousands of steps would fill the memory.
+        for cache in (plan_for, busiest_layer, ring_steps):
+            cache.cache_clear()
+
+
+BENCHMARK = Benchmark(
+    measure,
+    {
+        "device": "h100-80g",
+        "flavor": "8B",
+        "lengths": [1 << exponent for exponent in range(17, 25)],
+        "ranks": [1 << exponent for exponent in range(3, 13)],
+        "masks": ["causal", "packed"],
+        "strategies": list(STRATEGIES),
+        "mean_tokens": 8192,
+        "forward_tflops": 0.0,
+        "backward_tflops": 0.0,
+        "dtype": "bfloat16",
+    },
+    {"lengths": [1 << 20], "ranks": [8, 64, 512]},
+    {
+        "device": list(ACCELERATORS),
+        "flavor": list(FLAVORS),
+        "masks": ["causal", "packed"],
+        "strategies": STRATEGIES,
+        "dtype": ["bfloat16", "float32"],
+    },
+)
