@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_cp import registry
-from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks
+from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
 from torchtitan_cp.config import Config
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.loader import MicroBatch, StepShape
@@ -28,6 +29,7 @@ from torchtitan_cp.parallel import (
     Hidden,
     Meshes,
     Pipeline,
+    Stopwatch,
     World,
     bubble_share,
     parallelize,
@@ -38,6 +40,8 @@ from torchtitan_cp.parallel import (
 
 # (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> what it finds
 Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
+Observe = Callable[[MicroBatch, Tensor], None]
+WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
 class LayerAttention:
@@ -85,6 +89,8 @@ class Network:
         pipeline: None on one pipeline rank.
         token_loss: the last part's loss.
         mesh: (pp, dp, cp, tp) of the stage entered.
+        observe: told of each micro-batch of a step and the losses of its tokens, on ranks with the last part.
+        watches: time what is launched; see `take_seconds`.
         role: this rank's place in pp, dp and cp of the stage entered; tensor-parallel peers share it, as they share
             what they compute and so their random numbers.
     """
@@ -111,10 +117,14 @@ class Network:
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
         self.token_loss = TokenLoss(config.training.loss_chunk_tokens, config.training.z_loss)
+        self.observe: Observe | None = None
+        self.watches = {name: Stopwatch(self.device) for name in WATCHED}
+        watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
         self.pipeline = None
         if mesh.size() > 1:
             tied = shape.tie_embeddings
             self.pipeline = Pipeline(list(self.parts), self.layers, mesh, settings.pp_schedule, self.device, tied=tied)
+            self.watches |= self.pipeline.watches
 
     def reset_optimizers(self) -> None:
         """Optimizers without any state."""
@@ -165,13 +175,18 @@ class Network:
             if isinstance(result, Tensor):
                 return result
             loss_sum.add_(result[1].sum())
+            if self.observe:
+                self.observe(batch, result[1])
             return result[0] / tokens
 
         if self.pipeline:
             self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
         else:
             for batch in micro_batches:
-                self._backward(run(self.parts[0], None, batch))
+                with self.watches["forward"].running():
+                    loss = run(self.parts[0], None, batch)
+                with self.watches["backward"].running():
+                    self._backward(loss)
         return StepSums(loss_sum * self.meshes.counts_losses, tokens, self.token_loss.largest_logit)
 
     def _backward(self, loss: Tensor) -> None:
@@ -233,11 +248,27 @@ class Network:
         Args:
             grad_norm: global norm of the gradients.
         """
-        scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
-        for optimizer in self.optimizers:
-            set_learning_rates(optimizer, lr)
-            optimizer.step()
-        self.forget_gradients()
+        with self.watches["optimizer"].running():
+            scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
+            for optimizer in self.optimizers:
+                set_learning_rates(optimizer, lr)
+                optimizer.step()
+            self.forget_gradients()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call: `forward`, `backward` and `optimizer`, and in them `cp_wait`, for which messages
+        of context parallelism were waited for, and `cp_flight`, from their posting until then; with a pipeline
+        `pipeline`, the whole of its steps."""
+        return {name: watch.take() for name, watch in self.watches.items()}
+
+    def memory_by_kind(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients (which are there from backward to update) and optimizer state."""
+        weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
+        states = [
+            value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
+        ]
+        kept = sum(_local_bytes(value) for value in states if isinstance(value, Tensor))
+        return {"weights": weights, "gradients": weights, "optimizer": kept}
 
     def forget_gradients(self) -> None:
         """Free them."""
@@ -271,3 +302,8 @@ class Network:
         bubble = bubble_share(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
         return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
+
+
+def _local_bytes(x: Tensor) -> int:
+    own = x.to_local() if isinstance(x, DTensor) else x
+    return own.numel() * own.element_size()

@@ -1,20 +1,31 @@
 """What a run tells: a record of every step, what a person reads on the console, and the summary at the end."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cp.attention import Plan
 from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.config import Config, to_toml
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data import statistics_table
+from torchtitan_cp.data.loader import MicroBatch
 from torchtitan_cp.health import StepReport
 from torchtitan_cp.measuring import Evaluated, describe, numbers_of
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token
 from torchtitan_cp.metrics.console import StageSummary
-from torchtitan_cp.metrics.pictures import loss_against_position, passkey_map
+from torchtitan_cp.metrics.pictures import length_histogram, loss_against_position, passkey_map, tile_map
+from torchtitan_cp.metrics.tally import LossTally
 from torchtitan_cp.network import Network
+from torchtitan_cp.optimizer import IGNORED
 from torchtitan_cp.parallel import World
 from torchtitan_cp.reading import Reading
 
@@ -40,22 +51,33 @@ class Telling:
         self.speeds: dict[int, float] = {}
         self.writer: MetricsWriter | None = None
         self.evaluation: Evaluated | None = None
+        self.evaluated_at = 0
+        # Losses by position: of training, and of evaluations.
         self.curves: dict[str, tuple[list[int], list[float]]] = {}
+        self.evaluated_curves: dict[str, tuple[list[int], list[float]]] = {}
+        self.summaries: dict[int, StageSummary] = {}
+        self.newest: StepRecord | None = None
+        self.memory: dict[str, int] = {}
+        self.stall_seconds = self.flight_seconds = 0.0
 
     def begin(self, reading: Reading) -> None:
         """Open the logs, and say what will run."""
-        config, device = self.config, self.world.device
+        self.reading, config, device = reading, self.config, self.world.device
         self.peak = find_peak(device.device, device.name, self.network.compute_dtype, config.metrics.peak_tflops)
         if self.leads:
             check_dump_folder(config.job.dump_folder)
             (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
             settings = config.metrics
             self.writer = MetricsWriter(
-                self.folder, after_step=self.done, tensorboard=settings.tensorboard, interval=settings.interval
+                self.folder,
+                after_step=self.done,
+                tensorboard=settings.tensorboard,
+                interval=settings.interval,
+                wandb=settings.wandb,
             )
             self.writer.text("config", f"```toml\n{to_toml(config)}\n```", self.done)
-            for name, stream in reading.streams.items():
-                self.writer.lengths(name, stream.store.document_lengths)
+            for name, stream in reading.streams.items() if self.writer.boards else ():
+                self.writer.image(f"documents/{name}", length_histogram(stream.store.document_lengths, name), self.done)
         statistics = {name: source.statistics for name, source in reading.corpus.sources.items()}
         self.say(
             f"{config.model.architecture} {config.model.flavor}: {self.network.parameter_count:,} parameters on "
@@ -85,6 +107,35 @@ class Telling:
         if self.writer:
             self.writer.text("health", text, step)
 
+    def enter(self, stage: StagePlan, step: int, batch: MicroBatch) -> None:
+        """A stage begins, with this micro-batch."""
+        self.stage_sums: Tensor | None = None
+        self.tile_map(batch, f"{stage.name}: {batch.plan.strategy}, {self.config.context_parallel.layout}", step)
+
+    def tile_map(self, batch: MicroBatch, title: str, step: int) -> None:
+        """Draw who computes what of a micro-batch's attention, if several ranks share it."""
+        if self.writer and self.writer.boards and batch.plan.ranks > 1:
+            self.writer.image("curriculum/attention_tiles", tile_map(batch.plan, title), step)
+
+    def before(self, stage: StagePlan, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step begins. Every metrics.interval-th one is looked at more closely."""
+        self.micro_batches, self.tally = micro_batches, None
+        if step % self.config.metrics.interval == 0:
+            self.tally = LossTally(stage.seq_len, list(self.reading.streams), self.network.device)
+        self.network.observe = self._count if self.tally else None
+
+    def _count(self, batch: MicroBatch, losses: Tensor) -> None:
+        if self.tally and self.network.meshes.counts_losses:
+            move = self.world.device.move
+            assert batch.document_positions is not None
+            labels, within = move(batch.labels), move(batch.document_positions)
+            positions = move(batch.plan.positions)
+            self.tally.add(losses, labels != IGNORED, positions, within, batch.sources)
+
+    def stalled(self, seconds: float) -> None:
+        """A checkpoint held the run up."""
+        self.stall_seconds += seconds
+
     def step(
         self,
         stage: StagePlan,
@@ -97,17 +148,17 @@ class Telling:
         skipped: bool,
         total_steps: int,
     ) -> None:
-        """Record an optimizer step.
+        """Record an optimizer step. Collective.
 
         Args:
             progress: after the step.
             waited: seconds until its batch was there; seconds: of the whole step.
             total_steps: of the run, as far as is known now.
         """
-        speed, shape = stage.global_batch_tokens / seconds, self.network.shape
-        flops = flops_per_token(
-            shape.linear_parameters(), shape.layer_windows, shape.n_heads, shape.head_dim, stage.seq_len
-        )
+        self.network.observe = None
+        speed = stage.global_batch_tokens / seconds
+        parts = self.network.take_seconds() | {"checkpoint": self.stall_seconds}
+        self.stall_seconds, whole, self.flight_seconds = 0.0, parts.pop("pipeline", 0.0), parts.pop("cp_flight")
         record = StepRecord(
             step=progress.step,
             stage=stage.name,
@@ -120,25 +171,112 @@ class Telling:
             lr=lr,
             tokens_per_second=speed,
             tokens_per_second_per_rank=speed / self.world.size,
-            mfu=speed * flops / (self.peak.flops_per_second * self.world.size),
+            mfu=self._utilisation(speed, self._flops(stage)),
             peak_memory_bytes=report.peak_memory_bytes,
             data_wait_seconds=waited,
             step_seconds=seconds,
-            pipeline_idle=self.network.pipeline.idle_share() if self.network.pipeline else None,
+            seconds=parts,
+            pipeline_idle=1 - (parts["forward"] + parts["backward"]) / whole if whole else None,
             skipped=skipped,
             spikes=len(report.spikes),
             skipped_steps=progress.health["all_skips"],
             rollbacks=progress.health["rollbacks"],
             lr_cuts=progress.health["lr_cuts"],
         )
+        if not skipped:
+            record = replace(record, **self._details(stage, report, speed))
+        self.newest = record
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         if self.writer:
             self.writer.step(record)
         self.console.step(record, total_steps)
 
+    def _details(self, stage: StagePlan, report: StepReport, speed: float) -> dict[str, Any]:
+        """What a healthy step is looked at more closely for, as fields of its record. Collective."""
+        details: dict[str, Any] = {
+            "largest_logit": report.largest_logit if math.isfinite(report.largest_logit) else None,
+            "block_grad_norm": {str(block): norm for block, norm in enumerate(report.block_grad_norms)},
+            "block_output": {str(block): value for block, value in enumerate(report.block_outputs)},
+        }
+        if self.tally is None:
+            return details
+        dist.all_reduce(self.tally.sums)
+        self.stage_sums = self.tally.sums if self.stage_sums is None else self.stage_sums + self.tally.sums
+        found, memory = self.tally.details(), self._memory()
+        return details | {
+            "loss_by_position": found.by_position,
+            "loss_by_document_position": found.by_document_position,
+            "loss_by_source": found.by_source,
+            "mfu_mask": self._utilisation(speed, self._flops(stage, self.micro_batches)),
+            "cp_imbalance": max(imbalance(batch.plan) for batch in self.micro_batches),
+            "unlabelled": 1 - found.tokens / stage.global_batch_tokens,
+            "memory_bytes": memory | {"other": max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))},
+        }
+
+    def messages(self) -> tuple[float, float]:
+        """Seconds of the newest step for which context-parallel messages were waited for, and were in flight."""
+        return (self.newest.seconds["cp_wait"] if self.newest else 0.0), self.flight_seconds
+
+    def _memory(self) -> dict[str, int]:
+        """Of weights, gradients and optimizer; they stay as they are once the optimizer has its state."""
+        if not self.memory.get("optimizer"):
+            self.memory = self.network.memory_by_kind()
+        return self.memory
+
+    def _flops(self, stage: StagePlan, micro_batches: Sequence[MicroBatch] = ()) -> float:
+        """FLOPs of training on a token; with micro-batches, with only the attention that their masks allow."""
+        shape, keys = self.network.shape, None
+        if micro_batches:
+            windows = {
+                window: [keys_seen(batch.plans[window]) for batch in micro_batches] for window in {*shape.windows, 0}
+            }
+            keys = [fmean(windows[window]) for window in shape.layer_windows]
+        return flops_per_token(
+            shape.linear_parameters(), shape.layer_windows, shape.n_heads, shape.head_dim, stage.seq_len, keys
+        )
+
+    def _utilisation(self, speed: float, flops: float) -> float:
+        return speed * flops / (self.peak.flops_per_second * self.world.size)
+
+    def stage_over(self, stage: StagePlan, step: int, stage_losses: Mapping[str, Sequence[float]]) -> None:
+        """Print the table of the stages so far, and draw their losses by position.
+
+        Args:
+            step: of the run, the stage's last.
+            stage_losses: by the stage's number, its first and last loss and its steps.
+        """
+        first, last, steps = stage_losses.get(str(stage.index), (None, None, 0))
+        placed: list[float] = []
+        if self.stage_sums is not None:
+            tally = LossTally(stage.seq_len, list(self.reading.streams), self.network.device)
+            tally.sums = self.stage_sums
+            found = tally.details().by_position
+            self.curves[stage.name] = ([int(start) for start in found], list(found.values()))
+            placed = list(found.values())
+        evaluated = self.evaluation if self.evaluation and self.evaluated_at == step else None
+        if evaluated:
+            within = zip(evaluated.position_starts, evaluated.position_losses, strict=True)
+            placed = [loss for start, loss in within if start < stage.seq_len and not math.isnan(loss)]
+        self.summaries[stage.index] = StageSummary(
+            stage.name,
+            stage.seq_len,
+            stage.cp,
+            int(steps or 0),
+            first,
+            last,
+            placed[-1] if placed else None,
+            evaluated.passkey_accuracy if evaluated else None,
+            self.speeds.get(stage.index),
+            self.newest.mfu if self.newest else None,
+            self.newest.peak_memory_bytes if self.newest else None,
+        )
+        self.console.table(list(self.summaries.values()))
+        if self.writer and self.writer.boards and self.curves:
+            self.writer.image("train/loss_by_position", loss_against_position(self.curves), step)
+
     def evaluated(self, stage: StagePlan, step: int, found: Evaluated) -> None:
         """Tell of a look at held-out text."""
-        self.evaluation = found
+        self.evaluation, self.evaluated_at = found, step
         self.say("\n".join(describe(stage, step, found)))
         if not self.writer:
             return
@@ -151,25 +289,16 @@ class Telling:
         for name, value in scalars.items():
             if value is not None:
                 self.writer.scalar(f"validation/{name}", value, step)
-        self.curves[stage.name] = (found.position_starts, found.position_losses)
-        if not self.config.metrics.tensorboard:
+        self.evaluated_curves[stage.name] = (found.position_starts, found.position_losses)
+        if not self.writer.boards:
             return
-        self.writer.image("validation/loss_by_position", loss_against_position(self.curves), step)
+        self.writer.image("validation/loss_by_position", loss_against_position(self.evaluated_curves), step)
         for name, each in found.retrieval.items():
             picture = passkey_map(each.accuracy, each.lengths, each.depths, trained_length=stage.seq_len, title=name)
             self.writer.image(f"validation/{name}", picture, step)
 
-    def finish(self, stages: Sequence[StagePlan], stage_losses: Mapping[str, Sequence[float]]) -> None:
-        """Print the table of all stages, and what to look at next.
-
-        Args:
-            stage_losses: by the stage's number, its first and last loss and its steps.
-        """
-        rows = []
-        for stage in stages:
-            first, last, steps = stage_losses.get(str(stage.index), (None, None, 0))
-            speed = self.speeds.get(stage.index)
-            rows.append(StageSummary(stage.name, stage.seq_len, stage.cp, int(steps or 0), first, last, speed))
+    def finish(self) -> None:
+        """Say what to look at next."""
         lines = []
         if self.evaluation:
             loss, unigram = self.evaluation.loss, self.evaluation.unigram
@@ -179,4 +308,15 @@ class Telling:
         lines.append(f"every step:  {self.folder / 'metrics.jsonl'}")
         if self.config.metrics.tensorboard:
             lines.append(f"look at it:  tensorboard --logdir {self.folder / 'tensorboard'}")
-        self.console.finish(rows, "\n".join(lines))
+        self.console.stop()
+        self.say("\n".join(lines))
+
+
+def keys_seen(plan: Plan) -> float:
+    """Keys that a query of the plan's sequences sees, on average."""
+    return sum(plan.areas) / plan.sequence_length / len(plan.mask.document_lengths or ((),))
+
+
+def imbalance(plan: Plan) -> float:
+    """Work of the busiest rank of the ring over the mean."""
+    return max(plan.areas) / fmean(plan.areas)

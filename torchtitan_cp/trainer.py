@@ -27,6 +27,7 @@ from torchtitan_cp.export import check_exportable, exported_stages
 from torchtitan_cp.guarding import Guarding
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.measuring import Measuring
+from torchtitan_cp.metrics.profiling import Profiling
 from torchtitan_cp.network import Network
 from torchtitan_cp.optimizer import LearningRates
 from torchtitan_cp.parallel import (
@@ -86,6 +87,7 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.announced, self.must_save = -1, False
+        self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
         self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
@@ -174,7 +176,7 @@ class Trainer:
             if self.relaunches and not self.stopping:
                 self.telling.say(self._relaunching())
             elif not self.stopping:
-                self.telling.finish(self.stages, self.progress.stage_losses)
+                self.telling.finish()
         finally:
             self.telling.end()
 
@@ -245,9 +247,11 @@ class Trainer:
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, shape, time.perf_counter() - begun)
+        self.telling.enter(stage, self.progress.step, first[0])
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            healthy = self._step(stage, batches)
+            with self.profiling.watching(self.progress.step + 1, self.telling.messages):
+                healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
             if not healthy:
@@ -257,6 +261,7 @@ class Trainer:
                 self._validate(stage, shape)
             self._save_if_due(self._stage_over())
             if self._stage_over():
+                self.telling.stage_over(stage, self.progress.step, self.progress.stage_losses)
                 self.telling.say(
                     self.reading.describe_epochs(self.progress.stage_step + self.progress.passed(stage.index))
                 )
@@ -310,6 +315,7 @@ class Trainer:
         reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.network.role)
         reseed()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
+        self.telling.before(stage, self.progress.step + 1, micro_batches)
         report = self.gradients(micro_batches)
         healthy = not self.guarding.is_bad(report)
         if healthy:
@@ -433,7 +439,9 @@ class Trainer:
         )
         due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
+            begun = time.perf_counter()
             self._save(stage_end)
+            self.telling.stalled(time.perf_counter() - begun)
 
     def _save(self, stage_end: bool) -> None:
         # A save before it may have to end first.

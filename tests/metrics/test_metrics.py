@@ -32,6 +32,10 @@ def record(step: int, loss: float | None = 2.0) -> StepRecord:
         data_wait_seconds=0.01,
         step_seconds=1.6,
         pipeline_idle=0.25,
+        seconds={"forward": 0.5},
+        largest_logit=9.0,
+        block_grad_norm={"0": 1.0, "1": 2.0},
+        loss_by_position={"0": 3.0, "16": 2.0},
         skipped=loss is None,
     )
 
@@ -60,14 +64,15 @@ def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_pat
     losses = [1 / 3, 2 / 3, None, 0.1]
     for step, loss in enumerate(losses, start=1):
         writer.step(record(step, loss))
-    writer.validation(4, 1.5, 6.5)
     writer.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == losses
     assert [line["skipped"] for line in lines] == [False, False, True, False]
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    assert set(board.Tags()["scalars"]) == {*TAGS.values(), "validation/loss", "validation/unigram_loss"}
+    single = {tag for field, tag in TAGS.items() if isinstance(getattr(record(1), field), (int, float))}
+    several = {"seconds/forward", "grad_norm_by_block/0", "grad_norm_by_block/1", "loss_by_position/0"}
+    assert set(board.Tags()["scalars"]) == single | several | {"loss_by_position/16"}
     assert [point.step for point in board.Scalars("train/loss")] == [2, 4]
 
 
@@ -99,24 +104,18 @@ def test_where_there_is_no_terminal_a_step_is_a_plain_line() -> None:
     assert "loss not finite" in last
 
 
-def test_the_closing_table_shows_each_stage() -> None:
+def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
     console = Console(100, 0, speaks=True)
     text = printed(console)
-    console.finish(
-        [StageSummary("4K", 4096, 2, 60, 8.25, 4.125, 5000.0), StageSummary("8K", 8192, 2, 40, None, None, None)],
-        "look at it:  tensorboard --logdir x",
+    console.table(
+        [
+            StageSummary("4K", 4096, 2, 60, 8.25, 4.125, 3.875, 0.95, 5000.0, 0.25, 3 * 2**29),
+            StageSummary("8K", 8192, 2, 40, None, None, None, None, None, None, None),
+        ]
     )
-    row = next(line for line in text.getvalue().splitlines() if "4,096" in line)
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "4K",
-        "4,096",
-        "2",
-        "60",
-        "8.2500",
-        "4.1250",
-        "5,000",
-    ]
-    assert "tensorboard --logdir x" in text.getvalue()
+    rows = [line.split() for line in text.getvalue().splitlines() if "4,096" in line or "8,192" in line]
+    measured = ["8.2500", "4.1250", "3.8750", "95%", "5,000", "25.0%", "1.50"]
+    assert rows == [["4K", "4,096", "2", "60", *measured], ["8K", "8,192", "2", "40", *["-"] * 7]]
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,5 +123,6 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     console.start()
     console.say("hello")
     console.step(record(1), 100)
-    console.finish([], "bye")
+    console.table([])
+    console.stop()
     assert capsys.readouterr().out == ""

@@ -12,6 +12,7 @@ from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.simulate import Simulation, simulate
 from torchtitan_cp.attention.strategies import choose_strategy
+from torchtitan_cp.attention.transfer import watch_messages
 
 __all__ = [
     "OPERATOR",
@@ -28,4 +29,5 @@ __all__ = [
     "make_plan",
     "simulate",
     "sum_ranks",
+    "watch_messages",
 ]

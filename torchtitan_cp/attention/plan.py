@@ -91,6 +91,13 @@ class Plan:
         return len(self.layout.chunks)
 
     @property
+    def areas(self) -> tuple[int, ...]:
+        """Pairs that the mask allows to the queries of each rank of the ring, over its rows of `document_lengths`."""
+        layout = self.ring_layout
+        chunks = chunk_areas(layout.chunk_tokens, len(layout.owners), self.mask, self.sequence_length)
+        return tuple(sum(chunks[chunk] for chunk in held) for held in layout.chunks)
+
+    @property
     def local_tokens(self) -> int:
         """S/P."""
         return self.sequence_length // self.ranks

@@ -1,6 +1,7 @@
 """Messages between the ranks of a group: the only place of the library that touches torch.distributed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,22 @@ from torchtitan_cp.attention.errors import PlanError
 # Renamed in torch 2.13; 2.11 knows the old names only.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+Watch = Callable[[], AbstractContextManager[None]]
+_watches: tuple[Watch, Watch] = (nullcontext, nullcontext)
+
+
+def watch_messages(waiting: Watch = nullcontext, flying: Watch = nullcontext) -> None:
+    """Enter these around the messages of this process from now on, as to time them.
+
+    Args:
+        waiting: around every wait for a message. On CUDA it is the stream that waits, and a stream's clock that tells
+            how long.
+        flying: from a message's posting until the wait for it is over.
+    """
+    global _watches
+    _watches = (waiting, flying)
 
 
 @dataclass(frozen=True)
@@ -76,10 +93,16 @@ class Work:
 
     def __init__(self, works: list[dist.Work], result: Tensor | None, *kept: Tensor | None) -> None:
         self.works, self.result, self.kept = works, result, kept
+        if works:
+            self.flight = _watches[1]()
+            self.flight.__enter__()
 
     def wait(self) -> Tensor | None:
-        for work in self.works:
-            work.wait()
+        if self.works:
+            with _watches[0]():
+                for work in self.works:
+                    work.wait()
+            self.flight.__exit__(None, None, None)
         return self.result
 
 

@@ -346,6 +346,7 @@ class Metrics:
 
     interval: int = key(1, "optimizer steps between TensorBoard points and console lines", least=1)
     tensorboard: bool = key(True, "write tensorboard/ (metrics.jsonl is always written)")
+    wandb: str = key("", "project of Weights & Biases that also gets all of it (extra wandb); empty: none")
     peak_tflops: float = key(0.0, "peak of one rank's device, for MFU; 0: from a table, on CPU measured", least=0)
 
 
@@ -370,6 +371,15 @@ class Passkey:
         "mentioned in the text is {key}",
         "what asks for it, which ends with the key",
     )
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Steps that are traced, each into profile/ with a table of what its time went into."""
+
+    steps: tuple[int, ...] = key((), "optimizer steps to trace with torch.profiler, e.g. [10, 20]")
+    ranks: tuple[int, ...] = key((0,), "ranks that trace them")
+    memory_snapshot: bool = key(False, "CUDA: keep a snapshot of allocations too, for pytorch.org/memory_viz")
 
 
 @dataclass(frozen=True)
@@ -506,5 +516,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     health: Health = field(default_factory=Health)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     curriculum: Curriculum = field(default_factory=Curriculum)

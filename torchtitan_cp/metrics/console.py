@@ -1,21 +1,26 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere, a table at the end."""
+"""What a person sees of a run: a live bar on a terminal, a line now and then elsewhere, a table at each stage's end."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from torchtitan_cp.metrics.record import StepRecord
 
-PLAIN_LINE_SECONDS = 2.0
+PLAIN_LINE_SECONDS = 30.0  # a log is read later, and metrics.jsonl has every step
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """A row of the closing table; losses are None for a stage of which no step was finite."""
+    """A row of the table of stages; None is what was not measured, or of which no step was finite.
+
+    Attributes:
+        far_loss: at the far end of the context, held out where an evaluation was made, else in training.
+    """
 
     name: str
     seq_len: int
@@ -23,7 +28,11 @@ class StageSummary:
     steps: int
     first_loss: float | None
     last_loss: float | None
+    far_loss: float | None
+    passkey_accuracy: float | None
     tokens_per_second: float | None
+    mfu: float | None
+    peak_memory_bytes: int | None
 
 
 class Console:
@@ -81,18 +90,28 @@ class Console:
         taken = max(1, step - self.done_before)
         return (time.monotonic() - self.begun) / taken * (self.total_steps - step)
 
-    def finish(self, stages: Sequence[StageSummary], closing: str) -> None:
-        """Take the bar away and print the table of stages and where everything is."""
-        self.stop()
-        table = Table(title="What was trained", title_justify="left")
-        for header in ("stage", "seq_len", "cp", "steps", "loss at start", "loss at end", "tokens/s"):
+    def table(self, stages: Sequence[StageSummary]) -> None:
+        """Print a row for each stage."""
+        table = Table(
+            title="What was trained: first and last loss, loss at the far end", title_justify="left", box=SIMPLE
+        )
+        for header in ("stage", "seq_len", "cp", "steps", "first", "last", "far", "passkey", "tok/s", "mfu", "GiB"):
             table.add_column(header, justify="left" if header == "stage" else "right")
         for stage in stages:
-            first, last = (_number(loss, ".4f") for loss in (stage.first_loss, stage.last_loss))
-            cells = (stage.name, f"{stage.seq_len:,}", stage.cp, f"{stage.steps:,}", first, last)
-            table.add_row(*(str(cell) for cell in cells), _number(stage.tokens_per_second, ",.0f"))
+            losses = (_number(loss, ".4f") for loss in (stage.first_loss, stage.last_loss, stage.far_loss))
+            peak = None if stage.peak_memory_bytes is None else stage.peak_memory_bytes / 2**30
+            table.add_row(
+                stage.name,
+                f"{stage.seq_len:,}",
+                str(stage.cp),
+                f"{stage.steps:,}",
+                *losses,
+                _number(stage.passkey_accuracy, ".0%"),
+                _number(stage.tokens_per_second, ",.0f"),
+                _number(stage.mfu, ".1%"),
+                _number(peak, ".2f"),
+            )
         self.terminal.print(table)
-        self.say(closing)
 
     def stop(self) -> None:
         """Take the bar away."""

@@ -31,7 +31,14 @@ class Peak:
     source: str
 
 
-def flops_per_token(linear_parameters: int, windows: Sequence[int], heads: int, head_dim: int, seq_len: int) -> float:
+def flops_per_token(
+    linear_parameters: int,
+    windows: Sequence[int],
+    heads: int,
+    head_dim: int,
+    seq_len: int,
+    keys: Sequence[float] | None = None,
+) -> float:
     """FLOPs of training on one token: forward and twice that backward, recomputation not counted.
 
     6 per weight; attention's two products cost 12 x Hq x D a key that is seen, of which a causal token sees
@@ -40,9 +47,11 @@ def flops_per_token(linear_parameters: int, windows: Sequence[int], heads: int, 
 
     Args:
         windows: of each layer, 0 for none.
+        keys: that a token sees in each layer, on average; None: those of one causal sequence.
     """
-    keys = sum(w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows)
-    return 6.0 * linear_parameters + 12.0 * heads * head_dim * keys
+    if keys is None:
+        keys = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
+    return 6.0 * linear_parameters + 12.0 * heads * head_dim * sum(keys)
 
 
 def layer_costs(shape: Any, seq_len: int) -> list[float]:

@@ -1,6 +1,8 @@
 """metrics.jsonl, evaluation.jsonl and TensorBoard, written by rank 0."""
 
 import dataclasses
+import html
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.metrics.record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -16,7 +19,7 @@ logger = logging.getLogger(__name__)
 JSONL = "metrics.jsonl"
 EVALUATIONS = "evaluation.jsonl"
 TENSORBOARD = "tensorboard"
-# Where each field of a record shows in TensorBoard.
+# Where each field of a record shows in TensorBoard; one of several numbers, with the name of each behind a slash.
 TAGS = {
     "loss": "train/loss",
     "perplexity": "train/perplexity",
@@ -31,6 +34,17 @@ TAGS = {
     "tokens_per_second_per_rank": "speed/tokens_per_second_per_rank",
     "mfu": "speed/mfu",
     "step_seconds": "speed/step_seconds",
+    "largest_logit": "health/largest_logit",
+    "block_grad_norm": "grad_norm_by_block",
+    "block_output": "largest_output_by_block",
+    "loss_by_position": "loss_by_position",
+    "loss_by_document_position": "loss_by_document_position",
+    "loss_by_source": "loss_by_source",
+    "mfu_mask": "speed/mfu_mask",
+    "seconds": "seconds",
+    "cp_imbalance": "speed/cp_imbalance",
+    "unlabelled": "data/unlabelled_share",
+    "memory_bytes": "memory",
     "pipeline_idle": "speed/pipeline_idle",
     "data_wait_seconds": "speed/data_wait_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
@@ -78,16 +92,24 @@ class MetricsWriter:
         after_step: steps after this one are forgotten: a resumed run takes them again.
         tensorboard: whether to write tensorboard/.
         interval: optimizer steps between TensorBoard points.
+        wandb: project of Weights & Biases that gets all that TensorBoard gets; empty: none.
+
+    Raises:
+        ConfigError: its package is missing.
     """
 
-    def __init__(self, folder: Path, *, after_step: int, tensorboard: bool, interval: int) -> None:
+    def __init__(self, folder: Path, *, after_step: int, tensorboard: bool, interval: int, wandb: str = "") -> None:
         self.interval = interval
         path = folder / JSONL
         _forget_after(path, after_step)
         self.lines = PatientFile(path)
         _forget_after(folder / EVALUATIONS, after_step)
         self.evaluations = PatientFile(folder / EVALUATIONS)
-        self.board = SummaryWriter(str(folder / TENSORBOARD), purge_step=after_step + 1) if tensorboard else None
+        self.boards: list[Any] = []
+        if tensorboard:
+            self.boards.append(SummaryWriter(str(folder / TENSORBOARD), purge_step=after_step + 1))
+        if wandb:
+            self.boards.append(WandbBoard(wandb, folder))
 
     def step(self, record: StepRecord) -> None:
         """Write one optimizer step."""
@@ -95,8 +117,9 @@ class MetricsWriter:
         if record.step % self.interval == 0:
             for field, tag in TAGS.items():
                 value = getattr(record, field)
-                if value is not None:
-                    self._show("add_scalar", tag, value, record.step)
+                for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+                    if number is not None:
+                        self.scalar(f"{tag}/{name}" if name else tag, number, record.step)
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write what an evaluation found, with its `step`, as a line of evaluation.jsonl."""
@@ -108,30 +131,59 @@ class MetricsWriter:
 
     def image(self, tag: str, array: np.ndarray, step: int) -> None:
         """Write a picture, `[height, width, 3]` uint8, to TensorBoard."""
-        self._show("add_image", tag, array, step, None, "HWC")
+        self._show("add_image", tag, array, step, dataformats="HWC")
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write a text, in Markdown, to TensorBoard."""
         self._show("add_text", tag, text, step)
-
-    def lengths(self, source: str, tokens: np.ndarray) -> None:
-        """Show how long a source's documents are, in powers of two of tokens. `tokens`: `[documents]`."""
-        if len(tokens):
-            self._show("add_histogram", f"documents/{source}, log2 of tokens", np.log2(np.maximum(tokens, 1)), 0)
 
     def close(self) -> None:
         self.lines.close()
         self.evaluations.close()
         self._show("close")
 
-    def _show(self, method: str, *arguments: Any) -> None:
-        """Call TensorBoard's writer, if there is one. Its thread does not outlive an error."""
+    def _show(self, method: str, *arguments: Any, **named: Any) -> None:
+        """Call every board. TensorBoard's thread does not outlive an error."""
+        for board in list(self.boards):
+            try:
+                getattr(board, method)(*arguments, **named)
+            except OSError as error:
+                self.boards.remove(board)
+                name = type(board).__name__
+                logger.error("%s stands still until the run's next start: %s. %s goes on", name, error, JSONL)
+
+
+class WandbBoard:
+    """Weights & Biases, with the methods of TensorBoard's writer that are used here.
+
+    A run goes on under its name, the folder's. Its steps never fall there: those that a resumed run takes again are
+    ignored. With WANDB_MODE=offline nothing leaves the machine.
+
+    Args:
+        project: its name; folder: of the run.
+    """
+
+    def __init__(self, project: str, folder: Path) -> None:
         try:
-            if self.board:
-                getattr(self.board, method)(*arguments)
-        except OSError as error:
-            self.board = None
-            logger.error("TensorBoard stands still until the run's next start: %s. %s goes on", error, JSONL)
+            self.wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                "metrics.wandb needs the package `wandb`, which is not installed",
+                fix="pip install 'torchtitan-cp[wandb]'",
+            ) from error
+        self.run = self.wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.run.log({tag: value}, step=step)
+
+    def add_image(self, tag: str, array: np.ndarray, step: int, dataformats: str) -> None:
+        self.run.log({tag: self.wandb.Image(array)}, step=step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.run.log({tag: self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -9,6 +9,7 @@ from torchtitan_cp.parallel.device import Device, World, seed_step, start_ranks,
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Hidden, Pipeline, bubble_share, plan_stages
 from torchtitan_cp.parallel.signals import StopSignals, any_rank
+from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.parallel.tensor import check_shape, vocabulary_part
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Meshes",
     "Pipeline",
     "StopSignals",
+    "Stopwatch",
     "World",
     "any_rank",
     "bubble_share",

@@ -5,9 +5,7 @@ beside its hidden states (tokens, positions, plan) every rank reads for itself, 
 Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (Qi et al., 2024).
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,6 +23,7 @@ from torch.torch_version import TorchVersion
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.degrees import SCHEDULES
 from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.parallel.stopwatch import Stopwatch
 
 Span = tuple[int, int]
 
@@ -129,56 +128,21 @@ class Hidden:
 Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 
 
-class Stopwatch:
-    """Adds up the time that a device spends on stretches of the work given to it.
-
-    Args:
-        device: on CUDA its own clock is read, at `take`, which waits for the last stretch.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        self.stretches: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Time what is launched inside."""
-        begun = self._now()
-        yield
-        self.stretches.append((begun, self._now()))
-
-    def _now(self) -> Any:
-        if not self.on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        stretches, self.stretches = self.stretches, []
-        if not self.on_cuda:
-            return sum(stop - start for start, stop in stretches)
-        for _, stop in stretches:
-            stop.synchronize()
-        return sum(start.elapsed_time(stop) for start, stop in stretches) / 1000
-
-
 class _TimedStage(PipelineStage):
-    """Torch's, and `busy` runs while it computes."""
+    """Torch's, and its watches run while it computes."""
 
-    busy: Stopwatch
+    watches: Mapping[str, Stopwatch]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.busy.running():
+        with self.watches["forward"].running():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.busy.running():
+        with self.watches["backward"].running():
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.busy.running():
+        with self.watches["backward"].running():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
 
@@ -211,7 +175,7 @@ class Pipeline:
         self.last, self.tied = len(stages.owner) - 1, tied
         self.schedules: dict[tuple[Hidden, int], Any] = {}
         self.waiting: dict[int, Iterator[Any]] = {}
-        self.whole, self.busy = Stopwatch(device), Stopwatch(device)
+        self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
             # The schedule hands a stage its input alone. A stage's forwards come in the order of the micro-batches.
             part.forward = partial(self._forward, number, part.forward)
@@ -247,14 +211,9 @@ class Pipeline:
         self._begin(batches, run)
         numbers = torch.arange(len(batches), device=self.device)
         target = {"target": numbers} if self.closes else {}
-        with self.whole.running():
+        with self.watches["pipeline"].running():
             self.schedules[key].step(*((numbers,) if self.opens else ()), **target, return_outputs=False)
         self._add_tied()
-
-    def idle_share(self) -> float:
-        """Share of the steps since the last call in which this rank computed no stage: bubble, and exposed messages."""
-        whole, busy = self.whole.take(), self.busy.take()
-        return 1 - busy / whole if whole else 0.0
 
     @torch.no_grad()
     def evaluate(self, batch: Any, hidden: Hidden, run: Run) -> Any:
@@ -286,7 +245,7 @@ class Pipeline:
             takes = between if number else torch.empty(1, dtype=torch.int64, device="meta")
             gives = between if number < self.last else torch.empty((), device="meta", requires_grad=True)
             stage = _TimedStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
-            stage.busy = self.busy
+            stage.watches = self.watches
             stages.append(stage)
         kind = get_schedule_class(self.schedule.torch_name)
         one_or_all: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
