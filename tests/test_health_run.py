@@ -569,3 +569,21 @@ def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int]
     first, second = ranks(2)(full_disk, run_toml, folder, *SHORT)
     assert len(first.lines) == len(second.lines) == 9
     assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
+
+
+def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_passes_over_the_seconds_text(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """The first three steps of the second stage are bad; the newest checkpoint is the first stage's end."""
+    folder = run_toml.parent / "border"
+    table = "{seq_len = %d, steps = 4, global_batch_tokens = 512}"
+    stages = f"--curriculum.stages=[{table % 128}, {table % 256}]"
+    settings = ("--health.max_consecutive_skips=2", "--checkpoint.interval=99", "--checkpoint.keep=9")
+    faults = {step: Inject(step=step, where="data") for step in (5, 6, 7)}
+    _, text, rates = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", stages, *settings)[0]
+    assert [number // 4 for number in text[:4]] == [0, 1, 2, 3]
+    assert [number // 2 for number in text[4:]] == [3, 4, 5, 6]
+    assert len(set(rates)) == 8
+    progress = json.loads((folder / "checkpoints" / "step-11" / "progress.json").read_text())
+    assert progress["passed_over"] == [[1, 0, 3]]
+    assert (progress["stage"], progress["stage_step"], progress["health"]["rolled_back_to"]) == (1, 4, 4)
