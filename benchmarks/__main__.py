@@ -26,6 +26,7 @@ BENCHMARKS = {
     "end_to_end": "tokens a second of whole training steps by length, beside a plain Hugging Face loop",
     "optimizer": "an optimizer's step by kind",
     "start_up": "from the command to the first optimizer step",
+    "checkpoints": "how long training stands still for a checkpoint, and how long one takes to load",
     "loader": "million tokens a second that one process reads, packs and plans",
 }
 

@@ -1,23 +1,16 @@
-"""How long training stands still for a checkpoint, and how long one takes to load: `python -m benchmarks.checkpoints`.
+"""How long training stands still for a checkpoint, and how long one takes to load."""
 
-A Llama of each width with AdamW's moments, in fp32, sharded over the ranks by FSDP. Saves that are written at once and
-saves from a copy in host memory come in turn. Loading is told apart into verifying, which reads every file for its
-checksum, each rank a share, and filling the model.
-"""
-
-import argparse
-import json
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import start_ranks
 from models.llama import SHARDING, Llama, LlamaShape
 from torchtitan_cp.attention import attend
@@ -47,7 +40,7 @@ def make_state(dim: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def saves(dim: int, folder: Path) -> Callable[[], dict[str, Any]]:
     """On a rank: one save of each kind; seconds that training stands still, and until it is on disk."""
     model, optimizer = make_state(dim)
-    # Set aside by the first save of each, which is not counted.
+    # The first save of each, which takes the memory, is not counted.
     kinds = {
         name: Checkpoints(folder / name, Checkpoint(asynchronous=name == "asynchronous", keep=1))
         for name in ("synchronous", "asynchronous")
@@ -88,40 +81,19 @@ def loads(dim: int, folder: Path) -> Callable[[], tuple[float, float]]:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="that load what two have saved")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: the system's)")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
-    rows = []
-    try:
-        for dim in options.widths:
-            rows.append(measure(dim, base / str(dim), options.ranks, options.rounds))
-            shutil.rmtree(base / str(dim))
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-    print("| parameters | bytes | synchronous, s | asynchronous, s | ratio | on disk after, s |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        still, stall = row["synchronous"], row["asynchronous"]
-        print(
-            f"| {row['parameters'] / 1e6:.1f} M | {row['bytes'] / 1e6:,.0f} MB | {still:.2f} | {stall:.3f} | "
-            f"{stall / still:.3f} | {row['on_disk']:.2f} |"
-        )
-    print("\n| parameters | ranks | verify, s | fill, s |\n|---|---|---|---|")
-    for row in rows:
-        for ranks, (verify, fill) in row["loads"].items():
-            print(f"| {row['parameters'] / 1e6:.1f} M | {ranks} | {verify:.2f} | {fill:.2f} |")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+def measure(widths: list[int], load_ranks: list[int], rounds: int, folder: str) -> Iterator[Row]:
+    """A Llama of each width with AdamW's moments, fp32, FSDP over two ranks; medians of the slowest rank.
+
+    Saves that are written at once and saves from a copy in host memory come in turn; the seconds are those that
+    training stands still. Loading is verifying every file's checksum, each rank a share, and filling the model.
+    folder: where checkpoints are written; empty: the system's.
+    """
+    for dim in widths:
+        with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=folder or None) as name:
+            yield _measure(dim, Path(name), load_ranks, rounds)
 
 
-def measure(dim: int, folder: Path, world_sizes: list[int], rounds: int) -> dict[str, Any]:
-    """Medians over rounds of the slowest rank."""
+def _measure(dim: int, folder: Path, load_ranks: list[int], rounds: int) -> Row:
     with start_ranks(2) as ranks:
         ranks.make(saves, dim, folder)
         answers = [ranks.answer() for _ in range(rounds)]
@@ -129,22 +101,27 @@ def measure(dim: int, folder: Path, world_sizes: list[int], rounds: int) -> dict
     def median(kind: str, which: int) -> float:
         return statistics.median(max(rank[kind][which] for rank in answer) for answer in answers)
 
+    still, stall = median("synchronous", 0), median("asynchronous", 0)
     [newest] = (folder / "synchronous").glob("step-*")
-    row: dict[str, Any] = {
+    row: Row = {
         "parameters": answers[0][0]["parameters"],
-        "bytes": sum(path.stat().st_size for path in newest.iterdir()),
-        "synchronous": median("synchronous", 0),
-        "asynchronous": median("asynchronous", 0),
-        "on_disk": median("asynchronous", 1),
-        "loads": {},
+        "MB": round(sum(path.stat().st_size for path in newest.iterdir()) / 1e6),
+        "synchronous_s": still,
+        "asynchronous_s": stall,
+        "ratio": stall / still,
+        "on_disk_after_s": median("asynchronous", 1),
     }
-    for size in world_sizes:
+    for size in load_ranks:
         with start_ranks(size) as ranks:
             ranks.make(loads, dim, folder / "synchronous")
-            times = [max(ranks.answer()) for _ in range(rounds)]
-        row["loads"][size] = [statistics.median(time[part] for time in times) for part in (0, 1)]
+            times = [max(ranks.answer(), key=sum) for _ in range(rounds)]
+        for part, what in enumerate(("verify", "fill")):
+            row[f"{what}_on_{size}_s"] = statistics.median(time[part] for time in times)
     return row
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    {"widths": [256, 512, 768], "load_ranks": [1, 2, 4], "rounds": 5, "folder": ""},
+    {"widths": [64], "load_ranks": [1, 2], "rounds": 1},
+)

@@ -1,5 +1,6 @@
 """Faults in real runs: noticed on every rank in their step, their culprit named, nothing poisoned, and what follows."""
 
+import errno
 import json
 import logging
 import shutil
@@ -20,7 +21,8 @@ from tests.runs import losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.reader import CheckpointReader
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config.sections import Inject
-from torchtitan_cp.health import NonFiniteError
+from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.health.bundle import Bundle
 from torchtitan_cp.health.replay import main, replay
 from torchtitan_cp.trainer import Trainer
@@ -380,12 +382,15 @@ def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     for seen in ranks(2)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings):
         assert seen.bad == [5]
         culprit = seen.studies[5]["culprit"]
-        assert (culprit["module"], culprit["what"]) == ("layers.1.attention.wk", "weight weight")
+        assert (culprit["module"], culprit["what"]) == ("layers.1.attention.wk", "parameter weight")
         assert list(seen.studies[5]["ranks"]) == [1]
         # The struck weight alone is another than before the repair: it is well again.
         assert seen.changed == (["layers.1.attention.wk.weight in step 5"] if seen.rank == 1 else [])
         assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
         assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
+    event = replay(Bundle.read(folder / "health" / "step-5"))
+    assert event is not None
+    assert (event.module, event.what, event.value) == ("layers.1.attention.wk", "parameter weight", "nan")
     straight = ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'weight-straight'}", *SHORT)[0]
     assert losses(straight)[:4] == [line["loss"] for line in seen.lines][:4]
     assert (folder / "checkpoints" / "step-5").is_dir()
@@ -517,3 +522,68 @@ def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankP
     inject = ("--health.inject.step=3", "--health.inject.module=attention", "--compile.enable=true")
     with pytest.raises(RankFailure, match=r"health.inject.module = 'attention' lies inside a block"):
         ranks(1)(train, run_toml, *inject)
+
+
+def study_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
+    """On a rank: what a study of compiled blocks says, and whether they are as they were after it."""
+    trainer = prepared(path, "--compile.enable=true", *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    layers = list(trainer.network.parts[0].layers.values())  # type: ignore[operator, union-attr]
+    compiled = [vars(layer)["forward"] for layer in layers]
+    local(layers[1].feed_forward.w3.weight.detach()).mul_(1e20)
+    local(layers[1].feed_forward.w2.weight.detach()).mul_(1e30)
+    batches = read_step(trainer.reading.samples, shape, 0)
+    report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=("rank 0: the loss is nan",))
+    found = trainer.guarding.study(1, batches, report, lambda: None)
+    assert all(parameter.grad is None for parameter in trainer.network.parts.parameters())
+    return found.said, [vars(layer)["forward"] for layer in layers] == compiled
+
+
+def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_after(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / 'compiled'}"
+    for checkpoint in ("none", "full"):
+        said, restored = ranks(1)(study_compiled, run_toml, folder, f"--activation.checkpoint={checkpoint}")[0]
+        assert restored
+        assert "the output of layers.1.feed_forward.w2 is " in said
+        assert "it comes again when the step is repeated without torch.compile" in said
+
+
+def full_disk(path: Path, *overrides: str) -> Seen:
+    """On a rank: a run that has no room for the tensors of a bad step."""
+    original = Bundle.write
+
+    def write(bundle: Bundle, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Bundle.write = write  # type: ignore[method-assign]
+    try:
+        return watched_run(path, {3: Inject(step=3, rank=0, layer=0)}, *overrides)
+    finally:
+        Bundle.write = original  # type: ignore[method-assign]
+
+
+def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / 'full-disk'}"
+    first, second = ranks(2)(full_disk, run_toml, folder, *SHORT)
+    assert len(first.lines) == len(second.lines) == 9
+    assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
+
+
+def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_passes_over_the_seconds_text(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """The first three steps of the second stage are bad; the newest checkpoint is the first stage's end."""
+    folder = run_toml.parent / "border"
+    table = "{seq_len = %d, steps = 4, global_batch_tokens = 512}"
+    stages = f"--curriculum.stages=[{table % 128}, {table % 256}]"
+    settings = ("--health.max_consecutive_skips=2", "--checkpoint.interval=99", "--checkpoint.keep=9")
+    faults = {step: Inject(step=step, where="data") for step in (5, 6, 7)}
+    _, text, rates = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", stages, *settings)[0]
+    assert [number // 4 for number in text[:4]] == [0, 1, 2, 3]
+    assert [number // 2 for number in text[4:]] == [3, 4, 5, 6]
+    assert len(set(rates)) == 8
+    progress = json.loads((folder / "checkpoints" / "step-11" / "progress.json").read_text())
+    assert progress["passed_over"] == [[1, 0, 3]]
+    assert (progress["stage"], progress["stage_step"], progress["health"]["rolled_back_to"]) == (1, 4, 4)

@@ -120,7 +120,10 @@ class Guarding:
             bundle = keep(found, self.network, self.world, read, run, about)
             folder = Path(self.config.job.dump_folder) / "health" / f"step-{step}"
             if self.world.rank == (found.ranks[0] if found.ranks else 0):
-                bundle.write(folder)
+                try:
+                    bundle.write(folder)
+                except OSError as error:
+                    logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
             self.ladder.state = dataclasses.replace(state, replays=state.replays + 1)
             return dataclasses.replace(found, said=f"{found.said}; its tensors are in {folder}")
         return found

@@ -40,7 +40,7 @@ def replay(bundle: Bundle) -> Event | None:
         )
     for name, weight in bundle.under("weight.").items():
         if found := find_ill(weight):
-            return Event((), -1, "forward", report["unit"], f"weight {name}", *found)
+            return Event((), -1, "forward", report["unit"], f"parameter {name}", *found)
     unit = _build(bundle)
     arguments = [_argument(bundle, entry) for entry in report["arguments"]]
     for x in arguments:

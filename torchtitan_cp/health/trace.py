@@ -28,7 +28,7 @@ class Event:
         micro_batch: of the rank, from 0; -1: of none.
         direction: forward or backward.
         module: by its name in the whole model; `loss` is the loss.
-        what: of the module is ill: `output`, `input`, `input gradient`, `output gradient`, `weight`,
+        what: of the module is ill: `output`, `input`, `input gradient`, `output gradient`, `parameter`,
             `gradient of weight`, with a number or name behind it where there are several.
         value: nan, inf or -inf.
         shape: of the tensor on this rank; index: of its first ill value.
@@ -166,7 +166,7 @@ def find_ill_weight(parts: Iterable[nn.Module]) -> Event | None:
         for place, (name, parameter) in enumerate(part.named_parameters()):
             if found := find_ill(parameter):
                 module, _, own = name.rpartition(".")
-                return Event((WEIGHT, place), -1, FORWARD, module, f"weight {own}", *found)
+                return Event((WEIGHT, place), -1, FORWARD, module, f"parameter {own}", *found)
     return None
 
 

@@ -1,0 +1,122 @@
+"""What watching a step costs: `python -m benchmarks.monitoring`, on one rank with one thread.
+
+Two networks of one config take the same step in turn. One is guarded as in a run: each block's output, the largest
+logit, gradient norms by block, spikes. The other exchanges no more than clipping and the log need: the loss, the tokens
+and one gradient norm. `--steps` of each, after one that is not counted, in CPU time of the process, which other work on
+the machine disturbs less than the clock on the wall. The operations that guarding adds are timed by themselves too, as
+what they add is less than what two equal steps differ by.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tomli
+import torch
+import torch.distributed as dist
+
+from models import ARCHITECTURES
+from torchtitan_cp.config import Config
+from torchtitan_cp.config.load import build
+from torchtitan_cp.data.loader import MicroBatch, read_step
+from torchtitan_cp.health.watch import FIRST_BLOCK, largest, read
+from torchtitan_cp.network import Network
+from torchtitan_cp.optimizer import square_norms
+from torchtitan_cp.parallel import World
+from torchtitan_cp.parallel.device import find_device
+from torchtitan_cp.registry import register
+from torchtitan_cp.trainer import Trainer
+
+CONFIG = """
+job.dump_folder = "{folder}/run"
+model.overrides = {{dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 704}}
+tokenizer.kind = "bytes"
+data = {{source = "text", path = "{corpus}", cache_folder = "{folder}/cache", validation_fraction = 0.0}}
+training.compute_dtype = "float32"
+metrics = {{tensorboard = false, peak_tflops = 1.0}}
+curriculum.stages = [{{seq_len = {length}, steps = 1, global_batch_tokens = {length}}}]
+"""
+
+
+def steps(length: int, folder: Path) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """A guarded step, one that is not, each of a network of its own, and what the first does more than the second."""
+    text = CONFIG.format(folder=folder, corpus=Path(__file__).parents[1] / "docs", length=length)
+    config = build(Config, tomli.loads(text), where="", file="benchmark")
+    world = World(0, 1, find_device())
+    trainer = Trainer(config, world)
+    bare = Network(config, world, trainer.meshes, trainer.network.shape, trainer.stages[0], length)
+    shape = trainer.enter_stage(trainer.stages[0])
+    bare.enter(trainer.stages[0])
+    batches = read_step(trainer.reading.samples, shape, 0)
+
+    def guarded() -> None:
+        report = trainer.gradients(batches)
+        trainer.guarding.is_bad(report)
+        trainer.guarding.passed_well(report)
+        trainer.network.update(1e-6, report.grad_norm)
+
+    hidden = torch.randn(1, length, trainer.network.shape.dim)
+    parameters = list(trainer.network.parts.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    blocks = trainer.network.shape.n_layers
+    rows = np.ones((1, FIRST_BLOCK + 2 * blocks + 1))
+
+    def more() -> None:
+        outputs = [largest(hidden) for _ in range(blocks + 1)]
+        torch.stack(outputs).double()
+        square_norms(trainer.guarding.counted)
+        trainer.guarding.spikes.healthy(read(rows).judged(trainer.guarding.spikes.judge))
+
+    return guarded, lambda: unguarded(bare, batches), more
+
+
+def cpu_seconds(step: Callable[[], None]) -> float:
+    """Of one call, in all threads."""
+    begun = time.process_time()
+    step()
+    return time.process_time() - begun
+
+
+def unguarded(network: Network, batches: tuple[MicroBatch, ...]) -> None:
+    """A step that exchanges three numbers."""
+    sums = network.gradients(batches)
+    norm = square_norms([list(network.parts.parameters())])[0]
+    own = torch.stack([sums.loss.double(), sums.tokens.double(), norm])
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    network.update(1e-6, torch.stack(gathered).sum(0).tolist()[2] ** 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--steps", type=int, default=21)
+    options = parser.parse_args()
+    register(ARCHITECTURES)
+    torch.set_num_threads(1)
+    device = find_device()
+    with tempfile.TemporaryDirectory() as name:
+        dist.init_process_group(device.backend, store=dist.FileStore(f"{name}/store", 1), rank=0, world_size=1)
+        print(f"torch {torch.__version__}, {device.name}, fp32\n")
+        print("| length | unguarded, ms | guarded, ms | ratio of the medians | of the fastest | added, ms | share |")
+        print("|---|---|---|---|---|---|---|")
+        for length in options.lengths:
+            guarded, bare, more = steps(length, Path(name))
+            guarded(), bare(), more()
+            pairs = [(cpu_seconds(guarded), cpu_seconds(bare)) for _ in range(options.steps)]
+            on, off = zip(*pairs, strict=True)
+            medians = " | ".join(f"{statistics.median(side) * 1e3:.1f}" for side in (off, on))
+            ratio = statistics.median(a / b for a, b in pairs)
+            added = statistics.median(cpu_seconds(more) for _ in range(5 * options.steps))
+            alone = f"{added * 1e3:.2f} | {added / statistics.median(off):.2%}"
+            print(f"| {length} | {medians} | {ratio:.3f} | {min(on) / min(off):.3f} | {alone} |", flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
