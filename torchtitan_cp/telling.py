@@ -295,7 +295,7 @@ class Telling:
         self.writer.image("validation/loss_by_position", loss_against_position(self.evaluated_curves), step)
         for name, each in found.retrieval.items():
             picture = passkey_map(each.accuracy, each.lengths, each.depths, trained_length=stage.seq_len, title=name)
-            self.writer.image(f"validation/{name}", picture, step)
+            self.writer.image(f"validation/{name}/{stage.name}", picture, step)
 
     def finish(self) -> None:
         """Say what to look at next."""
