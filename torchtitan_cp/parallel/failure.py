@@ -35,6 +35,7 @@ LOST_CONTACT = re.compile(
 LOST_RANK = 4
 # A store that has not answered by then is taken for gone.
 ANSWER_SECONDS = 10.0
+FIRST_BEATS_SECONDS = 0.5
 STORE_HOST = 0  # the rank that holds the job's store, where each attempt has one of its own
 # torchrun looks at its processes every 0.1 s, and reports the first that failed: the dead one, if we linger.
 GRACE_SECONDS = 2.0
@@ -137,7 +138,9 @@ class RankWatch:
             self._tell(activity)
             if time.monotonic() - activity.since > activity.limit_seconds and activity is _now:
                 self._give_up(activity)
-            if self._left.wait(self.beat_seconds):
+            # Until the rank that holds the store has said something: it may be the first to die.
+            known = STORE_HOST in self._known
+            if self._left.wait(self.beat_seconds if known else min(FIRST_BEATS_SECONDS, self.beat_seconds)):
                 return
 
     def _tell(self, activity: Activity) -> None:
