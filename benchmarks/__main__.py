@@ -25,8 +25,8 @@ BENCHMARKS = {
     "training_speed": "tokens a second and MFU of training steps on one device, by length and activation mode",
     "end_to_end": "tokens a second of whole training steps by length, beside a plain Hugging Face loop",
     "optimizer": "an optimizer's step by kind",
-    "checkpoints": "how long training stands still for a save, at once or from a copy, and how long loading takes",
     "start_up": "from the command to the first optimizer step",
+    "checkpoints": "how long training stands still for a checkpoint, and how long one takes to load",
     "loader": "million tokens a second that one process reads, packs and plans",
 }
 

@@ -17,23 +17,23 @@ run_part() {
     case "$2" in
         # Without the suite's conftest: these tests need the library alone, and no package of the trainer.
         tests) "$PYTHON" -m pytest --noconftest -q -m cuda tests/attention/test_kernels.py --junitxml "$out.xml" ;;
-        kernels-causal) "$PYTHON" -m benchmarks.kernels --kernels flash cudnn --lengths 65536 262144 --json "$out.json" ;;
+        kernels-causal) "$PYTHON" -m benchmarks kernels --kernels flash cudnn --lengths 65536 262144 --json "$out.json" ;;
         kernels-packed)
-            "$PYTHON" -m benchmarks.kernels --kernels flash cudnn --lengths 262144 --ranks 8 64 \
+            "$PYTHON" -m benchmarks kernels --kernels flash cudnn --lengths 262144 --ranks 8 64 \
                 --masks log-normal '5 % long' --json "$out.json"
             ;;
         kernels-long)
-            "$PYTHON" -m benchmarks.kernels --kernels flash cudnn --lengths 1048576 --ranks 8 64 --rounds 1 --json "$out.json"
+            "$PYTHON" -m benchmarks kernels --kernels flash cudnn --lengths 1048576 --ranks 8 64 --rounds 1 --json "$out.json"
             ;;
         flex)
-            "$PYTHON" -m benchmarks.kernels --kernels flex cudnn --lengths 65536 --ranks 8 --strategies ring all_gather \
+            "$PYTHON" -m benchmarks kernels --kernels flex cudnn --lengths 65536 --ranks 8 --strategies ring all_gather \
                 --masks causal log-normal --json "$out.json"
             ;;
-        # These three need the packages of the trainer's [parallel] and [config]: tomli, tomli-w, torchdata.
-        speed-1b) "$PYTHON" -m benchmarks.training_speed --lengths 8192 32768 131072 --json "$out.json" ;;
-        speed-8b) "$PYTHON" -m benchmarks.training_speed --flavor 8B --layers 8 --lengths 8192 32768 131072 --json "$out.json" ;;
+        # These three need the packages of the trainer's [parallel] and [config]: tomli, tomli-w, torchdata. All need rich.
+        speed-1b) "$PYTHON" -m benchmarks training_speed --lengths 8192 32768 131072 --json "$out.json" ;;
+        speed-8b) "$PYTHON" -m benchmarks training_speed --flavor 8B --layers 8 --lengths 8192 32768 131072 --json "$out.json" ;;
         speed-long)
-            "$PYTHON" -m benchmarks.training_speed --lengths 262144 524288 1048576 --modes attention_saved full --tiles 16 \
+            "$PYTHON" -m benchmarks training_speed --lengths 262144 524288 1048576 --modes attention_saved full --tiles 16 \
                 --compile 0 --rounds 1 --json "$out.json"
             ;;
         *)
@@ -69,7 +69,7 @@ for part in "${@:-${PARTS[@]}}"; do
     code=$?
     case $code in
         0) echo "part $part: ran, $((SECONDS - begun)) s" ;;
-        124) echo "part $part: STOPPED at its limit of $LIMIT_SECONDS s, what it had is in $OUT/$part.md" && failed+=("$part") ;;
+        124) echo "part $part: STOPPED at its limit of $LIMIT_SECONDS s, what it had is in $OUT/$part.json" && failed+=("$part") ;;
         *) echo "part $part: FAILED with exit code $code, see $OUT/$part.log" && failed+=("$part") ;;
     esac
 done

@@ -28,7 +28,8 @@ class Architecture:
 
     Attributes:
         flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
-            `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`.
+            `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`; for the planner also
+            `matrix_parameters()`, `token_ffn_dim` and `token_copies` (see LlamaShape).
         build: (shape, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to some layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,

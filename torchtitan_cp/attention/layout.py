@@ -12,7 +12,7 @@ from torchtitan_cp.attention.errors import LayoutError
 from torchtitan_cp.attention.mask import AttentionMask, Span
 from torchtitan_cp.attention.tiles import count_pairs
 
-FINEST_CHUNKS = 8
+FINEST_CHUNKS, MOST_CHUNKS = 8, 64
 CHUNK_COST = 0.005
 
 
@@ -101,8 +101,9 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     """Cut finer, and deal the chunks out so that every rank has the same area of the mask.
 
     Of 1, 2, 4 and 8 chunks a rank, the one is taken whose busiest rank has the least to do, where each
-    chunk more counts as half a percent of work: larger chunks make larger tiles. The chunks are dealt
-    largest first, each to the rank with the least so far that has room (Graham's LPT rule, 1969).
+    chunk more counts as half a percent of work: larger chunks make larger tiles. Where a few long documents
+    hold most of the area, one such chunk is more than a rank's share, and up to 64 are tried. The chunks are
+    dealt largest first, each to the rank with the least so far that has room (Graham's LPT rule, 1969).
 
     Raises:
         LayoutError: if S is not divisible by P.
@@ -111,15 +112,21 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     finest = next(n for n in (FINEST_CHUNKS, 4, 2, 1) if sequence_length % (n * ranks) == 0)
     areas = chunk_areas(sequence_length // (finest * ranks), finest * ranks, mask, sequence_length)
     best: tuple[float, Layout] | None = None
-    for held in (1, 2, 4, 8):
+    held = 1
+    while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
         if held > finest:
-            break
+            # Perfect balance of so many chunks would cost more than what is found.
+            if best is not None and best[0] <= sum(areas) / ranks * (1 + CHUNK_COST * held):
+                break
+            areas = chunk_areas(sequence_length // (held * ranks), held * ranks, mask, sequence_length)
+            finest = held
         width = finest // held
         merged = [sum(areas[start : start + width]) for start in range(0, len(areas), width)]
         dealt, busiest = _deal(merged, ranks)
         cost = busiest * (1 + CHUNK_COST * held)
         if best is None or cost < best[0]:
             best = (cost, Layout(sequence_length // (held * ranks), dealt))
+        held *= 2
     assert best is not None
     return best[1]
 
