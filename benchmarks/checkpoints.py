@@ -1,11 +1,5 @@
-"""How long training stands still for a checkpoint, and how long one takes to load.
+"""How long training stands still for a checkpoint, and how long one takes to load."""
 
-A Llama of each width with AdamW's moments, in fp32, sharded over the ranks by FSDP. Saves that are written at once and
-saves from a copy in host memory come in turn. Loading is told apart into verifying, which reads every file for its
-checksum, each rank a share, and filling the model.
-"""
-
-import shutil
 import statistics
 import tempfile
 import time
@@ -46,7 +40,7 @@ def make_state(dim: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def saves(dim: int, folder: Path) -> Callable[[], dict[str, Any]]:
     """On a rank: one save of each kind; seconds that training stands still, and until it is on disk."""
     model, optimizer = make_state(dim)
-    # Set aside by the first save of each, which is not counted.
+    # The first save of each, which takes the memory, is not counted.
     kinds = {
         name: Checkpoints(folder / name, Checkpoint(asynchronous=name == "asynchronous", keep=1))
         for name in ("synchronous", "asynchronous")
@@ -87,8 +81,19 @@ def loads(dim: int, folder: Path) -> Callable[[], tuple[float, float]]:
     return run
 
 
-def measure_width(dim: int, folder: Path, world_sizes: list[int], rounds: int) -> Row:
-    """Medians over rounds of the slowest rank."""
+def measure(widths: list[int], load_ranks: list[int], rounds: int, folder: str) -> Iterator[Row]:
+    """A Llama of each width with AdamW's moments, fp32, FSDP over two ranks; medians of the slowest rank.
+
+    Saves that are written at once and saves from a copy in host memory come in turn; the seconds are those that
+    training stands still. Loading is verifying every file's checksum, each rank a share, and filling the model.
+    folder: where checkpoints are written; empty: the system's.
+    """
+    for dim in widths:
+        with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=folder or None) as name:
+            yield _measure(dim, Path(name), load_ranks, rounds)
+
+
+def _measure(dim: int, folder: Path, load_ranks: list[int], rounds: int) -> Row:
     with start_ranks(2) as ranks:
         ranks.make(saves, dim, folder)
         answers = [ranks.answer() for _ in range(rounds)]
@@ -96,37 +101,27 @@ def measure_width(dim: int, folder: Path, world_sizes: list[int], rounds: int) -
     def median(kind: str, which: int) -> float:
         return statistics.median(max(rank[kind][which] for rank in answer) for answer in answers)
 
+    still, stall = median("synchronous", 0), median("asynchronous", 0)
     [newest] = (folder / "synchronous").glob("step-*")
     row: Row = {
         "parameters": answers[0][0]["parameters"],
-        "bytes": sum(path.stat().st_size for path in newest.iterdir()),
-        "synchronous_s": median("synchronous", 0),
-        "asynchronous_s": median("asynchronous", 0),
-        "on_disk_s": median("asynchronous", 1),
+        "MB": round(sum(path.stat().st_size for path in newest.iterdir()) / 1e6),
+        "synchronous_s": still,
+        "asynchronous_s": stall,
+        "ratio": stall / still,
+        "on_disk_after_s": median("asynchronous", 1),
     }
-    row["ratio"] = row["asynchronous_s"] / row["synchronous_s"]
-    for size in world_sizes:
+    for size in load_ranks:
         with start_ranks(size) as ranks:
             ranks.make(loads, dim, folder / "synchronous")
-            times = [max(ranks.answer()) for _ in range(rounds)]
-        for part, name in enumerate(("verify", "fill")):
-            row[f"{name}_s_on_{size}"] = statistics.median(time[part] for time in times)
+            times = [max(ranks.answer(), key=sum) for _ in range(rounds)]
+        for part, what in enumerate(("verify", "fill")):
+            row[f"{what}_on_{size}_s"] = statistics.median(time[part] for time in times)
     return row
-
-
-def measure(widths: list[int], ranks: list[int], rounds: int, folder: str) -> Iterator[Row]:
-    """ranks: that load what two have saved; folder: where checkpoints are written, empty for the system's."""
-    base = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=folder or None))
-    try:
-        for dim in widths:
-            yield measure_width(dim, base / str(dim), ranks, rounds)
-            shutil.rmtree(base / str(dim))
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
 
 
 BENCHMARK = Benchmark(
     measure,
-    {"widths": [256, 512, 1024], "ranks": [1, 2, 4], "rounds": 5, "folder": ""},
-    {"widths": [128], "ranks": [1, 2], "rounds": 2},
+    {"widths": [256, 512, 768], "load_ranks": [1, 2, 4], "rounds": 5, "folder": ""},
+    {"widths": [64], "load_ranks": [1, 2], "rounds": 1},
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.checkpoint import Checkpoints
-from torchtitan_cp.checkpoint.hub import GIB, hub_name, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.hub import GIB, hub_names, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Model
@@ -117,18 +118,37 @@ def export(
     partial.mkdir(parents=True)
     # A tied output is the embedding under another name.
     skipped = {"output.weight"} if shape.tie_embeddings else set()
-    ours = {hub_name(name, hub.names): name for name in saved.tensors if name not in skipped}
+    ours = {
+        theirs: (name, entry)
+        for name, (size, _) in saved.tensors.items()
+        if name not in skipped
+        for theirs, entry in hub_names(name, size, hub.names)
+    }
     _write_weights(saved, ours, partial, getattr(torch, dtype), most_bytes)
     _write_settings(saved, described, shape.head_dim, tokenizer, dtype, partial)
     partial.rename(out)
 
 
-def _write_weights(saved: SavedModel, ours: dict[str, str], out: Path, dtype: torch.dtype, most_bytes: int) -> None:
-    def read(names: list[str]) -> dict[str, Tensor]:
-        values = saved.read([ours[name] for name in names])
-        return {name: values[ours[name]].to(dtype) for name in names}
+def _write_weights(
+    saved: SavedModel, ours: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype, most_bytes: int
+) -> None:
+    """Write the weights.
 
-    sizes = [(theirs, saved.tensors[name][0].numel() * dtype.itemsize) for theirs, name in ours.items()]
+    Args:
+        ours: their name -> our parameter, and which entry of its first dim it is; None: all of it.
+    """
+
+    def read(names: list[str]) -> dict[str, Tensor]:
+        values = saved.read(list({ours[theirs][0] for theirs in names}))
+        pieces = {theirs: (values[name], entry) for theirs in names for name, entry in (ours[theirs],)}
+        # Of a stack each has memory of its own, as the format wants.
+        return {
+            theirs: value.to(dtype) if entry is None else value[entry].to(dtype, copy=True)
+            for theirs, (value, entry) in pieces.items()
+        }
+
+    shapes = {theirs: saved.tensors[name][0][0 if entry is None else 1 :] for theirs, (name, entry) in ours.items()}
+    sizes = [(theirs, math.prod(shape) * dtype.itemsize) for theirs, shape in shapes.items()]
     save_hub_weights(out, sizes, read, most_bytes)
 
 

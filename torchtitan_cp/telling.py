@@ -18,8 +18,8 @@ from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data import statistics_table
 from torchtitan_cp.data.loader import MicroBatch
+from torchtitan_cp.evaluation.evaluated import Evaluated, describe, numbers_of
 from torchtitan_cp.health import StepReport
-from torchtitan_cp.measuring import Evaluated, describe, numbers_of
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token
 from torchtitan_cp.metrics.console import StageSummary
 from torchtitan_cp.metrics.pictures import length_histogram, loss_against_position, passkey_map, tile_map
@@ -277,7 +277,7 @@ class Telling:
     def evaluated(self, stage: StagePlan, step: int, found: Evaluated) -> None:
         """Tell of a look at held-out text."""
         self.evaluation, self.evaluated_at = found, step
-        self.say("\n".join(describe(stage, step, found)))
+        self.say("\n".join(describe(step, stage.seq_len, found)))
         if not self.writer:
             return
         self.writer.evaluation({"step": step, "stage": stage.name, "seq_len": stage.seq_len, **numbers_of(found)})

@@ -2,6 +2,7 @@
 
 from models.architecture import Architecture
 from models.moe.flavors import FLAVORS, PUBLISHED_ROPE, MoeShape
+from models.moe.hub import HUB
 from models.moe.model import Moe
 
 # What the balance of the experts keeps it from; models/architecture.py says how these are told.
@@ -11,6 +12,6 @@ LACKS = {
     "compile.enable": "how many tokens an expert has is known only when it runs",
 }
 
-ARCHITECTURE = Architecture("moe", FLAVORS, Moe, {}, PUBLISHED_ROPE, lacks=LACKS)
+ARCHITECTURE = Architecture("moe", FLAVORS, Moe, {}, PUBLISHED_ROPE, HUB, LACKS)
 
 __all__ = ["ARCHITECTURE", "FLAVORS", "Moe", "MoeShape"]

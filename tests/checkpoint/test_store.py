@@ -1,5 +1,6 @@
 """Checkpoints are complete or absent, the newest whole one is found, and a save that fails harms nothing."""
 
+import dataclasses
 import errno
 import logging
 import os
@@ -333,6 +334,48 @@ def test_a_folder_that_vanishes_in_a_save_is_told_and_made_again(
     told = [line for line in lines if "NO CHECKPOINT" in line]
     assert len(told) == 2
     assert all("FileNotFoundError" in line for line in told)
+
+
+def save_stepwise(folder: Path) -> list[str | None]:
+    """Names of what is found with conditions; the step whose number is 2 was saved amid bad steps."""
+    checkpoints, (model, optimizer) = Checkpoints(folder, Checkpoint(keep=9, asynchronous=False)), make(1.0)
+    for step in (1, 2, 3):
+        progress = Progress(step=step, health={"bad_steps": 1} if step == 2 else {})
+        checkpoints.save(progress, [model], [optimizer])
+    checkpoints.close()
+    healthy = lambda saved: not saved.health.get("bad_steps")  # noqa: E731
+    found = [
+        checkpoints.read_progress(),
+        checkpoints.read_progress(before=3),
+        checkpoints.read_progress(before=3, wanted=healthy),
+        checkpoints.read_progress(before=1),
+        checkpoints.read_progress(wanted=lambda saved: False),
+    ]
+    return [entry[0].name if entry else None for entry in found]
+
+
+def test_a_checkpoint_can_be_sought_before_a_step_and_by_how_it_stood(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_stepwise, tmp_path)[0] == ["step-3", "step-2", "step-1", None, None]
+
+
+def test_passed_over_text_is_counted_by_stage_and_a_rollback_covers_all_since_its_checkpoint() -> None:
+    saved = Progress(step=4, stage=1, stage_step=4, passed_over=[[0, 3, 9]], cursor=7)
+    assert (saved.passed(0), saved.passed(1)) == (6, 0)
+    skipped = saved.skipping().skipping()
+    assert (skipped.step, skipped.stage_step, skipped.passed_over) == (6, 4, [[0, 3, 9], [1, 4, 5], [1, 5, 6]])
+    # A healthy step reads text 6, and the step on text 7 is bad.
+    later = dataclasses.replace(skipped, step=7, stage_step=5, cursor=8)
+    back = later.back_to(saved)
+    assert (back.step, back.stage_step, back.cursor, back.passed_over) == (8, 4, 7, [[0, 3, 9], [1, 4, 8]])
+    assert back.stage_step + back.passed(1) == 8
+    # Once more, to the same checkpoint, after two steps.
+    again = dataclasses.replace(back, step=10, stage_step=6).back_to(saved)
+    assert again.passed_over == [[0, 3, 9], [1, 4, 11]]
+    # To a checkpoint of the stage before: this stage's text is passed over from its beginning.
+    earlier = later.back_to(Progress(step=2, stage=0, stage_step=2))
+    assert (earlier.stage, earlier.stage_step, earlier.passed_over) == (0, 2, [[1, 0, 8]])
 
 
 def test_going_on_with_another_model_or_other_data_names_what_differs() -> None:

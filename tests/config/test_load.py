@@ -60,6 +60,10 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
             "[health]\non_nonfinite = 'ignore'",
             "health.on_nonfinite = 'ignore' is not known\n  fix: use one of halt, skip",
         ),
+        (
+            "[health]\npolicy = ['rollback', 'pray']",
+            "health.policy = 'pray' is not known\n  fix: use one of rollback, lower_lr",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_wanted(tmp_path: Path, line: str, wanted: str) -> None:

@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZES = {
     "hidden_size": 48,
@@ -33,6 +41,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2, windows in the last layers": Qwen2Config(**SIZES, **SLIDING),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, head_dim=16, moe_intermediate_size=96, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+)
 OURS = "dim = 48, n_layers = 4, n_heads = 4, n_kv_heads = 2, ffn_dim = 96"
 # Of each: our sizes beside OURS, and the rotary embedding of the stage.
 SHAPES = {

@@ -19,13 +19,22 @@ from transformers import AutoModelForCausalLM
 from models import ARCHITECTURES
 from models.llama import Llama, LlamaShape
 from models.llama.hub import HUB
-from tests.models.hub_models import FAMILIES, OURS, SHAPES, save_model
+from models.moe.hub import HUB as MOE_HUB
+from tests.models.hub_models import EXPERTS, FAMILIES, OURS, SHAPES, save_model
 from tests.ranks import RankPool
 from tests.runs import TINY, gradients_of, prepared, train, write_run
 from tests.test_resume import TWO_STAGES
 from torchtitan_cp import export as export_module
 from torchtitan_cp.checkpoint import export as export_program
-from torchtitan_cp.checkpoint.hub import INDEX_FILE, _copy_shard, hub_name, load_hub_weights, rope_parameters, shard_of
+from torchtitan_cp.checkpoint.hub import (
+    INDEX_FILE,
+    _copy,
+    _pieces,
+    hub_names,
+    load_hub_weights,
+    rope_parameters,
+    shard_of,
+)
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.config.sections import Rope
@@ -98,7 +107,7 @@ def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_traini
     their_weights, their_logits = in_transformers(tmp_path / "hub", tokens)
     weights, loss, logits = ranks(1)(first_step, path)[0]
     for name, weight in weights.items():
-        assert torch.equal(weight, their_weights[hub_name(name, HUB.names)]), name
+        assert torch.equal(weight, their_weights[hub_names(name, (), HUB.names)[0][0]]), name
     assert close(logits, their_logits[:1])
     their_loss = nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
     assert loss == pytest.approx(their_loss.item(), rel=1e-5)
@@ -115,7 +124,48 @@ def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_traini
     assert close(back, ours)
     assert not close(back, their_logits), "it was trained"
     for name, weight in saved.read([name for name, _ in model.named_parameters()]).items():
-        assert torch.equal(weight, exported[hub_name(name, HUB.names)]), name
+        assert torch.equal(weight, exported[hub_names(name, (), HUB.names)[0][0]]), name
+
+
+def write_experts(folder: Path) -> Path:
+    """A small Qwen3-MoE, and a config of ours that starts from it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(EXPERTS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5, 0.2)
+    model.save_pretrained(folder / "hub", max_shard_size="100KB")
+    sizes = "qk_norm = true, norm_eps = 1e-6, head_dim = 16, n_experts = 6, experts_per_token = 2"
+    experts = f'architecture = "moe"\nflavor = "debug"\nhub_checkpoint = "{folder}/hub"\n'
+    text = TINY.replace('flavor = "debug"\n', experts.replace("{", "{{").replace("}", "}}"))
+    start, _, end = text.partition("overrides")
+    rest = end.partition("\n")[2]
+    return write_run(folder, f"{start}overrides = {{{{{OURS}, tie_embeddings = false, {sizes}}}}}\n{rest}")
+
+
+@pytest.mark.parametrize(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])])
+def test_experts_of_transformers_have_their_logits_here_and_back_there_after_training(
+    ranks: Callable[[int], RankPool], tmp_path: Path, size: int, overrides: list[str]
+) -> None:
+    path = write_experts(tmp_path)
+    tokens, labels = ranks(1)(sequences, path)[0]
+    _, their_logits = in_transformers(tmp_path / "hub", tokens)
+    their_loss = nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    weights, loss, logits = ranks(size)(first_step, path, *overrides)[0]
+    assert loss == pytest.approx(their_loss.item(), rel=1e-5)
+    assert logits is None or close(logits, their_logits[:1])
+    files = [load_file(file) for file in (tmp_path / "hub").glob("*.safetensors")]
+    theirs = {name: tensor for file in files for name, tensor in file.items()}
+    for name, weight in weights.items():
+        for other, entry in hub_names(name, weight.shape, MOE_HUB.names):
+            assert torch.equal(weight if entry is None else weight[entry], theirs.pop(other)), other
+    assert not theirs
+
+    ranks(size)(train, path, "--curriculum.stages[0].steps=2", *overrides)
+    export(tmp_path / "run", tmp_path / "out", most_bytes=100_000)
+    back = in_transformers(tmp_path / "out", tokens[:1])[1]
+    assert close(back, logits_here(tmp_path / "run", tokens[:1]))
+    assert not close(back, their_logits[:1]), "it was trained"
 
 
 WIDE = {
@@ -139,8 +189,8 @@ def test_the_weights_arrive_bit_for_bit_on_ranks_and_give_the_same_loss(
         assert loss == pytest.approx(their_loss, rel=1e-5)
         found |= weights.keys()
         for name, weight in weights.items():
-            assert torch.equal(weight, their_weights[hub_name(name, HUB.names)]), name
-    assert {hub_name(name, HUB.names) for name in found} == their_weights.keys()
+            assert torch.equal(weight, their_weights[hub_names(name, (), HUB.names)[0][0]]), name
+    assert {hub_names(name, (), HUB.names)[0][0] for name in found} == their_weights.keys()
 
 
 def read_rows(rows: int) -> tuple[int, int, int]:
@@ -166,7 +216,7 @@ def test_a_rank_reads_no_more_of_a_file_than_it_holds(ranks: Callable[[int], Ran
 
 
 def rows_read(path: Path) -> list[Any]:
-    """What `_copy_shard` asks a file for."""
+    """What a rank asks a file for."""
     asked: list[Any] = []
     parameter = distribute_tensor(torch.zeros(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
     with safe_open(path, framework="pt") as file:
@@ -180,7 +230,8 @@ def rows_read(path: Path) -> list[Any]:
                 asked.append(where)
                 return piece[where]
 
-        _copy_shard(Watched(), parameter, "w")
+        [(_, *place)] = _pieces(parameter, [("w", None)])
+        _copy(Watched(), *place, "w")
     assert torch.equal(parameter.full_tensor(), torch.arange(64.0).view(8, 8))
     return asked
 
@@ -219,7 +270,7 @@ def test_a_run_of_its_own_exports_with_its_tokenizer(
 def logits_here(checkpoint: Path, tokens: Tensor) -> Tensor:
     model = load_model(open_saved_model(checkpoint), torch.device("cpu"))
     with torch.no_grad():
-        return model(tokens, torch.arange(tokens.shape[1]), iter([LayerCache() for _ in range(2)]))
+        return model(tokens, torch.arange(tokens.shape[1]), iter([LayerCache() for _ in model.layers]))  # type: ignore[union-attr]
 
 
 def test_each_stage_end_is_written_for_transformers_beside_training_and_what_is_missing_at_the_next_start(

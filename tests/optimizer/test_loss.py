@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ranks import RankPool
-from torchtitan_cp.optimizer import IGNORED, VocabularyShard, chunked_cross_entropy
+from torchtitan_cp.optimizer import IGNORED, VocabularyShard, chunked_cross_entropy, wrong_answers
 
 
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,6 +190,40 @@ def test_vocabulary_parallel_equals_one_process(
     d_weight = torch.cat([result[3] for result in results])
     assert d_weight.dtype == dtype
     assert ((d_weight.double() - wide_weight.grad).norm() / wide_weight.grad.norm()) < (1e-6 if exact else 4 * 2**-8)
+
+
+def asked() -> tuple[Tensor, Tensor, Tensor]:
+    """Labels of which the likeliest token is some, in the first row none but those that are ignored."""
+    hidden, weight, labels = (x.detach() for x in case(torch.float32))
+    likeliest = (hidden.double() @ weight.double().t()).argmax(-1)
+    labels = torch.where(torch.arange(37) % 3 == 0, likeliest, labels)
+    labels[0] = torch.where(torch.arange(37) % 2 == 0, IGNORED, likeliest[0])
+    return hidden, weight, labels
+
+
+def wrong_in_a_shard(bounds: tuple[int, ...]) -> Tensor:
+    torch.manual_seed(0)
+    hidden, weight, labels = asked()
+    rank = dist.get_rank()
+    shard = VocabularyShard(dist.group.WORLD, bounds[rank])
+    return wrong_answers(hidden, weight[bounds[rank] : bounds[rank + 1]], labels, shard)
+
+
+@pytest.mark.parametrize("bounds", SPLITS.values(), ids=SPLITS)
+def test_wrong_answers_are_counted_by_row_whoever_holds_the_likeliest_token(
+    ranks: Callable[[int], RankPool], bounds: tuple[int, ...]
+) -> None:
+    hidden, weight, labels = asked()
+    expected = ((hidden.double() @ weight.double().t()).argmax(-1) != labels) & (labels != IGNORED)
+    assert expected[0].sum() == 0 < expected[1].sum()
+    assert torch.equal(wrong_answers(hidden, weight, labels), expected.sum(1))
+    for found in ranks(len(bounds) - 1)(wrong_in_a_shard, bounds):
+        assert torch.equal(found, expected.sum(1))
+
+
+def test_where_nothing_is_asked_nothing_is_wrong() -> None:
+    hidden, weight, labels = case(torch.float32)
+    assert wrong_answers(hidden, weight, torch.full_like(labels, IGNORED)).tolist() == [0, 0]
 
 
 def largest_of_a_shard(tokens: int) -> int:

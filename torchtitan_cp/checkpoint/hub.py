@@ -7,7 +7,7 @@ holds, so no rank ever has the whole model.
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
     Args:
         folder: with model.safetensors, or with an index and the files it names.
         parts: this rank's, of any placement; parameters have the names they have in the whole.
-        names: our names -> theirs, with `*` for a layer's number.
+        names: our names -> theirs, with `*` for a layer's number, and in theirs another for an entry of our first dim.
 
     Raises:
         ConfigError: no such files, a tensor that is missing or has another shape, or one that the model has no place
@@ -64,19 +64,40 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
         handles: dict[str, Any] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
-                theirs = hub_name(name, names)
-                file = files.get(theirs)
-                if file is None:
-                    raise _broken(folder, f"has no tensor {theirs}, which is our {name}")
-                if file not in handles:
-                    handles[file] = opened.enter_context(_open(folder / file))
-                _copy_shard(handles[file].get_slice(theirs), parameter, f"{folder / file}: {theirs}")
+                for theirs, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
+                    file = files.get(theirs)
+                    if file is None:
+                        raise _broken(folder, f"has no tensor {theirs}, which is our {name}")
+                    if file not in handles:
+                        handles[file] = opened.enter_context(_open(folder / file))
+                    _copy(handles[file].get_slice(theirs), shape, local, where, f"{folder / file}: {theirs}")
 
 
-def hub_name(name: str, names: Mapping[str, str]) -> str:
-    """Their name of our parameter."""
+def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    """Their names of our parameter, and which entry of its first dim each is; None: all of it.
+
+    Args:
+        shape: of the whole parameter.
+        names: see `load_hub_weights`.
+    """
     number = next((piece for piece in name.split(".") if piece.isdigit()), "*")
-    return names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", number)
+    theirs = names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", number, 1)
+    if "*" not in theirs:
+        return [(theirs, None)]
+    return [(theirs.replace("*", str(entry)), entry) for entry in range(shape[0])]
+
+
+def _pieces(
+    parameter: Tensor, theirs: Iterable[tuple[str, int | None]]
+) -> Iterator[tuple[str, list[int], Tensor, tuple[slice, ...]]]:
+    """(their name, shape there, where it goes in this rank's shard, what part of it) of all that this rank holds."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    shape, where = list(parameter.shape), shard_of(parameter)
+    for name, entry in theirs:
+        if entry is None:
+            yield name, shape, local, where
+        elif where[0].start <= entry < where[0].stop:
+            yield name, shape[1:], local[entry - where[0].start], where[1:]
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
@@ -113,16 +134,15 @@ def _broken(where: Path, what: str) -> ConfigError:
     )
 
 
-def _copy_shard(piece: Any, parameter: Tensor, where: str) -> None:
-    """Read this rank's part of a tensor that lies in a file into the parameter."""
-    if tuple(piece.get_shape()) != tuple(parameter.shape):
+def _copy(piece: Any, shape: list[int], local: Tensor, part: tuple[slice, ...], where: str) -> None:
+    """Read a part of a tensor that lies in a file into this rank's memory."""
+    if list(piece.get_shape()) != shape:
         raise ConfigError(
-            f"{where} has the shape {list(piece.get_shape())}, and the model's is {list(parameter.shape)}",
+            f"{where} has the shape {list(piece.get_shape())}, and the model's is {shape}",
             fix="use the flavor and overrides of that checkpoint",
         )
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.numel():
-        local.copy_(piece[shard_of(parameter)])
+        local.copy_(piece[part])
 
 
 def shard_of(parameter: Tensor) -> tuple[slice, ...]:

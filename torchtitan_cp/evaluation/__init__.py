@@ -4,9 +4,10 @@ Imports `config` at most. `evaluation.__main__` is a program of its own, which k
 """
 
 from torchtitan_cp.evaluation.budget import Budget
+from torchtitan_cp.evaluation.evaluated import Evaluated
 from torchtitan_cp.evaluation.prompts import Prompt, PromptWriter, Wording
 from torchtitan_cp.evaluation.retrieval import Retrieval
 from torchtitan_cp.evaluation.unigram import unigram_loss
 from torchtitan_cp.evaluation.validation import evaluating
 
-__all__ = ["Budget", "Prompt", "PromptWriter", "Retrieval", "Wording", "evaluating", "unigram_loss"]
+__all__ = ["Budget", "Evaluated", "Prompt", "PromptWriter", "Retrieval", "Wording", "evaluating", "unigram_loss"]

@@ -35,7 +35,8 @@ from torchtitan_cp.config.sections import (
 )
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.data import prepare
-from torchtitan_cp.measuring import Evaluated, Measuring, describe, numbers_of
+from torchtitan_cp.evaluation.evaluated import Evaluated, describe, numbers_of
+from torchtitan_cp.measuring import Measuring
 from torchtitan_cp.metrics.pictures import loss_against_position, passkey_map
 from torchtitan_cp.network import Network
 from torchtitan_cp.parallel import Meshes, World, start_ranks, stop_ranks
@@ -147,7 +148,7 @@ def main(arguments: list[str]) -> int:
     if world.rank == 0 and found:
         out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
         write(out, saved, found)
-        print("\n".join(describe(saved.stage, int(saved.path.name.removeprefix("step-")), found)))
+        print("\n".join(describe(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len, found)))
         print(f"written to {out}")
     elif not found:
         print("error: the corpus of this run holds nothing out: data.validation_fraction = 0", file=sys.stderr)

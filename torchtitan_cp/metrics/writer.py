@@ -149,7 +149,7 @@ class MetricsWriter:
                 getattr(board, method)(*arguments, **named)
             except OSError as error:
                 self.boards.remove(board)
-                name = type(board).__name__
+                name = "TensorBoard" if isinstance(board, SummaryWriter) else "Weights & Biases"
                 logger.error("%s stands still until the run's next start: %s. %s goes on", name, error, JSONL)
 
 

@@ -1,0 +1,66 @@
+"""Qwen3-MoE as Hugging Face checkpoints: names of weights and keys of config.json, as data.
+
+Source: `modeling_qwen3_moe` and `configuration_qwen3_moe` of Hugging Face transformers. OLMoE is another attention: its
+norms of q and k go over all heads.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.architecture import Hub
+from models.llama import hub as llama
+from models.moe.flavors import MoeShape
+
+# Each layer's experts are one parameter of ours: the second `*` is the expert.
+NAMES = {name: theirs for name, theirs in llama.NAMES.items() if ".feed_forward." not in name} | {
+    "layers.*.router.gate.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",
+    "layers.*.experts.w3": "model.layers.*.mlp.experts.*.up_proj.weight",
+    "layers.*.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
+}
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a MoeShape from a config.json; the weight of the balance is the run's own.
+
+    Raises:
+        ValueError: it describes a network that this block is not; the message says what of it.
+    """
+    if config.get("model_type") != "qwen3_moe":
+        raise ValueError(f"model_type is {config.get('model_type')!r}, and this architecture is qwen3_moe")
+    for key, wanted in (("mlp_only_layers", []), ("decoder_sparse_step", 1), ("use_sliding_window", False)):
+        if (config.get(key) or wanted) != wanted:
+            raise ValueError(f"{key} is {config[key]!r}, and here it is {wanted!r}")
+    dense = {**config, "model_type": "qwen3", "intermediate_size": config["moe_intermediate_size"]}
+    return {
+        **llama.sizes(dense),
+        # transformers 5 has renamed it.
+        "n_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "normalize_shares": config.get("norm_topk_prob", False),
+    }
+
+
+def config(shape: MoeShape) -> dict[str, Any]:
+    """A config.json of this shape, without its rotary embedding, length and tokens.
+
+    Raises:
+        ValueError: Qwen3-MoE has not these options; the message names them.
+    """
+    if not shape.qk_norm or any(shape.layer_windows):
+        raise ValueError("Qwen3-MoE has qk_norm, and no windows")
+    return {
+        **llama.config(shape),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": shape.ffn_dim,
+        "num_experts": shape.n_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "norm_topk_prob": shape.normalize_shares,
+        "router_aux_loss_coef": shape.balance,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+HUB = Hub(NAMES, sizes, config)
