@@ -1,20 +1,20 @@
-"""What watching a step costs: `python -m benchmarks.monitoring`, on one rank with two threads.
+"""What watching a step costs, on one rank.
 
 Two networks of one config take the same step in turn. One is guarded as in a run: each block's output, the largest
 logit, gradient norms by block, spikes. The other exchanges no more than clipping and the log need: the loss, the tokens
-and one gradient norm. `--steps` of each, after one that is not counted.
+and one gradient norm.
 """
 
-import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tomli
 import torch
 import torch.distributed as dist
 
+from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import seconds
 from models import ARCHITECTURES
 from torchtitan_cp.config import Config
@@ -68,27 +68,22 @@ def unguarded(network: Network, batches: tuple[MicroBatch, ...]) -> None:
     network.update(1e-6, torch.stack(gathered).sum(0).tolist()[2] ** 0.5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--steps", type=int, default=21)
-    options = parser.parse_args()
+def measure(lengths: list[int], rounds: int) -> Iterator[Row]:
+    """fp32, on one rank: medians of as many steps of each, in turn."""
     register(ARCHITECTURES)
-    device = find_device()
     with tempfile.TemporaryDirectory() as name:
-        dist.init_process_group(device.backend, store=dist.FileStore(f"{name}/store", 1), rank=0, world_size=1)
-        print(f"torch {torch.__version__}, {device.name}, fp32\n")
-        print("| length | unguarded, ms | guarded, ms | ratio of the medians | of the fastest |\n|---|---|---|---|---|")
-        for length in options.lengths:
+        store = dist.FileStore(f"{name}/store", 1)
+        dist.init_process_group(find_device().backend, store=store, rank=0, world_size=1)
+        for length in lengths:
             guarded, bare = steps(length, Path(name))
             guarded(), bare()
-            pairs = [(seconds(guarded), seconds(bare)) for _ in range(options.steps)]
+            pairs = [(seconds(guarded), seconds(bare)) for _ in range(rounds)]
             on, off = zip(*pairs, strict=True)
-            medians = " | ".join(f"{statistics.median(side) * 1e3:.1f}" for side in (off, on))
-            ratio = statistics.median(a / b for a, b in pairs)
-            print(f"| {length} | {medians} | {ratio:.3f} | {min(on) / min(off):.3f} |", flush=True)
+            row = {"length": length, "unguarded_ms": statistics.median(off) * 1e3}
+            row["guarded_ms"] = statistics.median(on) * 1e3
+            row["ratio"] = statistics.median(a / b for a, b in pairs)
+            yield row | {"ratio_of_fastest": min(on) / min(off)}
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(measure, {"lengths": [512, 2048, 8192], "rounds": 21}, {"lengths": [512], "rounds": 5})
