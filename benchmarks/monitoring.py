@@ -1,17 +1,16 @@
-"""What watching a step costs: `python -m benchmarks.monitoring`, on one rank with one thread.
+"""What watching a step costs, on one rank with one thread.
 
 Two networks of one config take the same step in turn. One is guarded as in a run: each block's output, the largest
 logit, gradient norms by block, spikes. The other exchanges no more than clipping and the log need: the loss, the tokens
-and one gradient norm. `--steps` of each, after one that is not counted, in CPU time of the process, which other work on
-the machine disturbs less than the clock on the wall. The operations that guarding adds are timed by themselves too, as
-what they add is less than what two equal steps differ by.
+and one gradient norm. In CPU time of the process, which other work on the machine disturbs less than the clock on the
+wall. The operations that guarding adds are timed by themselves too, as what they add is less than what two equal steps
+differ by.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import tomli
 import torch
 import torch.distributed as dist
 
+from benchmarks.benchmark import Benchmark, Row
 from models import ARCHITECTURES
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import build
@@ -92,31 +92,25 @@ def unguarded(network: Network, batches: tuple[MicroBatch, ...]) -> None:
     network.update(1e-6, torch.stack(gathered).sum(0).tolist()[2] ** 0.5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--steps", type=int, default=21)
-    options = parser.parse_args()
+def measure(lengths: list[int], rounds: int) -> Iterator[Row]:
+    """fp32, on one rank: medians of as many steps of each, in turn."""
     register(ARCHITECTURES)
     torch.set_num_threads(1)
-    device = find_device()
     with tempfile.TemporaryDirectory() as name:
-        dist.init_process_group(device.backend, store=dist.FileStore(f"{name}/store", 1), rank=0, world_size=1)
-        print(f"torch {torch.__version__}, {device.name}, fp32\n")
-        print("| length | unguarded, ms | guarded, ms | ratio of the medians | of the fastest | added, ms | share |")
-        print("|---|---|---|---|---|---|---|")
-        for length in options.lengths:
+        store = dist.FileStore(f"{name}/store", 1)
+        dist.init_process_group(find_device().backend, store=store, rank=0, world_size=1)
+        for length in lengths:
             guarded, bare, more = steps(length, Path(name))
             guarded(), bare(), more()
-            pairs = [(cpu_seconds(guarded), cpu_seconds(bare)) for _ in range(options.steps)]
+            pairs = [(cpu_seconds(guarded), cpu_seconds(bare)) for _ in range(rounds)]
             on, off = zip(*pairs, strict=True)
-            medians = " | ".join(f"{statistics.median(side) * 1e3:.1f}" for side in (off, on))
-            ratio = statistics.median(a / b for a, b in pairs)
-            added = statistics.median(cpu_seconds(more) for _ in range(5 * options.steps))
-            alone = f"{added * 1e3:.2f} | {added / statistics.median(off):.2%}"
-            print(f"| {length} | {medians} | {ratio:.3f} | {min(on) / min(off):.3f} | {alone} |", flush=True)
+            row: Row = {"length": length, "unguarded_ms": statistics.median(off) * 1e3}
+            row["guarded_ms"] = statistics.median(on) * 1e3
+            row["ratio"] = statistics.median(a / b for a, b in pairs)
+            row["ratio_of_fastest"] = min(on) / min(off)
+            added = statistics.median(cpu_seconds(more) for _ in range(5 * rounds))
+            yield row | {"added_ms": added * 1e3, "share": added / statistics.median(off)}
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(measure, {"lengths": [512, 2048, 8192], "rounds": 21}, {"lengths": [512], "rounds": 5})
