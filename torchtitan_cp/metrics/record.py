@@ -21,7 +21,7 @@ class StepRecord:
         pipeline_idle: share of the step that rank 0 spent in the pipeline without computing; None without one.
         skipped: the step was bad, and no weight was changed; skipped_steps, rollbacks, lr_cuts: of the run so far.
         spikes: numbers of the step far above what they were lately.
-        largest_logit: over all tokens; None of a step left out.
+        largest_logit: over all tokens; None if not finite.
         block_grad_norm: of each block's parameters; block_output: its largest absolute output. Both by block.
         loss_by_position: mean loss by the first position of each bin of the sequence; loss_by_document_position: of
             the document; loss_by_source. These and the following are of every metrics.interval-th step.
