@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_cp.evaluation.synthetic import DOCUMENT_CHARACTERS, NAMES, document, main
+from torchtitan_cp.evaluation.synthetic import DOCUMENT_CHARACTERS, document, main
 
 
 def test_every_name_keeps_its_key_and_comes_back_at_all_distances_up_to_the_longest() -> None:
-    text = document(longest=256, seed=5)
+    text = document(names=13, longest=256, seed=5)
     assert DOCUMENT_CHARACTERS <= len(text) <= DOCUMENT_CHARACTERS + 1
     assert re.fullmatch(r"(\.|[A-Z][a-z])*", text)
     keys, places = defaultdict(set), defaultdict(list)
     for found in re.finditer(r"([A-Z])([a-z])", text):
         keys[found[1]].add(found[2])
         places[found[1]].append(found.start())
-    assert len(keys) == NAMES
+    assert len(keys) == 13
     assert all(len(told) == 1 for told in keys.values())
     gaps = np.concatenate([np.diff(each) for each in places.values()])
     assert gaps.min() >= 2
-    assert gaps.max() <= 256 + 2 * NAMES, "others that are due come first"
+    assert gaps.max() <= 256 + 2 * 13, "others that are due come first"
     octaves = np.bincount(np.log2(gaps).astype(int))[2:8]
     assert octaves.min() > 0.5 * octaves.max(), "log-uniform"
 

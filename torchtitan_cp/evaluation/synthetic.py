@@ -1,6 +1,6 @@
 """`python -m torchtitan_cp.evaluation.synthetic OUT.jsonl` writes text whose keys are told early and asked for late.
 
-A document has thirteen names, letters from A to Z, each with a key of its own, a small letter, and dots between them:
+A document has a few names, letters from A to Z, each with a key of its own, a small letter, and dots between them:
 `..Qa....Rb..Qa...Qa......Rb`. The first key of a name in a sequence nothing foretells; all later ones the first tells.
 From a name to its next place it is log-uniformly far, so a model gains with each doubling of the context it can use,
 and its loss at far positions says how far that is. After associative recall (Arora et al., 2023) and RULER (Hsieh et
@@ -15,20 +15,20 @@ import sys
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 
-NAMES = 13  # half of the letters: the others are free for what is planted in a prompt
 DOCUMENT_CHARACTERS = 1 << 14
 
 
-def document(longest: int, seed: int) -> str:
+def document(names: int, longest: int, seed: int) -> str:
     """A document's text.
 
     Args:
+        names: how many it has; few of the 26 leave letters free for what is planted in a prompt.
         longest: largest distance from a name to its next place, in characters.
         seed: of names, keys and distances.
     """
     draw = random.Random(seed)
     due = [
-        (draw.random() * longest, name + draw.choice(ascii_lowercase)) for name in draw.sample(ascii_uppercase, NAMES)
+        (draw.random() * longest, name + draw.choice(ascii_lowercase)) for name in draw.sample(ascii_uppercase, names)
     ]
     heapq.heapify(due)
     pieces, place = [], 0
@@ -46,13 +46,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchtitan_cp.evaluation.synthetic", description=__doc__)
     parser.add_argument("out", type=Path, help="file to write, for source = 'jsonl'")
     parser.add_argument("--documents", type=int, default=512, help="of 16,384 characters each (default 512)")
+    parser.add_argument("--names", type=int, choices=range(1, 27), default=13, help="of a document (default 13)")
     parser.add_argument("--longest", type=int, default=512, help="largest distance, in characters (default 512)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", encoding="utf-8") as out:
         for number in range(options.documents):
-            text = document(options.longest, options.seed * options.documents + number)
+            text = document(options.names, options.longest, options.seed * options.documents + number)
             out.write(json.dumps({"text": text}) + "\n")
     print(f"{options.out}: {options.documents:,} documents")
     return 0
