@@ -27,6 +27,7 @@ BENCHMARKS = {
     "optimizer": "an optimizer's step by kind",
     "start_up": "from the command to the first optimizer step",
     "checkpoints": "how long training stands still for a checkpoint, and how long one takes to load",
+    "monitoring": "what watching a step costs",
     "loader": "million tokens a second that one process reads, packs and plans",
 }
 

@@ -247,7 +247,7 @@ class Trainer:
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, shape, time.perf_counter() - begun)
-        self.telling.enter(stage, self.progress.step, first[0])
+            self.telling.enter(stage, self.progress.step, first[0])
         batches = itertools.chain([first], batches)
         for _ in range(left):
             with self.profiling.watching(self.progress.step + 1, self.telling.messages):

@@ -1,5 +1,6 @@
 """Who is to blame for a hang, from what the ranks last told each other."""
 
+import re
 import subprocess
 import sys
 import time
@@ -66,6 +67,46 @@ def test_lost_contact_is_told_by_one_rank_with_the_places_of_all(
     assert "lost contact with another rank ([gloo] Connection closed by peer [10.0.0.1]:42)" in text
     assert f"step 4, {STEP}" in text
     assert sorted(path.name for path in (tmp_path / "flight_recorder").iterdir()) == ["rank-0.json", "rank-1.json"]
+
+
+class GoneStore:
+    """Went with the rank that held it."""
+
+    asked = 0
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def ask(*arguments: object) -> None:
+            GoneStore.asked += 1
+            raise dist.DistNetworkError("Broken pipe")
+
+        return ask
+
+
+def lose_the_store(folder: Path) -> tuple[list[str], int]:
+    lines: list[str] = []
+    failure.logger.error = lambda message, *values: lines.append(message % values)  # type: ignore[method-assign]
+    doing(STEP, 4, 60.0)
+    with RankWatch(dist.get_rank(), dist.get_world_size(), 0.1, folder) as watch:
+        dist.barrier()
+        while 0 not in watch._known or watch._known[0].step != 4:
+            time.sleep(0.01)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watch._telling = watch._asking = GoneStore()
+            watch.report("lost contact with another rank")
+        dist.barrier()
+    return lines, GoneStore.asked
+
+
+def test_the_rank_that_held_the_store_is_told_by_what_it_last_said(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    _, (lines, asked) = ranks(2)(lose_the_store, tmp_path)
+    assert len(lines) == 1
+    assert re.search(rf"rank 0 is dead, stopped or cut off\. Last heard on \S+, pid \d+: step 4, {STEP}", lines[0])
+    assert f": step 4, {STEP}" in lines[0].splitlines()[-1]
+    assert lines[0].splitlines()[-1].startswith("  rank 1 waits for the others on")
+    assert asked <= 3, "told and asked once each, by the report or the thread"
 
 
 def raise_another_error() -> None:

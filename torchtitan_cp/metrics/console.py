@@ -74,7 +74,7 @@ class Console:
             total_steps: of the whole run, as far as is known now.
         """
         self.total_steps = total_steps
-        loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
+        loss = "left out" if record.loss is None else f"{record.loss:.4f}"
         numbers = f"loss {loss}  {record.tokens_per_second:,.0f} tok/s  mfu {record.mfu:.1%}"
         stage = f"stage {record.stage_index + 1} ({record.stage}, cp {record.cp})"
         if self.live:

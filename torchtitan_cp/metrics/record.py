@@ -12,7 +12,7 @@ class StepRecord:
         step: optimizer steps begun with this one, from 1.
         stage: name of the curriculum's stage; stage_index: its place from 0.
         tokens: tokens trained on by the whole run.
-        loss: mean over the step's tokens, in nats; grad_norm: global, before clipping. None if not finite.
+        loss: mean over the step's tokens, in nats; grad_norm: global, before clipping. None of a step left out.
         mfu: model FLOPs utilisation, causal attention counted as causal; a fraction of the devices' peak.
         peak_memory_bytes: most that any one rank has used so far.
         data_wait_seconds: this step waited so long for its batch, on rank 0.

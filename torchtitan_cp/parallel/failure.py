@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,10 @@ LOST_CONTACT = re.compile(
     re.IGNORECASE,
 )
 LOST_RANK = 4
+# A store that has not answered by then is taken for gone.
+ANSWER_SECONDS = 10.0
+FIRST_BEATS_SECONDS = 0.5
+STORE_HOST = 0  # the rank that holds the job's store, where each attempt has one of its own
 # torchrun looks at its processes every 0.1 s, and reports the first that failed: the dead one, if we linger.
 GRACE_SECONDS = 2.0
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -108,9 +112,14 @@ class RankWatch:
 
     def __init__(self, rank: int, world_size: int, beat_seconds: float, folder: str | Path) -> None:
         self.rank, self.world_size, self.beat_seconds, self.folder = rank, world_size, beat_seconds, Path(folder)
-        # A connection of the thread's own: a wait of the main thread on the store would hold it up.
-        self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        # Connections of the thread's own: a wait of the main thread on the store would hold it up, and a question that
+        # is not answered what it has to tell.
+        store = distributed_c10d._get_default_store()
+        self._telling, self._asking = store.clone(), store.clone()  # type: ignore[attr-defined]
         self._main, self._left, self._beats = threading.get_ident(), threading.Event(), 0
+        # What is known where the store is gone: this rank, and the one that held it.
+        self._known: dict[int, Beat] = {}
+        self._told, self._answered = True, True
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
 
     def __enter__(self) -> "RankWatch":
@@ -129,7 +138,9 @@ class RankWatch:
             self._tell(activity)
             if time.monotonic() - activity.since > activity.limit_seconds and activity is _now:
                 self._give_up(activity)
-            if self._left.wait(self.beat_seconds):
+            # Until the rank that holds the store has said something: it may be the first to die.
+            known = STORE_HOST in self._known
+            if self._left.wait(self.beat_seconds if known else min(FIRST_BEATS_SECONDS, self.beat_seconds)):
                 return
 
     def _tell(self, activity: Activity) -> None:
@@ -138,9 +149,31 @@ class RankWatch:
         seconds = time.monotonic() - activity.since
         place = _place(sys._current_frames().get(self._main))
         beat = Beat(self._beats, socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
-        with suppress(RuntimeError):
-            # A store that is gone went with its host: the time limit still holds.
-            self._store.set(f"beat/{self.rank}", json.dumps(dataclasses.asdict(beat)))
+        self._tell_store(f"beat/{self.rank}", json.dumps(dataclasses.asdict(beat)))
+        self._known = {**self._known, **self._read([STORE_HOST]), self.rank: beat}
+
+    def _tell_store(self, name: str, text: str) -> None:
+        """Does not wait. A store that is gone is told no more: every time costs a page of log."""
+        if self._told:
+            try:
+                self._telling.set(name, text)
+            except RuntimeError:
+                self._told = False
+
+    def _ask(self, question: Callable[[], Any], otherwise: Any) -> Any:
+        """What the store answers. One that is gone, or stopped with the rank that holds it, is asked no more."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        if self._answered:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(ANSWER_SECONDS)
+            self._answered = bool(answers)
+        return answers[0] if answers else otherwise
 
     def _give_up(self, activity: Activity) -> None:
         """End this process, whose main thread hangs."""
@@ -153,47 +186,50 @@ class RankWatch:
 
     def report(self, reason: str) -> None:
         """Log who is to blame, on the first rank that asks, and write what the flight recorder has, on each."""
-        with suppress(RuntimeError):
-            self._store.set(f"over/{self.rank}", "")
+        self._tell_store(f"over/{self.rank}", "")
         beats, silent = self._look_around()
         if self._is_first():
             logger.error("%s.\n%s", reason, describe(beats, silent))
         dump_flight_recorder(self.folder, self.rank)
 
     def _is_first(self) -> bool:
-        with suppress(RuntimeError):
-            return bool(self._store.add("reports", 1) == 1)
-        return True
+        return bool(self._ask(lambda: self._asking.add("reports", 1) == 1, True))
 
     def _look_around(self) -> tuple[dict[int, Beat], set[int]]:
         """The last beat of each rank that told any, and the ranks that are dead, stopped or silent."""
-        first = self._read()
+        everyone = range(self.world_size)
+        first = self._read(everyone)
         local = {rank: beat.pid for rank, beat in first.items() if beat.host == socket.gethostname()}
         silent = {rank for rank, pid in local.items() if _is_gone(pid)}
-        if not silent - self._over():
+        if not silent - self._over() and self._answered:
             for _ in range(6):
                 self._tell(_now)
                 time.sleep(self.beat_seconds / 2)
-            beats = self._read()
-            silent = {rank for rank in first if first[rank].number == beats[rank].number}
-            silent |= set(range(self.world_size)) - beats.keys()
+            beats = self._read(everyone)
+            silent = {rank for rank in first if rank in beats and first[rank].number == beats[rank].number}
+            silent |= set(everyone) - beats.keys()
             first = beats
+        if not self._answered:
+            return self._known, {STORE_HOST} - {self.rank}
         # Those that gave up before this one did no wrong.
         return first, silent - self._over() - {self.rank}
 
-    def _read(self) -> dict[int, Beat]:
+    def _read(self, ranks: Iterable[int]) -> dict[int, Beat]:
         beats = {}
-        for rank in range(self.world_size):
-            with suppress(RuntimeError):
-                if self._store.check([f"beat/{rank}"]):
-                    beats[rank] = Beat(**json.loads(self._store.get(f"beat/{rank}")))
+        for rank in ranks:
+            if self._ask(lambda rank=rank: self._asking.check([f"beat/{rank}"]), False):  # type: ignore[misc]
+                text = self._ask(lambda rank=rank: self._asking.get(f"beat/{rank}"), None)  # type: ignore[misc]
+                if text:
+                    beats[rank] = Beat(**json.loads(text))
         return beats
 
     def _over(self) -> set[int]:
         """Ranks that have given up."""
-        with suppress(RuntimeError):
-            return {rank for rank in range(self.world_size) if self._store.check([f"over/{rank}"])}
-        return set()
+        return {
+            rank
+            for rank in range(self.world_size)
+            if self._ask(lambda rank=rank: self._asking.check([f"over/{rank}"]), False)  # type: ignore[misc]
+        }
 
 
 def describe(beats: dict[int, Beat], silent: set[int]) -> str:
