@@ -84,9 +84,9 @@ def test_a_resumed_run_forgets_lost_steps_and_a_half_written_line(tmp_path: Path
     assert path.read_text().splitlines() == lines[:2]
 
 
-def printed(console: Console) -> io.StringIO:
+def printed(console: Console, width: int = 120) -> io.StringIO:
     text = io.StringIO()
-    console.terminal = Terminal(file=text, width=120, highlight=False)
+    console.terminal = Terminal(file=text, width=width, highlight=False)
     return text
 
 
@@ -106,16 +106,16 @@ def test_where_there_is_no_terminal_a_step_is_a_plain_line() -> None:
 
 def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
     console = Console(100, 0, speaks=True)
-    text = printed(console)
+    text = printed(console, 80)
     console.table(
         [
-            StageSummary("4K", 4096, 2, 60, 8.25, 4.125, 3.875, 0.95, 5000.0, 0.25, 3 * 2**29),
+            StageSummary("1M", 2**20, 64, 12_000, 8.25, 4.125, 3.875, 0.95, 1_234_567.0, 0.25, 133 * 2**30),
             StageSummary("8K", 8192, 2, 40, None, None, None, None, None, None, None),
         ]
     )
-    rows = [line.split() for line in text.getvalue().splitlines() if "4,096" in line or "8,192" in line]
-    measured = ["8.2500", "4.1250", "3.8750", "95%", "5,000", "25.0%", "1.50"]
-    assert rows == [["4K", "4,096", "2", "60", *measured], ["8K", "8,192", "2", "40", *["-"] * 7]]
+    rows = [line.split() for line in text.getvalue().splitlines() if "1,048,576" in line or "8,192" in line]
+    measured = ["8.2500", "4.1250", "3.8750", "95%", "1,234,567", "25.0%", "133.00"]
+    assert rows == [["1M", "1,048,576", "64", "12,000", *measured], ["8K", "8,192", "2", "40", *["-"] * 7]]
 
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:

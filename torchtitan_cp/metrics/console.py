@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -93,7 +93,11 @@ class Console:
     def table(self, stages: Sequence[StageSummary]) -> None:
         """Print a row for each stage."""
         table = Table(
-            title="What was trained: first and last loss, loss at the far end", title_justify="left", box=SIMPLE
+            title="What was trained: first and last loss, loss at the far end",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=0,
+            pad_edge=False,
         )
         for header in ("stage", "seq_len", "cp", "steps", "first", "last", "far", "passkey", "tok/s", "mfu", "GiB"):
             table.add_column(header, justify="left" if header == "stage" else "right")
