@@ -75,6 +75,9 @@ class Telling:
                 interval=settings.interval,
                 wandb=settings.wandb,
             )
+            for found in self.writer.earlier_evaluations():
+                losses = [math.nan if loss is None else loss for loss in found["position_losses"]]
+                self.evaluated_curves[found["stage"]] = (found["position_starts"], losses)
             self.writer.text("config", f"```toml\n{to_toml(config)}\n```", self.done)
             for name, stream in reading.streams.items() if self.writer.boards else ():
                 self.writer.image(f"documents/{name}", length_histogram(stream.store.document_lengths, name), self.done)

@@ -126,3 +126,12 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     console.table([])
     console.stop()
     assert capsys.readouterr().out == ""
+
+
+def test_a_resumed_run_knows_the_evaluations_of_the_steps_before_it(tmp_path: Path) -> None:
+    for after_step, known in ((0, []), (1, [1])):
+        writer = MetricsWriter(tmp_path, after_step=after_step, tensorboard=False, interval=1)
+        assert [found["step"] for found in writer.earlier_evaluations()] == known
+        for step in (after_step + 1, after_step + 2):
+            writer.evaluation({"step": step, "loss": 2.5})
+        writer.close()

@@ -121,6 +121,10 @@ class MetricsWriter:
                     if number is not None:
                         self.scalar(f"{tag}/{name}" if name else tag, number, record.step)
 
+    def earlier_evaluations(self) -> list[dict[str, Any]]:
+        """What `evaluation` wrote, also in the processes before this one."""
+        return [json.loads(line) for line in self.evaluations.path.read_text(encoding="utf-8").splitlines()]
+
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write what an evaluation found, with its `step`, as a line of evaluation.jsonl."""
         self.evaluations.write(json.dumps(record) + "\n")
