@@ -185,7 +185,7 @@ def test_parity_holds_with_the_plain_model(ranks: Callable[[int], RankPool], run
         ("--compile.enable=true", "set compile.enable = false"),
         ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),
         ("--model.overrides.balance=-1.0", "balance = -1.0 would reward experts"),
-        ("--model.hub_checkpoint=/none", "'moe' has no names in Hugging Face's format"),
+        ("--model.hub_checkpoint=/none", "model.hub_checkpoint: /none/config.json cannot be read"),
     ],
 )
 def test_what_experts_cannot_have_is_refused_before_a_rank_starts(
