@@ -23,6 +23,8 @@ def ranks_of(path: Path) -> int:
 def load(path: Path, dump_folder: Path, *overrides: str) -> Config:
     """The file as it is, but for the corpus and the tokenizer, which do not come with it."""
     own = ["--data.source=python-stdlib", "--data.path=", "--tokenizer.kind=bytes", "--tokenizer.path="]
+    sources = range(len(load_config(path, []).data.sources))
+    own += [f"--data.sources[{number}].{key}" for number in sources for key in ("source=python-stdlib", "path=")]
     return load_config(path, [*own, f"--job.dump_folder={dump_folder}", *overrides])
 
 
