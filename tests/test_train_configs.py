@@ -22,7 +22,10 @@ def ranks_of(path: Path) -> int:
 
 def load(path: Path, dump_folder: Path, *overrides: str) -> Config:
     """The file as it is, but for the corpus and the tokenizer, which do not come with it."""
-    own = ["--data.source=python-stdlib", "--data.path=", "--tokenizer.kind=bytes", "--tokenizer.path="]
+    several = range(len(load_config(path).data.sources))
+    sources = [f"data.sources[{index}]" for index in several] or ["data"]
+    own = [f"--{source}.{key}" for source in sources for key in ("source=python-stdlib", "path=")]
+    own += ["--tokenizer.kind=bytes", "--tokenizer.path="]
     return load_config(path, [*own, f"--job.dump_folder={dump_folder}", *overrides])
 
 
