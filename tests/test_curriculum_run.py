@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, prepared, write_run
@@ -224,6 +225,7 @@ global_batch_tokens = 256
 until = {{validation_loss = 0.1, max_tokens = 768}}
 """
 )
+GATE_SCALARS = ("validation_loss", "validation_loss_wanted", "of_max_tokens")
 
 
 def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]:
@@ -248,7 +250,7 @@ def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     path = write_run(tmp_path, GATED)
-    steps, taken, said = ranks(2)(gated, path)[0]
+    steps, taken, said = ranks(2)(gated, path, "--metrics.tensorboard=true")[0]
     first = [step for stage, step in taken if stage == 0]
     second = [step for stage, step in taken if stage == 1]
     assert 2 <= len(first) < 40, "the gate opened before max_tokens"
@@ -258,6 +260,14 @@ def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
     assert f"stage 1 ends after {len(first)} of 40 steps: validation_loss" in said
     assert "read so far: corpus 0.0" in said
     assert "stage 2 ends at max_tokens, and its gate did not open: validation_loss" in said
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    progress = {name: {event.step: event.value for event in board.Scalars(f"gate/{name}")} for name in GATE_SCALARS}
+    measured, wanted, share = (progress[name] for name in GATE_SCALARS)
+    assert measured[len(first)] <= wanted[len(first)] == pytest.approx(5.2)
+    assert measured[steps] > wanted[steps] == pytest.approx(0.1)
+    shares = {step: step / 40 for step in range(2, len(first) + 1, 2)} | {steps - 1: 2 / 3, steps: 1}
+    assert share == pytest.approx(shares)
     assert ranks(1)(gated, path)[0][:2] == (steps, []), "a finished run has nothing to do"
 
 

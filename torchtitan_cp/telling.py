@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cp.attention import Plan
+from torchtitan_cp.attention import Plan, choose_strategy
 from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.config import Config, to_toml
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data import statistics_table
 from torchtitan_cp.data.loader import MicroBatch
 from torchtitan_cp.evaluation.evaluated import Evaluated, describe, numbers_of
@@ -113,7 +114,10 @@ class Telling:
     def enter(self, stage: StagePlan, step: int, batch: MicroBatch) -> None:
         """A stage begins, with this micro-batch."""
         self.stage_sums: Tensor | None = None
-        self.tile_map(batch, f"{stage.name}: {batch.plan.strategy}, {self.config.context_parallel.layout}", step)
+        plan, tp = batch.plan, self.network.meshes.degrees.tp
+        heads = (self.network.shape.n_heads // tp, self.network.shape.n_kv_heads // tp)
+        strategy = choose_strategy(*heads, plan.ranks, plan.mask.band) if plan.strategy == "auto" else plan.strategy
+        self.tile_map(batch, f"{stage.name}: {strategy}, {plan.layout.name}", step)
 
     def tile_map(self, batch: MicroBatch, title: str, step: int) -> None:
         """Draw who computes what of a micro-batch's attention, if several ranks share it."""
@@ -299,6 +303,15 @@ class Telling:
         for name, each in found.retrieval.items():
             picture = passkey_map(each.accuracy, each.lengths, each.depths, trained_length=stage.seq_len, title=name)
             self.writer.image(f"validation/{name}/{stage.name}", picture, step)
+
+    def judged(self, stage: StagePlan, progress: Progress, verdict: Verdict, said: str) -> None:
+        """Tell how far the stage's gate is from opening. `said`: what follows from the verdict."""
+        self.say(f"{said}: {verdict.why}", tag="gate", step=progress.step)
+        if self.writer:
+            bounds = {f"{name}_wanted": bound for name, bound in stage.until.items()}
+            scalars = {**verdict.measured, **bounds, "of_max_tokens": progress.stage_step / stage.steps}
+            for name, value in scalars.items():
+                self.writer.scalar(f"gate/{name}", value, progress.step)
 
     def finish(self) -> None:
         """Say what to look at next."""

@@ -421,15 +421,15 @@ class Trainer:
             self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
         if not stage.until:
             return
-        opened, why = self.measuring.judge(stage, found)
-        if opened:
+        verdict = self.measuring.judge(stage, found)
+        if verdict.opened:
             self.progress = dataclasses.replace(self.progress, stage_done=True)
             said = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"
         elif self._stage_over():
             said = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
         else:
             said = f"stage {stage.index + 1} goes on"
-        self.telling.say(f"{said}: {why}", tag="gate", step=self.progress.step)
+        self.telling.judged(stage, self.progress, verdict, said)
 
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint where one is due, and see whether a signal asks any rank to stop. Collective."""

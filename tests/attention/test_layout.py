@@ -1,7 +1,9 @@
 """Layouts by the area of the mask that their ranks have."""
 
+import pytest
+
 from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.layout import balanced, chunk_areas
+from torchtitan_cp.attention.layout import balanced, chunk_areas, contiguous, zigzag
 
 
 def test_documents_that_hold_most_of_the_area_are_cut_finer_until_ranks_are_nearly_even() -> None:
@@ -15,3 +17,11 @@ def test_documents_that_hold_most_of_the_area_are_cut_finer_until_ranks_are_near
     assert max(work) < 1.1 * sum(work) / 8
     assert len(layout.chunks[0]) > 8
     assert sorted(sum(layout.chunks, ())) == list(range(len(layout.owners)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_layout_knows_its_name(ranks: int) -> None:
+    assert contiguous(64, ranks).name == "contiguous"
+    assert zigzag(64, ranks).name == ("zigzag" if ranks > 1 else "contiguous")
+    packed = AttentionMask(document_lengths=((40, 3, 7, 14),))
+    assert balanced(64, ranks, packed).name == ("balanced" if ranks > 1 else "contiguous")

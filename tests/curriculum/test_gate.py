@@ -24,4 +24,4 @@ from torchtitan_cp.curriculum.gate import Verdict
 def test_a_gate_opens_when_every_condition_holds(
     conditions: dict[str, float], measured: dict[str, float], opened: bool, why: str
 ) -> None:
-    assert judge(conditions, measured) == Verdict(opened, why)
+    assert judge(conditions, measured) == Verdict(opened, why, measured)

@@ -1,5 +1,7 @@
 """From a stage's samples to each rank's share of a step: by its number alone, every token once."""
 
+import os
+import signal
 from functools import partial
 
 import numpy as np
@@ -103,3 +105,17 @@ def test_every_token_knows_its_place_in_its_document() -> None:
         for row, number in enumerate(batch.numbers):
             places = np.concatenate([np.arange(length) for length in Counting().document_lengths(number)])
             assert batch.document_positions[row].tolist() == places[batch.plan.positions].tolist()
+
+
+class Killed(Counting):
+    """The process that reads sequence 6 is killed there, as by a system short of memory."""
+
+    def sequence(self, number: int) -> PackedSequence:
+        if number == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sequence(number)
+
+
+def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
+        list(read_steps(Killed(), 0, 3, shape_of(), workers=1, read_ahead=2, pin=False))

@@ -37,6 +37,14 @@ class Layout:
                 owners[chunk] = (rank, slot * self.chunk_tokens)
         return tuple(owners)
 
+    @property
+    def name(self) -> str:
+        """What it is called: by how its chunks are dealt, whoever made it."""
+        ranks, tokens = len(self.chunks), self.chunk_tokens
+        if self == contiguous(ranks * tokens, ranks):
+            return "contiguous"
+        return "zigzag" if self == zigzag(2 * ranks * tokens, ranks) else "balanced"
+
     def spans(self, rank: int) -> list[Span]:
         """The (start, stop) global positions that a rank holds, in local order; neighbours are one."""
         spans: list[Span] = []

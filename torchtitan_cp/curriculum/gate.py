@@ -8,10 +8,11 @@ RISES = {"passkey_accuracy": True, "validation_loss": False, "short_loss_rise": 
 
 
 class Verdict(NamedTuple):
-    """Whether a stage may end, and the numbers that say so."""
+    """Whether a stage may end, and the numbers that say so: in words, and those measured by name."""
 
     opened: bool
     why: str
+    measured: Mapping[str, float]
 
 
 def judge(conditions: Mapping[str, float], measured: Mapping[str, float]) -> Verdict:
@@ -28,4 +29,4 @@ def judge(conditions: Mapping[str, float], measured: Mapping[str, float]) -> Ver
         holds = holds and met
         number = "not measured yet" if value is None else f"{value:.4g}"
         said.append(f"{name} {number}, {'at least' if RISES[name] else 'at most'} {bound:g} wanted")
-    return Verdict(holds, "; ".join(said))
+    return Verdict(holds, "; ".join(said), {name: measured[name] for name in conditions if name in measured})

@@ -1,18 +1,20 @@
-"""From a stage's sequences to the micro-batches of one rank, read ahead by torchdata's nodes.
+"""From a stage's sequences to the micro-batches of one rank, read ahead by torchdata.
 
 Ranks come in as integers. Which sequences a step holds depends on its number alone; which of them a rank reads, on
 their work and its place among the data-parallel ranks; which tokens of those, on the plan made of their documents.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torchdata.nodes as nodes
 from torch import Tensor
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_cp.attention import AttentionMask, Plan
 from torchtitan_cp.data.balance import attention_work, balanced_order
@@ -97,6 +99,10 @@ class MicroBatch:
         """Of layers without a window."""
         return self.plans[0]
 
+    def pin_memory(self) -> "MicroBatch":
+        """This with what the device fetches in pinned memory; torch's loader calls it by this name."""
+        return replace(self, **{part: getattr(self, part).pin_memory() for part in ("tokens", "labels", "positions")})
+
 
 def deal(samples: Samples, step: int, shape: StepShape) -> np.ndarray:
     """`[micro_batches, dp, B]` int64: numbers of the sequences of a step of the stage, dealt out by their work."""
@@ -125,6 +131,16 @@ def read_rows(samples: Samples, shape: StepShape, numbers: list[int]) -> MicroBa
     return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
 
 
+class _Steps(Dataset[tuple[MicroBatch, ...]]):
+    """This rank's share of any step of the stage, by the step's number."""
+
+    def __init__(self, samples: Samples, shape: StepShape) -> None:
+        self.samples, self.shape = samples, shape
+
+    def __getitem__(self, step: int) -> tuple[MicroBatch, ...]:
+        return read_step(self.samples, self.shape, step)
+
+
 def read_steps(
     samples: Samples, first: int, steps: int, shape: StepShape, *, workers: int, read_ahead: int, pin: bool
 ) -> Iterator[tuple[MicroBatch, ...]]:
@@ -132,26 +148,23 @@ def read_steps(
 
     Args:
         workers: processes that read and plan; 0: a thread of this one does.
-        read_ahead: steps kept ready.
+        read_ahead: steps kept ready, beside the one that each worker is at.
         pin: copy them to pinned memory, so that a GPU can fetch them while it computes.
+
+    Raises:
+        RuntimeError: a worker died; torch names its signal.
     """
-    where: dict[str, Any] = {"num_workers": 1, "method": "thread"}
-    if workers:
-        where = {"num_workers": workers, "method": "process", "multiprocessing_context": START_METHOD}
-    node: nodes.BaseNode = nodes.IterableWrapper(range(first, first + steps))
-    node = nodes.ParallelMapper(node, partial(read_step, samples, shape), **where)
-    if pin:
-        node = nodes.ParallelMapper(node, _pin, num_workers=1, method="thread")
-    return iter(nodes.Loader(nodes.Prefetcher(node, prefetch_factor=read_ahead)))
-
-
-def _pin(step: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    return tuple(
-        replace(
-            batch,
-            tokens=batch.tokens.pin_memory(),
-            labels=batch.labels.pin_memory(),
-            positions=batch.positions.pin_memory(),
+    apart: dict[str, Any] = {"multiprocessing_context": START_METHOD, "prefetch_factor": 1} if workers else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+        loader = StatefulDataLoader(
+            _Steps(samples, shape),
+            batch_size=None,
+            sampler=range(first, first + steps),
+            num_workers=workers,
+            pin_memory=pin,
+            snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
+            **apart,
         )
-        for batch in step
-    )
+    ready = nodes.Prefetcher(nodes.IterableWrapper(tuple(step) for step in loader), prefetch_factor=read_ahead)
+    return iter(nodes.Loader(ready))
