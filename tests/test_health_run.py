@@ -373,25 +373,30 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
 # What follows ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
-    ranks: Callable[[int], RankPool], run_toml: Path
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
-    folder = run_toml.parent / "weight"
+    size, overrides = LAYOUTS[layout]
+    folder = run_toml.parent / f"weight-{layout.replace(' ', '-')}"
     fault = Inject(step=5, rank=1, where="weight", layer=1, module="attention.wk")
     settings = (*SHORT[:1], "--checkpoint.interval=1", "--checkpoint.keep=99", "--checkpoint.asynchronous=false")
-    for seen in ranks(2)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings):
+    if layout.startswith("tp 2 x pp"):
+        fault = replace(fault, layer=0)  # which is where rank 1 is
+    named = f"layers.{fault.layer}.attention.wk"
+    for seen in ranks(size)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings, *overrides):
         assert seen.bad == [5]
         culprit = seen.studies[5]["culprit"]
-        assert (culprit["module"], culprit["what"]) == ("layers.1.attention.wk", "parameter weight")
+        assert (culprit["module"], culprit["what"]) == (named, "parameter weight")
         assert list(seen.studies[5]["ranks"]) == [1]
         # The struck weight alone is another than before the repair: it is well again.
-        assert seen.changed == (["layers.1.attention.wk.weight in step 5"] if seen.rank == 1 else [])
+        assert seen.changed == ([f"{named}.weight in step 5"] if seen.rank == 1 else [])
         assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
         assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
     event = replay(Bundle.read(folder / "health" / "step-5"))
     assert event is not None
-    assert (event.module, event.what, event.value) == ("layers.1.attention.wk", "parameter weight", "nan")
-    straight = ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'weight-straight'}", *SHORT)[0]
+    assert (event.module, event.what, event.value) == (named, "parameter weight", "nan")
+    straight = ranks(size)(train, run_toml, f"--job.dump_folder={folder}-straight", *SHORT, *overrides)[0]
     assert losses(straight)[:4] == [line["loss"] for line in seen.lines][:4]
     assert (folder / "checkpoints" / "step-5").is_dir()
 
@@ -412,10 +417,67 @@ def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
         assert (seen.bad, seen.changed) == ([12], [])
         assert [line["step"] for line in seen.lines if line["spikes"]] == [12]
         assert len(seen.lines) == 14
+        assert (seen.studies[12]["culprit"]["module"], list(seen.studies[12]["ranks"])) == ("layers.0", [1])
     for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, f"--job.dump_folder={folder}-warn"):
         assert seen.bad == []
         assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
         assert len(seen.lines) == 13
+
+
+# Layout, what is struck, and what is to be named: module, direction, ranks.
+SPIKES = {
+    "cp 2": ("forward", "feed_forward.w1", "forward", [1]),
+    "tp 2": ("forward", "attention.wv", "forward", [1]),
+    "fsdp 2": ("backward", "attention.wo", "backward", [1]),
+    "pp 2": ("forward", "feed_forward.w2", "forward", [1]),
+}
+
+
+@pytest.mark.parametrize("layout", SPIKES)
+def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, module, direction, on = SPIKES[layout]
+    folder = run_toml.parent / f"spike-{layout.replace(' ', '-')}"
+    fault = Inject(step=12, rank=1, layer=1, where=where, module=module, kind="spike")
+    size, overrides = LAYOUTS[layout]
+    settings = (
+        "--curriculum.stages[0].steps=12",
+        "--checkpoint.enable=false",
+        "--health.spike_threshold=20",
+        "--health.spike_window=32",
+        "--health.on_spike=trip",
+        f"--job.dump_folder={folder}",
+    )
+    for seen in ranks(size)(watched_run, run_toml, {12: fault}, *settings, *overrides):
+        assert (seen.bad, seen.changed) == ([12], [])
+        study = seen.studies[12]
+        assert study["culprit"]["module"] == f"layers.1.{module}"
+        assert (study["culprit"]["direction"], list(study["ranks"]), study["reproduces"]) == (direction, on, True)
+        assert study["times"] > 4
+        assert f"the {study['culprit']['what']} of layers.1.{module} is {study['culprit']['value']}, " in study["said"]
+        assert "times what it was in a healthy step" in study["said"]
+    assert main([str(folder / "health" / "step-12")]) == 0
+    assert f"REPRODUCED: the {study['culprit']['what']} of layers.1.{module}" in capsys.readouterr().out
+
+
+def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    settings = (
+        "--curriculum.stages[0].steps=12",
+        "--checkpoint.enable=false",
+        "--health.spike_threshold=20",
+        "--health.spike_window=32",
+        "--health.on_spike=trip",
+    )
+    gone = Inject(step=12, rank=1, layer=1, kind="spike", transient=True)
+    folder = f"--job.dump_folder={run_toml.parent / 'spike-gone'}"
+    for seen in ranks(2)(watched_run, run_toml, {12: gone}, *settings, folder):
+        assert seen.studies[12]["said"].startswith(
+            "repeated, the step has no spike: a fault of the hardware, or a race"
+        )
+        assert seen.studies[12]["culprit"] is None
 
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:

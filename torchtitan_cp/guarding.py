@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchtitan_cp.health import BlockWatch, Injector, Ladder, SpikeDetector, St
 from torchtitan_cp.network import Network
 from torchtitan_cp.optimizer import square_norms
 from torchtitan_cp.parallel import World
-from torchtitan_cp.studying import Study, keep, study
+from torchtitan_cp.studying import Study, keep, study, study_spike
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Guarding:
         self.counted = network.counted_by_block()
         vocabulary = network.shape.vocab_size
         self.injector = Injector(config.health.inject, network.parts, world.rank, world.size, vocabulary)
+        self.newest: tuple[MicroBatch, ...] = ()
+        self.healthy: tuple[MicroBatch, ...] = ()
         self.go_on(Progress())
 
     def go_on(self, progress: Progress) -> None:
@@ -69,7 +72,7 @@ class Guarding:
             again: it was run before.
             within: what else watches it.
         """
-        network = self.network
+        network, self.newest = self.network, micro_batches
         micro_batches = self._spoiled(step, micro_batches, again=again)
         with self.injector.armed(step, again=again), within or nullcontext():
             sums = network.gradients(micro_batches)
@@ -92,27 +95,31 @@ class Guarding:
     def study(
         self, step: int, micro_batches: tuple[MicroBatch, ...], report: StepReport, reseed: Callable[[], None]
     ) -> Study:
-        """Repeat a step that was not finite, say what it began with, and keep its tensors. Collective.
+        """Repeat a bad step, say what it began with, and keep its tensors. Collective.
 
         Args:
             reseed: sets the random numbers that the step began with.
         """
 
-        def run(within: AbstractContextManager[Any]) -> StepReport:
+        def repeat(number: int, batches: tuple[MicroBatch, ...], within: AbstractContextManager[Any]) -> StepReport:
             reseed()
             try:
-                return self.gradients(step, micro_batches, again=True, within=within)
+                return self.gradients(number, batches, again=True, within=within)
             finally:
                 self.network.forget_gradients()
 
+        run, run_healthy = partial(repeat, step, micro_batches), partial(repeat, 0, self.healthy)
         read = self._spoiled(step, micro_batches, again=True)
-        found = study(self.network, self.world, read, run)
+        if report.findings:
+            found = study(self.network, self.world, read, run)
+        else:
+            found = study_spike(self.network, self.world, read, run, run_healthy)
         state = self.ladder.state
         if state.replays < self.settings.bundles:
             inject = self.injector
             about = {
                 "step": step,
-                "findings": report.findings,
+                "findings": report.findings or report.spikes,
                 "inject": dataclasses.asdict(inject.settings),
                 "injected": inject.due(step) and not inject.settings.transient,
                 "struck": inject.module,
@@ -138,6 +145,7 @@ class Guarding:
         """A step was taken."""
         self.ladder.healthy()
         self.spikes.healthy(report)
+        self.healthy = self.newest if self.settings.on_spike == "trip" else ()
 
     def describe(self, step: int, stage: StagePlan, report: StepReport) -> str:
         """Which step was bad, and why."""

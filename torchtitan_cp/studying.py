@@ -19,9 +19,11 @@ from torchtitan_cp.health.trace import (
     STEP,
     WEIGHT,
     Event,
+    Magnitudes,
     Trace,
     find_ill_data,
     find_ill_weight,
+    first_grown,
     first_of,
     unit_of,
 )
@@ -42,6 +44,7 @@ class Study:
         culprit: the first ill event of all ranks; None where none was found.
         ranks: on which it is the first.
         place: of its token, as `row`, `local_token`, `sequence`, `global_token`, `document`; empty where it has none.
+        times: of a spike, how many times as large as in a healthy step; else 0.
     """
 
     said: str
@@ -49,6 +52,7 @@ class Study:
     culprit: Event | None = None
     ranks: tuple[int, ...] = ()
     place: dict[str, int] = dataclasses.field(default_factory=dict)
+    times: float = 0.0
 
     @property
     def mends_itself(self) -> bool:
@@ -57,7 +61,8 @@ class Study:
 
     def as_json(self) -> dict[str, Any]:
         culprit = self.culprit.as_json() if self.culprit else None
-        return {"said": self.said, "reproduces": self.reproduces, "culprit": culprit, "ranks": self.ranks, **self.place}
+        known = {"said": self.said, "reproduces": self.reproduces, "culprit": culprit, "ranks": self.ranks}
+        return {**known, "times": self.times, **self.place}
 
 
 def study(network: Network, world: World, micro_batches: tuple[MicroBatch, ...], run: Run) -> Study:
@@ -84,17 +89,50 @@ def study(network: Network, world: World, micro_batches: tuple[MicroBatch, ...],
         return Study(said, reproduces)
     culprit, ranks = first
     place = found[ranks[0]][1]
-    said = _describe(culprit, ranks, place) + ("; it comes again when the step is repeated" if reproduces else "")
-    said += " without torch.compile" if compiled and reproduces else ""
+    said = _describe(culprit, ranks, place) + (_again(compiled) if reproduces else "")
     return Study(said, reproduces, culprit, tuple(ranks), place)
 
 
-def _gone(compiled: bool) -> str:
+def study_spike(
+    network: Network, world: World, micro_batches: tuple[MicroBatch, ...], run: Run, run_healthy: Run
+) -> Study:
+    """Repeat a step whose numbers are finite and far too large, and find which of them is so first. Collective.
+
+    Args:
+        run: as for `study`.
+        run_healthy: the same with the newest healthy step, which says how large numbers are.
+    """
+    spiked, usual = (Magnitudes(named_parts(network), network.token_loss) for _ in range(2))
+    with uncompiled(network):
+        run_healthy(usual)
+        reproduces = bool(run(spiked).spikes)
+    compiled = network.config.compile.enable
+    if not reproduces:
+        return Study(_gone(compiled, "has no spike"), reproduces)
+    grown: list[Any] = [None] * world.size
+    dist.all_gather_object(grown, spiked.growth(usual))
+    first = first_grown(grown)
+    if first is None:
+        return Study(f"no module's numbers stand out, so look at its text{_again(compiled)}", reproduces)
+    times, culprit, ranks = first
+    places: list[Any] = [None] * world.size
+    dist.all_gather_object(places, locate(culprit, micro_batches, network) if world.rank in ranks else {})
+    place = places[ranks[0]]
+    return Study(
+        _describe(culprit, ranks, place, times) + _again(compiled), reproduces, culprit, tuple(ranks), place, times
+    )
+
+
+def _again(compiled: bool) -> str:
+    return "; it comes again when the step is repeated" + (" without torch.compile" if compiled else "")
+
+
+def _gone(compiled: bool, what: str = "is finite") -> str:
     maybe = ", or of torch.compile, which the repeat goes without" if compiled else ""
-    return f"repeated, the step is finite: a fault of the hardware, or a race{maybe}"
+    return f"repeated, the step {what}: a fault of the hardware, or a race{maybe}"
 
 
-def _describe(event: Event, ranks: list[int], place: dict[str, int]) -> str:
+def _describe(event: Event, ranks: list[int], place: dict[str, int], times: float = 0.0) -> str:
     on = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
     if event.order[0] == WEIGHT:
         return f"the {event.what} of {event.module} is {event.value} on {on} at {list(event.index)} of its shard"
@@ -102,6 +140,7 @@ def _describe(event: Event, ranks: list[int], place: dict[str, int]) -> str:
         what = f"one of the {event.what} is {event.value}, which is no token, on {on}"
     else:
         what = f"it begins on {on} in {event.direction}: the {event.what} of {event.module} is {event.value}"
+        what += f", {times:.3g} times what it was in a healthy step" if times else ""
     if not place:
         return f"{what}, micro-batch {event.micro_batch}"
     return (

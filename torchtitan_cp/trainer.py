@@ -370,7 +370,7 @@ class Trainer:
         self.network.forget_gradients()
         ladder, settings = self.guarding.ladder, self.config.health
         what, mends_itself = self.guarding.describe(self.progress.step + 1, stage, report), True
-        if report.findings and settings.replay:
+        if settings.replay:
             self._doing("running a bad step again with the others", step=self.progress.step + 1)
             found = self.guarding.study(self.progress.step + 1, micro_batches, report, reseed)
             what, mends_itself = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.mends_itself

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan_cp.health.bundle import Bundle, Capture, pack_arguments
-from torchtitan_cp.health.trace import Event, Trace, find_ill, find_ill_data, find_ill_weight, first_of, unit_of
+from torchtitan_cp.health.trace import (
+    Event,
+    Magnitudes,
+    Trace,
+    find_ill,
+    find_ill_data,
+    find_ill_weight,
+    first_grown,
+    first_of,
+    unit_of,
+)
 
 
 class Inner(nn.Module):
@@ -155,3 +165,35 @@ def test_a_bundle_is_json_and_safetensors_and_comes_back(tmp_path: Path) -> None
     bundle = Bundle.read(tmp_path)
     assert torch.equal(bundle.tensors["input.3"], torch.arange(4) + 1)
     assert bundle.under("weight.").keys() == {"w1.weight"}
+
+
+def measured(net: nn.Module, *inputs: Tensor) -> Magnitudes:
+    with Magnitudes([(0, "", net)]) as found:
+        for x in inputs:
+            net(x).square().sum().backward()
+    return found
+
+
+def test_what_outgrew_a_healthy_step_first_is_where_a_spike_arises() -> None:
+    torch.manual_seed(0)
+    net, healthy, other = Net(), torch.randn(5, 4), torch.randn(5, 4)
+    usual = measured(net, healthy, other)
+    assert usual.largest()["forward", "inner.up", "output"] > 0
+    assert first_grown([measured(net, other, healthy).growth(usual)]) is None, "steps differ, and nothing stands out"
+    net.inner.scale = 1000.0
+    found = first_grown([[], measured(net, other, healthy).growth(usual)])
+    assert found is not None
+    times, event, ranks = found
+    assert (event.module, event.what, event.direction, event.micro_batch) == ("inner.down", "input", "forward", 0)
+    assert (unit_of(event), ranks) == ("inner", [1])
+    assert 1e5 < times < 1e7, "the square of a thousand, as far as two texts are alike"
+
+
+def test_of_two_ranks_the_one_where_it_arises_is_named() -> None:
+    def event(place: int, module: str) -> Event:
+        return Event((2, 0, 0, 0, place), 0, "forward", module, "output", "1", (1,), (0,))
+
+    arises = [(1.1, event(1, "a")), (900.0, event(2, "b"))]
+    follows = [(1.2, event(1, "a")), (2000.0, event(3, "c"))]
+    assert first_grown([follows, arises]) == (900.0, event(2, "b"), [1])
+    assert first_grown([[], []]) is None

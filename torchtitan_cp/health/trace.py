@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 WEIGHT, DATA, STEP = range(3)
 FORWARD, BACKWARD = "forward", "backward"
+STANDS_OUT = 4.0  # times as large as in a healthy step
 
 
 @dataclass(frozen=True)
 class Event:
-    """A number that is not finite, on one rank; plain JSON.
+    """A number that is not finite, or far too large, on one rank; plain JSON.
 
     Attributes:
         order: what comes first is the smallest, on whichever rank.
@@ -30,8 +31,8 @@ class Event:
         module: by its name in the whole model; `loss` is the loss.
         what: of the module is ill: `output`, `input`, `input gradient`, `output gradient`, `parameter`,
             `gradient of weight`, with a number or name behind it where there are several.
-        value: nan, inf or -inf.
-        shape: of the tensor on this rank; index: of its first ill value.
+        value: nan, inf or -inf; of a spike, the number.
+        shape: of the tensor on this rank; index: of its first ill value, or of its largest.
     """
 
     order: tuple[int, ...]
@@ -42,6 +43,11 @@ class Event:
     value: str
     shape: tuple[int, ...]
     index: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Direction, module, and what it is of the module."""
+        return self.direction, self.module, self.what
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -137,10 +143,60 @@ class Trace:
         # Forward goes up the stages and backward down.
         stage = number if direction == FORWARD else -number
         order = (STEP, micro_batch, int(direction == BACKWARD), stage, self._seen[key])
+        self._look(order, micro_batch, direction, name, what, x)
+
+    def _look(self, order: tuple[int, ...], micro_batch: int, direction: str, name: str, what: str, x: Tensor) -> None:
         if self.first is None or order < self.first.order:
             found = find_ill(x)
             if found:
                 self.first = Event(order, micro_batch, direction, name, what, *found)
+
+
+class Magnitudes(Trace):
+    """Watches a step that is finite, for how large its numbers are.
+
+    Attributes:
+        seen: (largest absolute value, what it is of) of every tensor of the step.
+    """
+
+    seen: list[tuple[float, Event]]
+
+    def __enter__(self) -> "Magnitudes":
+        self.seen = []
+        super().__enter__()
+        return self
+
+    @torch.no_grad()
+    def _look(self, order: tuple[int, ...], micro_batch: int, direction: str, name: str, what: str, x: Tensor) -> None:
+        own = (x.to_local() if isinstance(x, DTensor) else x).detach()
+        if own.numel():
+            place = own.abs().argmax()
+            value = float(own.flatten()[place].abs())
+            index = tuple(int(number) for number in torch.unravel_index(place, own.shape))
+            event = Event(order, micro_batch, direction, name, what, f"{value:.3g}", tuple(own.shape), index)
+            self.seen.append((value, event))
+
+    def largest(self) -> dict[tuple[str, str, str], float]:
+        """The largest value of all micro-batches, by direction, module and what it is of the module."""
+        found: dict[tuple[str, str, str], float] = {}
+        for value, event in self.seen:
+            found[event.place] = max(value, found.get(event.place, 0.0))
+        return found
+
+    def growth(self, usual: "Magnitudes") -> list[tuple[float, Event]]:
+        """(how many times as large as usual, what) in the order of the step, of what outgrows all before it.
+
+        Args:
+            usual: of a healthy step of the same shape.
+        """
+        largest, outgrown = usual.largest(), []
+        most = 0.0
+        for value, event in sorted(self.seen, key=lambda each: each[1].order):
+            times = value / largest[event.place] if largest.get(event.place) else 0.0
+            if times > most:
+                most = times
+                outgrown.append((times, event))
+        return outgrown
 
 
 def _recomputes() -> bool:
@@ -199,6 +255,30 @@ def first_of(events: Iterable[Event | None]) -> tuple[Event, list[int]] | None:
     order = min(known)[0]
     ranks = [rank for other, rank, _ in known if other == order]
     return next(event for other, _, event in known if other == order), ranks
+
+
+def first_grown(grown: Iterable[list[tuple[float, Event]]]) -> tuple[float, Event, list[int]] | None:
+    """Where a spike arises: the first tensor whose growth is as great as the root of the greatest, at least.
+
+    Numbers of one step differ from those of another, and what follows a spike carries its growth on: the root lies
+    between the two, as both are factors.
+
+    Args:
+        grown: of each rank, from Magnitudes.growth.
+
+    Returns:
+        (how many times as large as usual, what, the ranks where it is the first); None if nothing stands out.
+    """
+    known = [list(each) for each in grown]
+    most = max((times for each in known for times, _ in each), default=0.0)
+    if most < STANDS_OUT:
+        return None
+    over = [next(((times, event) for times, event in each if times >= most**0.5), None) for each in known]
+    first = first_of(None if each is None else each[1] for each in over)
+    assert first is not None, "the greatest growth is over its own root"
+    event, ranks = first
+    times = next(times for each in over if each is not None for times, other in [each] if other.order == event.order)
+    return times, event, ranks
 
 
 def unit_of(event: Event) -> str:
