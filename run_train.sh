@@ -21,30 +21,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS=""
 source "$ROOT/launch/environment.sh"
 
-CONFIG_FILE="${CONFIG_FILE:-$ROOT/train_configs/quickstart.toml}"
-NNODES="${NNODES:-1}"
-if [ -z "${NPROC:-}" ]; then
-    NPROC=2
-    if command -v nvidia-smi >/dev/null; then
-        NPROC="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"
-    fi
-fi
-
-for argument in "$@"; do
-    case "$argument" in
-        -h | --help) exec "$PYTHON" "$ROOT/train.py" --help ;;
-        --dry-run) exec "$PYTHON" "$ROOT/train.py" "$CONFIG_FILE" "$@" ;;
-    esac
-done
-
-# One clear message and exit code 2 before any rank starts.
-"$PYTHON" "$ROOT/train.py" "$CONFIG_FILE" --check "$((NPROC * NNODES))" "$@"
-
-if [ "$NNODES" -gt 1 ]; then
-    : "${RDZV_ENDPOINT:?set RDZV_ENDPOINT=host:port of node 0, the same on every node}"
-    rendezvous=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT")
-else
-    rendezvous=(--standalone)
-fi
-exec "$PYTHON" -m torchtitan_cp.launch "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-    -- "$ROOT/train.py" "$CONFIG_FILE" "$@"
+case " $* " in
+    *" -h "* | *" --help "*) exec "$PYTHON" "$ROOT/train.py" --help ;;
+esac
+exec "$PYTHON" -m torchtitan_cp.launch "${CONFIG_FILE:-$ROOT/train_configs/quickstart.toml}" ${NPROC:+--nproc "$NPROC"} \
+    --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" ${RDZV_ENDPOINT:+--rdzv-endpoint "$RDZV_ENDPOINT"} "$@"

@@ -84,7 +84,7 @@ class Job:
 
 
 class LaunchedJob(Job):
-    """A job as run_train.sh starts it, on two ranks.
+    """A job as run_train.sh starts it when it has checked the config, on two ranks.
 
     Args:
         path: the config.
@@ -93,7 +93,8 @@ class LaunchedJob(Job):
 
     def __init__(self, path: Path, *overrides: str) -> None:
         super().__init__(path.parent / "logs")
-        command = [sys.executable, "-m", "torchtitan_cp.launch", "--standalone", "--nproc-per-node", "2", "--"]
+        start = "import sys; from torchtitan_cp.launch import launch; sys.exit(launch(%r, sys.argv[1:]))"
+        command = [sys.executable, "-c", start % ["--standalone", "--nproc-per-node", "2"]]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, str(REPOSITORY / "train.py"), str(path), *overrides],

@@ -1,10 +1,12 @@
-"""What run_train.sh ends in: torchrun with restarts from the TOML, and a scheduler's signals passed to the ranks.
+"""What run_train.sh ends in: a check, torchrun with restarts from the TOML, a scheduler's signals passed to the ranks.
 
 torchrun itself answers SIGTERM by killing its ranks after half a minute, and dies of SIGUSR1. Here it ignores both, and
 the ranks get SIGTERM until they have finished their step, saved and left with exit code 0.
 """
 
+import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +25,8 @@ REPEAT_SECONDS = 1.0
 # A store shared by all attempts gives restarted ranks the addresses of dead ones. Source: pytorch issue 135712.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-
+# Beside this package, in a checkout as when it is installed.
+TRAIN = Path(__file__).parent.parent / "train.py"
 # Where a job says that it ended only to be started anew, on the mesh that its next stage wants.
 RELAUNCH_FILE = "RELAUNCH_FILE"
 
@@ -77,10 +80,8 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found.stdout.split()]
 
 
-def main(arguments: list[str]) -> int:
-    """Start `TORCHRUN_ARGUMENTS -- train.py CONFIG ARGUMENTS` and see it through."""
-    middle = arguments.index("--")
-    torchrun, job = arguments[:middle], arguments[middle + 1 :]
+def launch(torchrun: Sequence[str], job: Sequence[str]) -> int:
+    """Start `train.py CONFIG ARGUMENTS` by torchrun with these arguments and see it through; its exit code."""
     try:
         config = load_config(job[1], [entry for entry in job[2:] if OVERRIDE.fullmatch(entry)])
     except UserError as error:
@@ -100,6 +101,47 @@ def main(arguments: list[str]) -> int:
             if code or launcher.stopping or not again.exists():
                 return code
             again.unlink()
+
+
+def default_ranks() -> int:
+    """Ranks of a node that nobody gave a number: one a GPU, 2 without."""
+    if not shutil.which("nvidia-smi"):
+        return 2
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(count, capture_output=True, text=True, check=True).stdout) or 2
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan-cp train",
+        description="Check a config, then train it on this node's ranks by torchrun.",
+        epilog="Whatever else is given goes to train.py: --section.key=value for any key of the config, "
+        "--verify-parity [LENGTH], --dry-run [--world-size N] [--rank N]. Keys: python train.py --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this node (default: one per GPU; 2 without)")
+    parser.add_argument("--nnodes", type=int, metavar="N", default=1, help="nodes (default 1)")
+    parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="this node's number, from 0")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
+    options, rest = parser.parse_known_args(arguments)
+    if min(1 if options.nproc is None else options.nproc, options.nnodes) < 1:
+        parser.error("--nproc and --nnodes are at least 1")
+    if options.nnodes > 1 and not options.rdzv_endpoint:
+        parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
+    job = [str(TRAIN), options.config, *rest]
+    if "--dry-run" in rest:
+        return subprocess.run([sys.executable, *job], check=False).returncode
+    ranks = options.nproc or default_ranks()
+    # One clear message and exit code 2 before any rank starts.
+    check = [*job[:2], "--check", str(ranks * options.nnodes), *rest]
+    if code := subprocess.run([sys.executable, *check], check=False).returncode:
+        return code
+    rendezvous = ["--standalone"]
+    if options.nnodes > 1:
+        place = ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
+        rendezvous = [*place, "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
+    return launch([*rendezvous, "--nproc-per-node", str(ranks)], job)
 
 
 if __name__ == "__main__":

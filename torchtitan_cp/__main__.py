@@ -1,0 +1,35 @@
+"""`torchtitan-cp COMMAND …`, or `python -m torchtitan_cp COMMAND …`: the entry points under one name."""
+
+import importlib
+import sys
+
+# What each command is the main() of; imported when it is asked for, as the launcher needs no torch.
+COMMANDS = {
+    "train": ("torchtitan_cp.launch", "train a config, on this node's ranks"),
+    "plan": (
+        "torchtitan_cp.planner.__main__",
+        "memory, messages and time of a config on a cluster, without running it",
+    ),
+    "evaluate": ("torchtitan_cp.evaluation.__main__", "what a checkpoint finds again, at which length and depth"),
+    "generate": ("torchtitan_cp.generate", "go on with a text"),
+    "export": ("torchtitan_cp.checkpoint.export", "write a checkpoint for transformers"),
+    "replay": ("torchtitan_cp.health.replay", "run again what made a step's numbers ill"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in COMMANDS:
+        code: int = importlib.import_module(COMMANDS[command][0]).main(rest)
+        return code
+    width = max(map(len, COMMANDS))
+    about = "\n".join(f"  {name:<{width}}  {says}" for name, (_, says) in COMMANDS.items())
+    print(f"usage: torchtitan-cp COMMAND ... (COMMAND --help says what it takes)\n\n{about}")
+    if command in ("-h", "--help"):
+        return 0
+    print(f"error: there is no command {command!r}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
