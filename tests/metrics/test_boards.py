@@ -17,7 +17,6 @@ def test_without_its_package_the_message_says_how_to_get_it(tmp_path: Path, monk
 
 
 def test_weights_and_biases_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = MetricsWriter(tmp_path, after_step=0, tensorboard=False, interval=1, wandb="project")
