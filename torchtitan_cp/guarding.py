@@ -28,14 +28,15 @@ class Guarding:
         config: its [health] says how.
         world: this process among the ranks.
         network: that is trained.
+        wishes: whether this rank is to stop, and to save, after the step; they travel with its report.
 
     Attributes:
         ladder: what bad steps have led to so far.
     """
 
-    def __init__(self, config: Config, world: World, network: Network) -> None:
+    def __init__(self, config: Config, world: World, network: Network, wishes: Callable[[], tuple[bool, bool]]) -> None:
         self.config, self.settings, self.world, self.network = config, config.health, world, network
-        self.watch = BlockWatch(network.parts)
+        self.watch, self.wishes = BlockWatch(network.parts), wishes
         self.counted = network.counted_by_block()
         vocabulary = network.shape.vocab_size
         self.injector = Injector(config.health.inject, network.parts, world.rank, world.size, vocabulary)
@@ -79,7 +80,7 @@ class Guarding:
         outputs, gradient = self.watch.take(network.shape.n_layers, network.device)
         squares = square_norms(self.counted, self.world.size // network.meshes.pp.size())
         memory = self.world.device.peak_memory_bytes()
-        report = exchange(sums.loss, sums.tokens, gradient, sums.largest_logit, outputs, squares, memory)
+        report = exchange(sums.loss, sums.tokens, gradient, sums.largest_logit, outputs, squares, memory, self.wishes())
         if self.settings.spike_threshold:
             report = report.judged(self.spikes.judge)
         return report

@@ -215,7 +215,8 @@ class Network:
     def count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
         """Unmasked tokens of the step over every rank, at least 1."""
         count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-        tokens = torch.tensor(count if self.meshes.counts_tokens else 0, dtype=torch.int64, device=self.device)
+        # Filled on the device: a copy of a number from pageable memory would have the host wait.
+        tokens = torch.full((), count if self.meshes.counts_tokens else 0, dtype=torch.int64, device=self.device)
         dist.all_reduce(tokens)
         return tokens.clamp_min(1)
 

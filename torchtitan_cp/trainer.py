@@ -81,14 +81,15 @@ class Trainer:
         check_head_dim(self.stages, shape.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.network = Network(config, world, self.meshes, shape, begins, max(lengths))
-        self.guarding = Guarding(config, world, self.network)
+        self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
+        self.stopping = self.time_is_up = False
+        self.guarding = Guarding(config, world, self.network, self._wishes)
         self.measuring = Measuring(self.network, self.reading, config.evaluation, self.stages[0], self._doing)
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.announced, self.must_save = -1, False
         self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
-        self.save_schedule, self.signals, self.stopping = SaveSchedule(config.checkpoint), StopSignals(), False
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(shape)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
@@ -259,6 +260,8 @@ class Trainer:
                 return
             if self._stage_over() or (interval and self.progress.step % interval == 0):
                 self._validate(stage, shape)
+                # It may have taken long.
+                self.stopping, self.time_is_up = any_rank(*self._wishes(), device=self.device.device)
             self._save_if_due(self._stage_over())
             if self._stage_over():
                 self.telling.stage_over(stage, self.progress.step, self.progress.stage_losses)
@@ -317,6 +320,7 @@ class Trainer:
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.guarding.ladder.lr_factor
         self.telling.before(stage, self.progress.step + 1, micro_batches)
         report = self.gradients(micro_batches)
+        self.stopping, self.time_is_up = report.stop, report.save
         healthy = not self.guarding.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
@@ -431,13 +435,14 @@ class Trainer:
             said = f"stage {stage.index + 1} goes on"
         self.telling.judged(stage, self.progress, verdict, said)
 
+    def _wishes(self) -> tuple[bool, bool]:
+        """To stop, as a signal asked this rank, and to save, as it is time to."""
+        return self.signals.received is not None, self.save_schedule.time_is_up()
+
     def _save_if_due(self, stage_end: bool) -> None:
-        """Begin a checkpoint where one is due, and see whether a signal asks any rank to stop. Collective."""
+        """Begin a checkpoint where one is due. Collective."""
         self.checkpoints.poll()
-        self.stopping, time_is_up = any_rank(
-            self.signals.received is not None, self.save_schedule.time_is_up(), device=self.device.device
-        )
-        due = time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
+        due = self.time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)

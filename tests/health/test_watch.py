@@ -12,12 +12,13 @@ from tests.ranks import RankPool
 from torchtitan_cp.health import BlockWatch, StepReport, exchange
 from torchtitan_cp.health.watch import diagnose, largest, read
 
-# Two blocks: loss, tokens, gradient, logit, memory, outputs of the blocks, squared norms of the blocks and of the rest.
-GOOD = [10.0, 4.0, 0.5, 3.0, 100.0, 1.0, 2.0, 9.0, 7.0, 0.0]
+# Two blocks: loss, tokens, gradient, logit, memory, wishes to stop and to save, outputs of the blocks, squared norms of
+# the blocks and of the rest.
+GOOD = [10.0, 4.0, 0.5, 3.0, 100.0, 0.0, 0.0, 1.0, 2.0, 9.0, 7.0, 0.0]
 
 
 def ill(**changes: float) -> list[float]:
-    places = {"loss": 0, "gradient": 2, "output_0": 5, "output_1": 6, "square_0": 7, "square_rest": 9}
+    places = {"loss": 0, "gradient": 2, "output_0": 7, "output_1": 8, "square_0": 9, "square_rest": 11}
     row = list(GOOD)
     for name, value in changes.items():
         row[places[name]] = value
@@ -55,7 +56,7 @@ def test_a_weight_gradient_that_is_ill_alone_names_the_block_and_who_holds_the_s
 
 
 def test_the_report_has_the_mean_loss_the_norms_and_the_largest_of_all_ranks() -> None:
-    report = read(np.array([GOOD, [2.0, 4.0, 0.5, 5.0, 90.0, 4.0, 0.5, 16.0, 9.0, 8.0]]))
+    report = read(np.array([GOOD, [2.0, 4.0, 0.5, 5.0, 90.0, 0.0, 1.0, 4.0, 0.5, 16.0, 9.0, 8.0]]))
     assert report == StepReport(
         loss=3.0,
         grad_norm=7.0,
@@ -63,6 +64,7 @@ def test_the_report_has_the_mean_loss_the_norms_and_the_largest_of_all_ranks() -
         largest_logit=5.0,
         block_grad_norms=(5.0, 4.0),
         block_outputs=(4.0, 2.0),
+        save=True,
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Of a rank's vector; the blocks' largest outputs and then their squared gradient norms follow.
-LOSS, TOKENS, GRADIENT, LOGIT, MEMORY, FIRST_BLOCK = range(6)
+LOSS, TOKENS, GRADIENT, LOGIT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(8)
 
 
 class BlockWatch:
@@ -80,6 +80,7 @@ class StepReport:
         grad_norm: global norm before clipping; block_grad_norms: of each block's parameters.
         largest_logit: over all tokens.
         block_outputs: largest absolute output of each block.
+        stop, save: some rank wishes to, after the step.
         peak_memory_bytes: the most that any rank has used so far.
         findings: a line for each number that is not finite, naming the rank.
         spikes: a line for each number that is far above what it was lately.
@@ -93,6 +94,8 @@ class StepReport:
     largest_logit: float = 0.0
     block_grad_norms: tuple[float, ...] = ()
     block_outputs: tuple[float, ...] = ()
+    stop: bool = False
+    save: bool = False
 
     def judged(self, spikes: Callable[["StepReport"], tuple[str, ...]]) -> "StepReport":
         """The report with the spikes that are found in it, if it is finite."""
@@ -107,6 +110,7 @@ def exchange(
     outputs: Tensor,
     square_norms: Tensor,
     peak_memory_bytes: int,
+    wishes: tuple[bool, bool] = (False, False),
 ) -> StepReport:
     """Gather a vector from every rank, with one collective and one wait of the host.
 
@@ -117,20 +121,19 @@ def exchange(
         logit: largest of this rank's, scalar.
         square_norms: of this rank's gradient shards, of each block and of what is in none: `[blocks + 1]`.
         peak_memory_bytes: of this rank.
+        wishes: to stop, and to save, after the step.
     """
     device = loss_sum.device
-    memory = torch.tensor(peak_memory_bytes)
-    scalars = torch.stack(
-        [x.to(device, non_blocking=True).double() for x in (loss_sum, tokens, gradient, logit, memory)]
-    )
-    own = torch.cat([scalars, outputs.double(), square_norms.to(device, non_blocking=True).double()])
+    scalars = torch.stack([x.to(device, non_blocking=True).double() for x in (loss_sum, tokens, gradient, logit)])
+    of_host = torch.tensor([peak_memory_bytes, *wishes], dtype=torch.float64).to(device, non_blocking=True)
+    own = torch.cat([scalars, of_host, outputs.double(), square_norms.to(device, non_blocking=True).double()])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     return read(torch.stack(gathered).cpu().numpy())
 
 
 def read(rows: np.ndarray) -> StepReport:
-    """The report that the ranks' vectors, `[ranks, 6 + 2 blocks]`, make."""
+    """The report that the ranks' vectors, `[ranks, 8 + 2 blocks]`, make."""
     blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
     outputs, squares = np.split(rows[:, FIRST_BLOCK:], [blocks], axis=1)
     norms = np.sqrt(squares.sum(0))
@@ -142,6 +145,8 @@ def read(rows: np.ndarray) -> StepReport:
         largest_logit=float(rows[:, LOGIT].max()),
         block_grad_norms=tuple(norms[:blocks].tolist()),
         block_outputs=tuple(outputs.max(0).tolist()),
+        stop=bool(rows[:, STOP].any()),
+        save=bool(rows[:, SAVE].any()),
     )
 
 
