@@ -12,7 +12,6 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config as load_site
 
-import train
 from benchmarks.__main__ import BENCHMARKS
 from models import ARCHITECTURES
 from torchtitan_cp import registry
@@ -21,9 +20,14 @@ from torchtitan_cp.config.load import OVERRIDE
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
-COMMAND = re.compile(
-    r"(?:[A-Z_]+=\S+ +)*(?:\./run_train\.sh|sbatch .*\.sh|python train\.py|python -m (?:torchtitan_cp\.|benchmarks|models)|torchrun)\b"
+PROGRAMS = (
+    r"\./run_train\.sh",
+    r"sbatch .*\.sh",
+    r"python train\.py",
+    r"python -m (?:torchtitan_cp\.|benchmarks|models)",
+    "torchrun",
 )
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{'|'.join(PROGRAMS)})\b")
 USAGE = re.compile(r" \[|[ =]\.\.\.")  # "[--quick]", "NPROC=...": how to write one, and none itself
 # Configs that a reader writes, and what environment variables of others begin with.
 OWN_CONFIGS = {"my.toml", "mine.toml"}
