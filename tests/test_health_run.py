@@ -27,6 +27,7 @@ from torchtitan_cp.health.bundle import Bundle
 from torchtitan_cp.health.replay import main, replay
 from torchtitan_cp.trainer import Trainer
 
+TWO_STAGES_A_RANK = ("--parallel.pp=2", "--training.micro_batch_sequences=1", "--model.overrides.n_layers=4")
 LAYOUTS = {
     "fsdp 2": (2, ()),
     "tp 2": (2, ("--parallel.tp=2",)),
@@ -34,6 +35,8 @@ LAYOUTS = {
     "cp 2": (2, ("--parallel.cp=2", "--parallel.dp_shard=1")),
     "fsdp 2 x cp 2": (4, ("--parallel.cp=2",)),
     "tp 2 x pp 2, foreach": (4, ("--parallel.tp=2", "--parallel.pp=2", "--optimizer.implementation=foreach")),
+    "pp 2, interleaved": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=interleaved_1f1b")),
+    "pp 2, ZBV": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=zbv_zero_bubble")),
 }
 SHORT = ("--curriculum.stages[0].steps=8", "--checkpoint.enable=false")
 PLACES = {
@@ -48,6 +51,8 @@ PLACES = {
 SHARING = {
     "tp 2": {0: [0, 1], 1: [0, 1]},
     "pp 2": {0: [0, 1], 1: [0, 1]},
+    "pp 2, interleaved": {0: [0, 1], 1: [0, 1]},
+    "pp 2, ZBV": {0: [0, 1], 1: [0, 1]},
     "tp 2 x pp 2, foreach": {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]},
 }
 

@@ -25,6 +25,7 @@ from torchtitan_cp.health.trace import (
     find_ill_weight,
     first_grown,
     first_of,
+    modules_that_run,
     unit_of,
 )
 from torchtitan_cp.network import Network
@@ -253,8 +254,7 @@ def _module(network: Network, name: str) -> nn.Module | None:
     """A module by its name in the whole model, if this rank has it."""
     if name == "loss":
         return network.token_loss if hasattr(network.parts[-1], "output") else None
-    modules = {other: module for part in network.parts for other, module in part.named_modules()}
-    return modules.get(name)
+    return modules_that_run(network.parts).get(name)
 
 
 def _whole_inputs(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Inject
+from torchtitan_cp.health.trace import modules_that_run
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Injector:
 
     def __init__(self, settings: Inject, parts: Iterable[nn.Module], rank: int, ranks: int, vocabulary: int) -> None:
         self.settings, self.rank, self.vocabulary = settings, rank, vocabulary
-        self.modules = {name: module for part in parts for name, module in part.named_modules()}
+        self.modules = modules_that_run(parts)
         self.strikes_here = settings.step > 0 and rank == settings.rank
         if settings.step:
             problems: list[Any] = [None] * ranks

@@ -216,6 +216,19 @@ def find_ill(x: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
     return str(own[index].item()), tuple(own.shape), index
 
 
+def modules_that_run(parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Modules of this rank by their names in the whole model.
+
+    A part that closes with an output tied to the embedding has that too, for its weight, and does not run it.
+    """
+    return {
+        name: module
+        for part in parts
+        for name, module in part.named_modules()
+        if part.opens or not name.startswith("tok_embeddings")
+    }
+
+
 def find_ill_weight(parts: Iterable[nn.Module]) -> Event | None:
     """The first weight of which this rank's shard is ill."""
     for part in parts:
