@@ -37,24 +37,23 @@ def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: p
     assert said in capsys.readouterr().err
 
 
-def started(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> tuple[list[list[str]], list[str], list[str]]:
-    """The commands that come before torchrun, its arguments, and those of train.py."""
-    before: list[list[str]] = []
-    jobs: list[tuple[list[str], list[str]]] = []
+def started(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[list[str]]]:
+    """Of each job: the arguments of torchrun, of train.py, and of its check; of a dry run the command."""
+    jobs: list[list[list[str]]] = []
 
     class Passed:
         returncode = 0
 
-    monkeypatch.setattr(launch.subprocess, "run", lambda command, **options: before.append(command) or Passed())
-    monkeypatch.setattr(launch, "launch", lambda torchrun, job: jobs.append((list(torchrun), list(job))) or 0)
+    monkeypatch.setattr(launch.subprocess, "run", lambda command, **options: jobs.append([command]) or Passed())
+    monkeypatch.setattr(launch, "launch", lambda *parts: jobs.append([list(part) for part in parts]) or 0)
     assert launch.main(arguments) == 0
-    return before, *(jobs[0] if jobs else ([], []))
+    return jobs
 
 
 def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
-    before, torchrun, job = started(monkeypatch, ["my.toml", "--nproc", "8", *place, "--optimizer.lr=1e-4"])
-    assert before == [[sys.executable, str(launch.TRAIN), "my.toml", "--check", "32", "--optimizer.lr=1e-4"]]
+    [(torchrun, job, check)] = started(monkeypatch, ["my.toml", "--nproc", "8", *place, "--optimizer.lr=1e-4"])
+    assert check == [str(launch.TRAIN), "my.toml", "--check", "32", "--optimizer.lr=1e-4"]
     assert torchrun[:4] == ["--nnodes", "4", "--node-rank", "3"]
     assert torchrun[-4:] == ["--rdzv-endpoint", "node0:29500", "--nproc-per-node", "8"]
     assert job == [str(launch.TRAIN), "my.toml", "--optimizer.lr=1e-4"]
@@ -62,11 +61,10 @@ def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(monkeypatch: 
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, torchrun, _ = started(monkeypatch, ["my.toml", "--dry-run", "--world-size", "64"])
-    assert before == [[sys.executable, str(launch.TRAIN), "my.toml", "--dry-run", "--world-size", "64"]]
-    assert not torchrun
+    [(command,)] = started(monkeypatch, ["my.toml", "--dry-run", "--world-size", "64"])
+    assert command == [sys.executable, str(launch.TRAIN), "my.toml", "--dry-run", "--world-size", "64"]
 
 
 def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "launch", lambda torchrun, job: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch.Launcher, "go", lambda launcher: pytest.fail("ranks were started"))
     assert launch.main([str(write_run(tmp_path)), "--nproc", "2", "--parallel.tp=3"]) == 2

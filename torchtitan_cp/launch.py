@@ -31,25 +31,47 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 RELAUNCH_FILE = "RELAUNCH_FILE"
 
 
+# torchrun, which imports torch at once and begins when it is told to.
+AGENT = "import os, sys; from torch.distributed.run import main; os.read(int(sys.argv.pop(1)), 1) and main()"
+
+
 class Launcher:
-    """torchrun as a child process.
+    """torchrun as a child process, which waits for `go`.
 
     Args:
-        command: torchrun with all its arguments.
+        arguments: of torchrun.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         self.stopping = False
         for number in STOP:
             signal.signal(number, self._stop)
         # A terminal sends it to torchrun as well, which ends its ranks.
         signal.signal(signal.SIGINT, lambda number, frame: None)
-        self.torchrun = subprocess.Popen(command, preexec_fn=_ignore_stops, env={**os.environ, **FRESH_STORE})
+        waits, self._tells = os.pipe()
+        self.torchrun = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(waits), *arguments],
+            pass_fds=(waits,),
+            preexec_fn=_ignore_stops,
+            env={**os.environ, **FRESH_STORE},
+        )
+        os.close(waits)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self.stopping:
             print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
         self.stopping = True
+
+    def go(self) -> None:
+        """Have it start the ranks."""
+        with suppress(BrokenPipeError):  # it is dead, and wait() says so
+            os.write(self._tells, b"g")
+        os.close(self._tells)
+
+    def dismiss(self) -> None:
+        """Have it end without a rank."""
+        os.close(self._tells)
+        self.torchrun.wait()
 
     def wait(self) -> int:
         """Wait for the end of the job. Returns torchrun's exit code."""
@@ -80,27 +102,37 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found.stdout.split()]
 
 
-def launch(torchrun: Sequence[str], job: Sequence[str]) -> int:
-    """Start `train.py CONFIG ARGUMENTS` by torchrun with these arguments and see it through; its exit code."""
+def launch(torchrun: Sequence[str], job: Sequence[str], check: Sequence[str] = ()) -> int:
+    """Start `train.py CONFIG ARGUMENTS` by torchrun with these arguments and see it through; its exit code.
+
+    Args:
+        check: arguments of a train.py that says first whether it would run, while torchrun makes ready.
+    """
     try:
         config = load_config(job[1], [entry for entry in job[2:] if OVERRIDE.fullmatch(entry)])
     except UserError as error:
         print(f"error: {job[1]}: {error}", file=sys.stderr)
         return 2
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", *torchrun),
+    arguments = [
+        *torchrun,
         *("--max-restarts", str(config.job.max_restarts), "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"),
         *job,
     ]
     with tempfile.TemporaryDirectory(prefix="relaunch-") as folder:
         again = Path(folder) / "again"
         os.environ[RELAUNCH_FILE] = str(again)
+        launcher = Launcher(arguments)
+        code = subprocess.run([sys.executable, *check], check=False).returncode if check else 0
+        if code or launcher.stopping:
+            launcher.dismiss()
+            return code
         while True:
-            launcher = Launcher(command)
+            launcher.go()
             code = launcher.wait()
             if code or launcher.stopping or not again.exists():
                 return code
             again.unlink()
+            launcher = Launcher(arguments)
 
 
 def default_ranks() -> int:
@@ -135,13 +167,11 @@ def main(arguments: list[str]) -> int:
     ranks = options.nproc or default_ranks()
     # One clear message and exit code 2 before any rank starts.
     check = [*job[:2], "--check", str(ranks * options.nnodes), *rest]
-    if code := subprocess.run([sys.executable, *check], check=False).returncode:
-        return code
     rendezvous = ["--standalone"]
     if options.nnodes > 1:
         place = ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
         rendezvous = [*place, "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
-    return launch([*rendezvous, "--nproc-per-node", str(ranks)], job)
+    return launch([*rendezvous, "--nproc-per-node", str(ranks)], job, check)
 
 
 if __name__ == "__main__":
