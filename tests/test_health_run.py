@@ -429,6 +429,13 @@ def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
         assert len(seen.lines) == 13
 
 
+SPIKES_TRIP = (
+    "--curriculum.stages[0].steps=12",
+    "--checkpoint.enable=false",
+    "--health.spike_threshold=20",
+    "--health.spike_window=32",
+    "--health.on_spike=trip",
+)
 # Layout, what is struck, and what is to be named: module, direction, ranks.
 SPIKES = {
     "cp 2": ("forward", "feed_forward.w1", "forward", [1]),
@@ -446,14 +453,7 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
     folder = run_toml.parent / f"spike-{layout.replace(' ', '-')}"
     fault = Inject(step=12, rank=1, layer=1, where=where, module=module, kind="spike")
     size, overrides = LAYOUTS[layout]
-    settings = (
-        "--curriculum.stages[0].steps=12",
-        "--checkpoint.enable=false",
-        "--health.spike_threshold=20",
-        "--health.spike_window=32",
-        "--health.on_spike=trip",
-        f"--job.dump_folder={folder}",
-    )
+    settings = (*SPIKES_TRIP, f"--job.dump_folder={folder}")
     for seen in ranks(size)(watched_run, run_toml, {12: fault}, *settings, *overrides):
         assert (seen.bad, seen.changed) == ([12], [])
         study = seen.studies[12]
@@ -469,16 +469,9 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
 def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
-    settings = (
-        "--curriculum.stages[0].steps=12",
-        "--checkpoint.enable=false",
-        "--health.spike_threshold=20",
-        "--health.spike_window=32",
-        "--health.on_spike=trip",
-    )
     gone = Inject(step=12, rank=1, layer=1, kind="spike", transient=True)
     folder = f"--job.dump_folder={run_toml.parent / 'spike-gone'}"
-    for seen in ranks(2)(watched_run, run_toml, {12: gone}, *settings, folder):
+    for seen in ranks(2)(watched_run, run_toml, {12: gone}, *SPIKES_TRIP, folder):
         assert seen.studies[12]["said"].startswith(
             "repeated, the step has no spike: a fault of the hardware, or a race"
         )
