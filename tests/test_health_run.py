@@ -22,6 +22,7 @@ from torchtitan_cp.checkpoint.reader import CheckpointReader
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.data.loader import read_step
+from torchtitan_cp.guarding import Guarding
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.health.bundle import Bundle
 from torchtitan_cp.health.replay import main, replay
@@ -476,6 +477,31 @@ def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
             "repeated, the step has no spike: a fault of the hardware, or a race"
         )
         assert seen.studies[12]["culprit"] is None
+
+
+def spike_after_a_start(path: Path, fault: Inject, *overrides: str) -> Seen:
+    """On a rank: a run that knows what is usual and has taken no healthy step itself, as after a resume."""
+    passed_well = Guarding.passed_well
+
+    def forgetting(guarding: Guarding, report: StepReport) -> None:
+        passed_well(guarding, report)
+        guarding.healthy = ()
+
+    Guarding.passed_well = forgetting  # type: ignore[method-assign]
+    try:
+        return watched_run(path, {fault.step: fault}, *overrides)
+    finally:
+        Guarding.passed_well = passed_well  # type: ignore[method-assign]
+
+
+def test_a_spike_with_no_healthy_step_before_it_is_skipped_and_said_to_be_unknown(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    fault = Inject(step=12, rank=1, layer=1, kind="spike")
+    folder = f"--job.dump_folder={run_toml.parent / 'spike-first'}"
+    for seen in ranks(2)(spike_after_a_start, run_toml, fault, *SPIKES_TRIP, folder, *LAYOUTS["pp 2"][1]):
+        assert (seen.bad, seen.changed) == ([12], [])
+        assert seen.studies[12]["said"].startswith("no healthy step was taken since the start or the rollback")
 
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:

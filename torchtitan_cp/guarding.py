@@ -40,19 +40,21 @@ class Guarding:
         self.counted = network.counted_by_block()
         vocabulary = network.shape.vocab_size
         self.injector = Injector(config.health.inject, network.parts, world.rank, world.size, vocabulary)
-        self.newest: tuple[MicroBatch, ...] = ()
-        self.healthy: tuple[MicroBatch, ...] = ()
         self.go_on(Progress())
 
     def go_on(self, progress: Progress) -> None:
         """Know what the run knew there."""
         settings = self.settings
+        # Of this stage, since the process began or went back: what a spike is compared with.
+        self.newest: tuple[MicroBatch, ...] = ()
+        self.healthy: tuple[MicroBatch, ...] = ()
         self.ladder = Ladder(settings, progress.health)
         self.spikes = SpikeDetector(settings.spike_threshold, settings.spike_window, progress.recent)
 
     def forget_recent(self) -> None:
         """Judge spikes anew, as in a new stage."""
         self.spikes.forget()
+        self.healthy = ()
 
     def told(self, progress: Progress) -> Progress:
         """The progress, with what is known here."""
@@ -101,6 +103,9 @@ class Guarding:
         Args:
             reseed: sets the random numbers that the step began with.
         """
+
+        if not report.findings and not self.healthy:
+            return Study("no healthy step was taken since the start or the rollback, so its module is not known", False)
 
         def repeat(number: int, batches: tuple[MicroBatch, ...], within: AbstractContextManager[Any]) -> StepReport:
             reseed()
