@@ -95,6 +95,23 @@ def train(path: Path, *overrides: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def train_and_first_gradients(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """On a rank: run to the end without checkpoints; its lines, and the full gradients its first step took."""
+    trainer = prepared(path, "--checkpoint.enable=false", *overrides)
+    take, first = trainer.gradients, dict[str, torch.Tensor]()
+
+    def gradients(batches: tuple[MicroBatch, ...]) -> Any:
+        report = take(batches)
+        if not first:
+            first.update(full_gradients(trainer))
+        return report
+
+    trainer.gradients = gradients  # type: ignore[method-assign]
+    trainer.run()
+    dist.barrier()
+    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()], first
+
+
 def losses(lines: list[dict[str, Any]]) -> list[float]:
     return [line["loss"] for line in lines]
 
@@ -134,7 +151,12 @@ def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torc
 def gradients_of(trainer: Trainer, batches: tuple[MicroBatch, ...]) -> tuple[float, dict[str, torch.Tensor]]:
     report = trainer.gradients(batches)
     assert not report.findings
+    return report.loss, full_gradients(trainer)
+
+
+def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """On a rank: the full gradient of every parameter of every pipeline stage, by name."""
     own = {n: p.grad.full_tensor() for part in trainer.network.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
     stages: list[Any] = [None] * trainer.meshes.pp.size()
     dist.all_gather_object(stages, own, group=trainer.meshes.pp.get_group())
-    return report.loss, {name: gradient for stage in stages for name, gradient in stage.items()}
+    return {name: gradient for stage in stages for name, gradient in stage.items()}

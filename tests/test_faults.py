@@ -231,8 +231,9 @@ def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_
     job = ForkedJob(2, long_toml, *settings)
     job.wait_for(lambda: newest(checkpoints) >= 2)
     ballast = fill(small_disk)
-    # Its last page has room for some lines.
+    # The last page of each file has room for some lines yet.
     job.wait_for(lambda: job.says("metrics.jsonl: No space left on device. Training goes on, and its lines wait"))
+    job.wait_for(lambda: job.says("TensorBoard stands still until the run's next start"))
     good, taken = newest(checkpoints), steps_taken(small_disk)
     ballast.unlink()
     job.wait_for(lambda: steps_taken(small_disk) > taken + 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.llama import FLAVORS, Llama
 from tests.ranks import RankPool
-from tests.runs import first_gradients, losses, prepared, train, write_run
+from tests.runs import first_gradients, losses, prepared, train_and_first_gradients, write_run
 from torchtitan_cp.curriculum import rope_frequencies
 
 # [number of ranks, overrides]
@@ -66,8 +66,8 @@ def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(ranks: Callable[[int], RankPool], run_toml: Path) -> tuple[list[float], dict[str, Tensor]]:
     own_folder = f"--job.dump_folder={run_toml.parent / 'one-rank'}"
-    lines = ranks(1)(train, run_toml, own_folder, "--checkpoint.enable=false")[0]
-    return losses(lines), ranks(1)(first_gradients, run_toml, own_folder)[0][1]
+    lines, gradients = ranks(1)(train_and_first_gradients, run_toml, own_folder)[0]
+    return losses(lines), gradients
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -75,23 +75,15 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_a_layout_gives_the_losses_of_one_rank(
+def test_a_layout_gives_the_losses_and_first_gradients_of_one_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]], layout: str
 ) -> None:
     size, overrides = LAYOUTS[layout]
     folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
-    lines = ranks(size)(train, run_toml, folder, "--checkpoint.enable=false", *overrides)[0]
+    lines, gradients = ranks(size)(train_and_first_gradients, run_toml, folder, *overrides)[0]
     assert len(lines) == 20
     assert losses(lines) == pytest.approx(reference[0], rel=1e-4)
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_a_layout_gives_the_first_gradients_of_one_rank(
-    ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]], layout: str
-) -> None:
-    size, overrides = LAYOUTS[layout]
-    loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
-    assert loss == pytest.approx(reference[0][0], rel=1e-5)
+    assert lines[0]["loss"] == pytest.approx(reference[0][0], rel=1e-5)
     assert gradients.keys() == reference[1].keys()
     for name, gradient in gradients.items():
         assert relative(gradient, reference[1][name]) < 1e-5, name

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from tests.ranks import RankPool
-from tests.runs import TINY, first_gradients, losses, packed_gradients, train, write_run
+from tests.runs import TINY, losses, packed_gradients, train_and_first_gradients, write_run
 from torchtitan_cp.parallel.pipeline import SPLITS_ANY_BACKWARD
 
 FOUR_LAYERS = TINY.replace("n_layers = 2", "n_layers = 4")
@@ -81,8 +81,7 @@ def references(ranks: Callable[[int], RankPool], run_toml: Path) -> References:
     found = {}
     for name, model in MODELS.items():
         overrides = [*model, f"--job.dump_folder={run_toml.parent}/one-{name}"]
-        lines = ranks(1)(train, run_toml, "--checkpoint.enable=false", *overrides)[0]
-        found[name] = (lines, ranks(1)(first_gradients, run_toml, *overrides)[0][1])
+        found[name] = ranks(1)(train_and_first_gradients, run_toml, *overrides)[0]
     return found
 
 
@@ -97,14 +96,13 @@ def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
     want_lines, want_gradients = references[
         next((name for name, model in MODELS.items() if model and model[0] in others), "")
     ]
-    loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
-    assert loss == pytest.approx(want_lines[0]["loss"], rel=1e-5)
+    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
+    lines, gradients = ranks(size)(train_and_first_gradients, run_toml, folder, *overrides)[0]
+    assert lines[0]["loss"] == pytest.approx(want_lines[0]["loss"], rel=1e-5)
     assert gradients.keys() == want_gradients.keys()
     for name, gradient in gradients.items():
         error = (gradient - want_gradients[name]).abs().max() / want_gradients[name].abs().max()
         assert error < 1e-5, (name, error)
-    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
-    lines = ranks(size)(train, run_toml, folder, "--checkpoint.enable=false", *overrides)[0]
     assert losses(lines) == pytest.approx(losses(want_lines), rel=1e-4)
     for got, want in zip(lines, want_lines, strict=True):
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)

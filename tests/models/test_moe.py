@@ -13,7 +13,7 @@ import train as entry
 from models.moe import Moe, MoeShape
 from models.moe.model import Experts, MoeBlock, Router
 from tests.ranks import RankPool
-from tests.runs import TINY, first_gradients, losses, train, write_run
+from tests.runs import TINY, first_gradients, losses, train_and_first_gradients, write_run
 from tests.test_verify_parity import rows_of, verify
 
 SHAPE = MoeShape(48, 2, 4, 2, 16, 40, 97, n_experts=6, experts_per_token=2, balance=0.5)
@@ -142,8 +142,8 @@ def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(ranks: Callable[[int], RankPool], run_toml: Path) -> tuple[list[float], dict[str, Tensor]]:
     own = f"--job.dump_folder={run_toml.parent / 'one'}"
-    lines = ranks(1)(train, run_toml, own, "--checkpoint.enable=false")[0]
-    return losses(lines), ranks(1)(first_gradients, run_toml, own)[0][1]
+    lines, gradients = ranks(1)(train_and_first_gradients, run_toml, own)[0]
+    return losses(lines), gradients
 
 
 def test_the_balance_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(
@@ -160,14 +160,13 @@ def test_a_layout_gives_the_losses_and_gradients_of_one_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, reference: tuple[list[float], dict[str, Tensor]], layout: str
 ) -> None:
     size, overrides = LAYOUTS[layout]
-    loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
-    assert loss == pytest.approx(reference[0][0], rel=1e-5)
+    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
+    lines, gradients = ranks(size)(train_and_first_gradients, run_toml, folder, *overrides)[0]
+    assert lines[0]["loss"] == pytest.approx(reference[0][0], rel=1e-5)
     assert gradients.keys() == reference[1].keys()
     for name, gradient in gradients.items():
         error = (gradient - reference[1][name]).abs().max() / reference[1][name].abs().max()
         assert error < 1e-5, (name, error)
-    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
-    lines = ranks(size)(train, run_toml, folder, "--checkpoint.enable=false", *overrides)[0]
     assert losses(lines) == pytest.approx(reference[0], rel=1e-4)
 
 

@@ -15,7 +15,7 @@ from models.llama.flavors import LlamaShape
 from models.llama.model import Attention
 from tests.attention.oracle import allowed
 from tests.ranks import RankPool
-from tests.runs import first_gradients, losses, train, write_run
+from tests.runs import losses, train_and_first_gradients, write_run
 from tests.test_verify_parity import rows_of, verify
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan
 
@@ -63,8 +63,8 @@ def references(ranks: Callable[[int], RankPool], run_toml: Path) -> Callable[[st
     def reference(option: str) -> Reference:
         if option not in found:
             overrides = [*OPTIONS[option], f"--job.dump_folder={run_toml.parent}/one-{len(found)}"]
-            lines = ranks(1)(train, run_toml, "--checkpoint.enable=false", *overrides)[0]
-            found[option] = losses(lines), ranks(1)(first_gradients, run_toml, *overrides)[0][1]
+            lines, gradients = ranks(1)(train_and_first_gradients, run_toml, *overrides)[0]
+            found[option] = losses(lines), gradients
         return found[option]
 
     return reference
@@ -81,14 +81,13 @@ def test_an_option_gives_the_losses_and_gradients_of_one_rank_on_a_layout(
     want_losses, want = references(option)
     size, degrees = LAYOUTS[layout]
     overrides = [*degrees, *OPTIONS[option], f"--job.dump_folder={run_toml.parent}/{option}-{layout}"]
-    loss, gradients = ranks(size)(first_gradients, run_toml, *overrides)[0]
-    assert loss == pytest.approx(want_losses[0], rel=1e-5)
+    lines, gradients = ranks(size)(train_and_first_gradients, run_toml, *overrides)[0]
+    assert lines[0]["loss"] == pytest.approx(want_losses[0], rel=1e-5)
     assert gradients.keys() == want.keys()
     for name, gradient in gradients.items():
         assert want[name].norm() > 0, name
         error = (gradient - want[name]).abs().max() / want[name].abs().max()
         assert error < 1e-5, (name, error)
-    lines = ranks(size)(train, run_toml, "--checkpoint.enable=false", *overrides)[0]
     assert losses(lines) == pytest.approx(want_losses, rel=1e-4)
 
 
