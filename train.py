@@ -21,7 +21,6 @@ from torchtitan_cp.parallel.agreement import check_same_job
 from torchtitan_cp.parallel.failure import LOST_RANK, LostRankError, RankWatch, doing, name_lost_ranks
 from torchtitan_cp.parity import verify_parity
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
-from torchtitan_cp.preflight import preflight
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
 
@@ -41,7 +40,6 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", default="train_configs/quickstart.toml", help="TOML file")
-    parser.add_argument("--check", type=int, metavar="RANKS", help="only say whether it would run on so many ranks")
     parser.add_argument(
         "--verify-parity",
         nargs="?",
@@ -65,9 +63,6 @@ def main(arguments: list[str]) -> int:
     register(ARCHITECTURES)
     try:
         config = load_config(options.config, overrides)
-        if options.check is not None:
-            print(f"{options.config}: {preflight(config, options.check)}")
-            return 0
         if options.dry_run:
             ranks = options.world_size or 1
             print_walks(Console(), dry_run(config, ranks, options.rank), ranks, options.rank)

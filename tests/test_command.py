@@ -53,11 +53,22 @@ def started(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[
 def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
     [(torchrun, job, check)] = started(monkeypatch, ["my.toml", "--nproc", "8", *place, "--optimizer.lr=1e-4"])
-    assert check == [str(launch.TRAIN), "my.toml", "--check", "32", "--optimizer.lr=1e-4"]
+    assert check == ["-m", "torchtitan_cp.preflight", "my.toml", "--ranks", "32", "--optimizer.lr=1e-4"]
     assert torchrun[:4] == ["--nnodes", "4", "--node-rank", "3"]
     assert torchrun[-4:] == ["--rdzv-endpoint", "node0:29500", "--nproc-per-node", "8"]
     assert job == [str(launch.TRAIN), "my.toml", "--optimizer.lr=1e-4"]
     assert launch.TRAIN.is_file()
+
+
+@pytest.mark.parametrize(("given", "length"), [([], "0"), (["512"], "512")])
+def test_parity_is_asked_of_the_ranks_and_not_of_the_check(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], length: str
+) -> None:
+    [(_, job, check)] = started(
+        monkeypatch, ["my.toml", "--nproc", "2", "--training.seed=3", "--verify-parity", *given]
+    )
+    assert job == [str(launch.TRAIN), "my.toml", "--training.seed=3", "--verify-parity", length]
+    assert check[-1] == "--training.seed=3"
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

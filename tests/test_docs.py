@@ -34,7 +34,7 @@ OWN_CONFIGS = {"my.toml", "mine.toml"}
 OF_OTHERS = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
 SBATCH_OPTIONS = {"--nodes", "--gpus-per-node", "--dependency", "--job-name", "--signal", "--requeue"}
 QUICKSTART = "train_configs/quickstart.toml"
-TRAIN, PLANNER = "train", "torchtitan_cp.planner"
+TRAIN, PLANNER, PREFLIGHT = "train", "torchtitan_cp.planner", "torchtitan_cp.preflight"
 
 
 class WrongCommandError(Exception):
@@ -156,7 +156,7 @@ def _check_program(module: str, arguments: list[str], parse: Callable[..., Parse
     if not arguments and not hasattr(loaded, "main"):
         return
     found = parse(loaded.main, arguments)
-    if module not in (TRAIN, PLANNER):
+    if module not in (TRAIN, PLANNER, PREFLIGHT):
         if found.rest:
             raise WrongCommandError(f"{module} does not know {found.rest}")
         return
@@ -228,7 +228,7 @@ def test_every_page_that_shows_a_command_of_ours_has_it_looked_at() -> None:
         ("CONFIG_FILE=my.toml sbatch --machines 8 launch/slurm.sh", "--machines"),
         ("sbatch --nodes 8 launch/slurm.sh --lr=1", "unknown section lr"),
         ("sbatch --nodes 8 launch/none.sh", "no script"),
-        ("python train.py my.toml --check", "expected one argument"),
+        ("python -m torchtitan_cp.preflight my.toml --ranks", "expected one argument"),
         ("python -m torchtitan_cp.plan my.toml", "No module named"),
         ("python -m torchtitan_cp.planner my.toml --device h99", "invalid choice: 'h99'"),
         ("python -m torchtitan_cp.generate outputs/run", "--prompt"),

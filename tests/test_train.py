@@ -13,6 +13,7 @@ import pytest
 
 import train
 from tests.runs import write_run
+from torchtitan_cp import preflight
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -50,7 +51,7 @@ def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], wanted: str
 ) -> None:
     path = write_run(tmp_path)
-    assert train.main([str(path), "--check", "2", *overrides]) == 2
+    assert preflight.main([str(path), "--ranks", "2", *overrides]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"error: {path}: ")
     assert wanted in errors
@@ -60,12 +61,12 @@ def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
 def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.toml"
     path.write_text("[job]\ndump_folder = \n")
-    assert train.main([str(path), "--check", "1"]) == 2
+    assert preflight.main([str(path)]) == 2
     assert f"{path}, line 2" in capsys.readouterr().err
 
 
 def test_a_good_config_says_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(write_run(tmp_path)), "--check", "2"]) == 0
+    assert preflight.main([str(write_run(tmp_path)), "--ranks", "2"]) == 0
     assert "20 steps on 2 ranks: 128 (cp 1)" in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ import sys
 # What each command is the main() of; imported when it is asked for, as the launcher needs no torch.
 COMMANDS = {
     "train": ("torchtitan_cp.launch", "train a config, on this node's ranks"),
+    "check": ("torchtitan_cp.preflight", "say whether a config would run, or what is wrong with it"),
     "plan": (
         "torchtitan_cp.planner.__main__",
         "memory, messages and time of a config on a cluster, without running it",

@@ -106,7 +106,7 @@ def launch(torchrun: Sequence[str], job: Sequence[str], check: Sequence[str] = (
     """Start `train.py CONFIG ARGUMENTS` by torchrun with these arguments and see it through; its exit code.
 
     Args:
-        check: arguments of a train.py that says first whether it would run, while torchrun makes ready.
+        check: arguments of a Python that says first whether it would run, while torchrun makes ready.
     """
     try:
         config = load_config(job[1], [entry for entry in job[2:] if OVERRIDE.fullmatch(entry)])
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> int:
         prog="torchtitan-cp train",
         description="Check a config, then train it on this node's ranks by torchrun.",
         epilog="Whatever else is given goes to train.py: --section.key=value for any key of the config, "
-        "--verify-parity [LENGTH], --dry-run [--world-size N] [--rank N]. Keys: python train.py --help",
+        "--dry-run [--world-size N] [--rank N]. Keys: python train.py --help",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
@@ -156,6 +156,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nnodes", type=int, metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="this node's number, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
+    parser.add_argument(
+        "--verify-parity",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="LENGTH",
+        help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
+    )
     options, rest = parser.parse_known_args(arguments)
     if min(1 if options.nproc is None else options.nproc, options.nnodes) < 1:
         parser.error("--nproc and --nnodes are at least 1")
@@ -166,7 +174,9 @@ def main(arguments: list[str]) -> int:
         return subprocess.run([sys.executable, *job], check=False).returncode
     ranks = options.nproc or default_ranks()
     # One clear message and exit code 2 before any rank starts.
-    check = [*job[:2], "--check", str(ranks * options.nnodes), *rest]
+    check = ["-m", "torchtitan_cp.preflight", options.config, "--ranks", str(ranks * options.nnodes), *rest]
+    if options.verify_parity is not None:
+        job += ["--verify-parity", str(options.verify_parity)]
     rendezvous = ["--standalone"]
     if options.nnodes > 1:
         place = ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]

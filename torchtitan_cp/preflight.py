@@ -1,14 +1,24 @@
-"""Everything that can be found wrong with a config before a rank starts."""
+"""Everything that can be found wrong with a config before a rank starts.
 
+`python -m torchtitan_cp.preflight CONFIG --ranks N` asks for it; so does the launcher, which a person waits for: what
+only training needs is not imported here.
+"""
+
+import argparse
+import sys
+
+from models import ARCHITECTURES
 from torchtitan_cp import registry
-from torchtitan_cp.attention import make_plan
-from torchtitan_cp.config import Config
+from torchtitan_cp.attention import ContextParallelError, make_plan
+from torchtitan_cp.config import Config, UserError, load_config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.export import check_exportable
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.parallel import check_shape, plan_stages
+
+BAD_INPUT = 2
 
 
 def preflight(config: Config, ranks: int) -> str:
@@ -48,3 +58,28 @@ def preflight(config: Config, ranks: int) -> str:
     check_dump_folder(config.job.dump_folder)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
     return f"{sum(stage.steps for stage in stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan-cp check",
+        description="Say whether a config would run on so many ranks, or what is wrong with it (exit code 2). "
+        "Any key can be overridden: --section.key=value",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("--ranks", type=int, metavar="N", default=1, help="of the job, on all nodes (default 1)")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.ranks < 1:
+        parser.error("--ranks is at least 1")
+    registry.register(ARCHITECTURES)
+    try:
+        print(f"{options.config}: {preflight(load_config(options.config, overrides), options.ranks)}")
+    except (UserError, ContextParallelError) as error:
+        print(f"error: {options.config}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

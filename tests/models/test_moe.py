@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train as entry
 from models.moe import Moe, MoeShape
 from models.moe.model import Experts, MoeBlock, Router
 from tests.ranks import RankPool
 from tests.runs import TINY, first_gradients, losses, train_and_first_gradients, write_run
 from tests.test_verify_parity import rows_of, verify
+from torchtitan_cp import preflight
 
 SHAPE = MoeShape(48, 2, 4, 2, 16, 40, 97, n_experts=6, experts_per_token=2, balance=0.5)
 EXPERTS = TINY.replace('flavor = "debug"', 'architecture = "moe"\nflavor = "debug"').replace(
@@ -191,5 +191,5 @@ def test_what_experts_cannot_have_is_refused_before_a_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     path = write_run(tmp_path, EXPERTS)
-    assert entry.main([str(path), "--check", "2", override]) == 2
+    assert preflight.main([str(path), "--ranks", "2", override]) == 2
     assert message in capsys.readouterr().err

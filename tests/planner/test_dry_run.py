@@ -1,15 +1,19 @@
 """The real step as one rank of many, without tensors: its memory and messages, and the memory formula beside it."""
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import train
 from models import ARCHITECTURES
-from tests.runs import write_run
-from torchtitan_cp.config import ConfigError, load_config
+from tests.runs import TINY, write_run
+from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.dry_run import StageWalk, dry_run
+from torchtitan_cp.planner.dry_run import StageWalk, _walk, dry_run
 from torchtitan_cp.planner.plan import plan_config, plan_volumes
 from torchtitan_cp.registry import register
 
@@ -28,6 +32,22 @@ def walk(path: Path, ranks: int, *overrides: str, rank: int = 0) -> StageWalk:
 
 def sent(walked: StageWalk, operation: str) -> int:
     return sum(m.size_bytes * times for m, times in walked.messages.items() if m.operation == operation)
+
+
+TWO_BY_TWO = (*LONGER, "--parallel.pp=2", "--parallel.tp=2")
+SHORTER_STAGE = """
+[[curriculum.stages]]
+seq_len = 1024
+steps = 20
+global_batch_tokens = 4096
+"""
+
+
+def walk_of_two(folder: Path) -> tuple[Config, Path]:
+    """A config of two stages, and where it is."""
+    path = write_run(folder, TINY + SHORTER_STAGE)
+    register(ARCHITECTURES)
+    return load_config(path, TWO_BY_TWO), path
 
 
 # Small enough for a test, and a layer's tensors stand out.
@@ -119,6 +139,29 @@ def test_an_attention_that_is_remembered_counts_as_one_that_is_run(
     # A key of its own for each call, so that none is remembered.
     monkeypatch.setattr("torchtitan_cp.planner.fake._as_key", lambda leaf: object())
     assert walk(path, 8, *LONGER, *options) == remembered
+
+
+def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path) -> None:
+    """DTensor tries an operation that is new to it on whole tensors, of which no rank of a real job has any."""
+    config, _ = walk_of_two(tmp_path)
+    stages = resolve_stages(config, 4)
+    first, again = _walk(config, 4, 0, [stages[0], stages[0]])
+    assert (first.peak_bytes, first.by_kind) == (again.peak_bytes, again.by_kind)
+
+
+def test_stages_walked_by_processes_of_their_own_come_in_order(tmp_path: Path) -> None:
+    config, path = walk_of_two(tmp_path)
+    script = (
+        "import pickle, sys; from models import ARCHITECTURES; from torchtitan_cp.config import load_config; "
+        "from torchtitan_cp.planner import dry_run; from torchtitan_cp.registry import register; "
+        "register(ARCHITECTURES); dry_run.WORTH_PROCESSES = 0; dry_run.usable_cores = lambda: 2; "
+        "walks = dry_run.dry_run(load_config(sys.argv[1], sys.argv[2:]), 4); "
+        "pickle.dump([(w.stage.seq_len, w.peak_bytes, w.by_kind) for w in walks], sys.stdout.buffer)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path), *TWO_BY_TWO], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    alone = [_walk(config, 4, 0, [stage])[0] for stage in resolve_stages(config, 4)]
+    assert pickle.loads(done.stdout) == [(w.stage.seq_len, w.peak_bytes, w.by_kind) for w in alone]
 
 
 def test_a_rank_outside_the_job_is_refused(tmp_path: Path) -> None:

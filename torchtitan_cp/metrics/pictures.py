@@ -1,18 +1,23 @@
 """Pictures for TensorBoard, as `[height, width, 3]` uint8 arrays.
 
-Drawn at validations and ends of stages only, on one rank. The figures are made without pyplot, which keeps state.
+Drawn at validations and ends of stages only, on one rank: matplotlib, most of a second to import, waits until then.
+The figures are made without pyplot, which keeps state.
 """
 
+from __future__ import annotations
+
+import importlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from torchtitan_cp.attention import Plan
 from torchtitan_cp.attention.plan import ring_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DPI = 110
 MOST_WRITTEN_CELLS = 150  # a heat map of more has colours only
@@ -31,7 +36,7 @@ def loss_against_position(
     """
     figure, axes = _figure(7.0, 4.2)
     for index, (name, (starts, losses)) in enumerate(curves.items()):
-        color = colormaps["viridis"](0.9 * index / max(1, len(curves) - 1))
+        color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # Position 0 has no place on a logarithmic axis: each point stands one further.
         axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=name)
     axes.set_xscale("log", base=2)
@@ -82,7 +87,7 @@ def length_histogram(tokens: np.ndarray, source: str) -> np.ndarray:
     low, high = (int(octaves.min()), int(octaves.max())) if len(held) else (0, 0)
     shares = np.bincount(octaves - low, weights=held, minlength=high - low + 1) / max(1, held.sum())
     figure, axes = _figure(7.0, 3.6)
-    axes.bar(range(len(shares)), shares, color=colormaps["viridis"](0.4))
+    axes.bar(range(len(shares)), shares, color=_colors("viridis", 0.4))
     axes.set_xticks(range(len(shares)), [in_k(2**octave) for octave in range(low, high + 1)])
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set(
@@ -102,7 +107,7 @@ def tile_map(plan: Plan, title: str = "") -> np.ndarray:
     ranks = plan.ring_layout.chunks
     share = np.array([(owners == rank).sum() for rank in range(len(ranks))])
     figure, axes = _figure(5.4, 5.4)
-    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(ranks)))
+    colors = _colors("turbo", np.linspace(0.1, 0.9, len(ranks)))
     picture = np.ones((*owners.shape, 3))
     picture[owners != NOBODY] = colors[owners[owners != NOBODY], :3]
     axes.imshow(picture, extent=(0, plan.sequence_length, plan.sequence_length, 0), interpolation="nearest")
@@ -166,12 +171,17 @@ def in_k(tokens: int) -> str:
     return str(tokens)
 
 
+def _colors(name: str, where: Any) -> Any:
+    """RGBA at a place, or at several, from 0 to 1 of a colour map."""
+    return importlib.import_module("matplotlib").colormaps[name](where)
+
+
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     return figure, figure.add_subplot()
 
 
 def _pixels(figure: Figure) -> np.ndarray:
-    canvas = FigureCanvasAgg(figure)
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

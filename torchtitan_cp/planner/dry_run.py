@@ -1,12 +1,17 @@
 """One step of each stage by the trainer's own code, as one rank of a job of any size, without a device or data."""
 
 import dataclasses
+import multiprocessing
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,6 +21,7 @@ from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data.loader import MicroBatch
+from torchtitan_cp.data.tokenizer import usable_cores
 from torchtitan_cp.network import Network
 from torchtitan_cp.parallel import Meshes, World, check_shape
 from torchtitan_cp.parallel.device import Device
@@ -23,6 +29,8 @@ from torchtitan_cp.planner.fake import Ledger, Message, fake_job, real, without_
 from torchtitan_cp.planner.plan import shape_of
 from torchtitan_cp.registry import check_support
 
+# Blocks that see a micro-batch, in all stages together; fewer are walked in the time that a process takes to start.
+WORTH_PROCESSES = 100
 KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
 
 
@@ -130,12 +138,33 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
         compile=dataclasses.replace(config.compile, enable=False),
         context_parallel=dataclasses.replace(config.context_parallel, kernel="auto"),
     )
-    ledger = Ledger()
     check_config(config, ranks)
-    walks: list[StageWalk] = []
+    stages = resolve_stages(config, ranks)
+    walk = partial(_walk, config, ranks, rank)
+    processes = min(usable_cores(), len(stages))
+    if processes == 1 or sum(map(_blocks_walked(config), stages)) < WORTH_PROCESSES:
+        return walk(stages)
+    # Forked, they know the architectures and log as this one; nothing here has started a thread.
+    with (
+        Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress,
+        ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool,
+    ):
+        alone = pool.map(walk, [[stage] for stage in stages])
+        return [walked for (walked,) in progress.track(alone, len(stages), description="stages walked")]
+
+
+def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
+    """Of a stage: about how many blocks of one rank see a micro-batch."""
+    layers = shape_of(config).n_layers
+    return lambda stage: layers / stage.pp * min(stage.micro_batches, max(stage.pp, 2))
+
+
+def _walk(config: Config, ranks: int, rank: int, stages: Sequence[StagePlan]) -> list[StageWalk]:
+    """One step of each of these stages, in this process."""
+    ledger, walks = Ledger(), []
     with fake_job(ranks, rank), without_data(), ledger.watching():
         network: DryNetwork | None = None
-        for stage in resolve_stages(config, ranks):
+        for stage in stages:
             if network is None or (stage.tp, stage.pp) != (network.meshes.degrees.tp, network.meshes.degrees.pp):
                 del network  # its memory goes before the next mesh's, as in a job that starts anew
                 network = DryNetwork(config, World(rank, ranks, Device(torch.device("cpu"), "fake")), ledger, stage)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -204,8 +205,11 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count, here, also storages that FSDP empties and fills again."""
-        plain = torch.UntypedStorage.resize_
+        """Count, here, also storages that FSDP empties and fills again, and not what DTensor asks for shapes with.
+
+        The first time an operation is called, DTensor tries it on a whole tensor without data.
+        """
+        plain, try_out = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
             result = plain(storage, size_bytes)
@@ -213,12 +217,18 @@ class Ledger(TorchDispatchMode):
                 self.storages.resize(storage._cdata, size_bytes)
             return result
 
+        def try_out_unseen(*arguments: Any) -> Any:
+            with real():
+                return try_out(*arguments)
+
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = try_out_unseen  # type: ignore[method-assign, assignment]
         try:
             with self:
                 yield
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            ShardingPropagator._propagate_tensor_meta_non_cached = try_out  # type: ignore[method-assign]
 
 
 def _as_key(leaf: Any) -> Any:
