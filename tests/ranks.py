@@ -41,7 +41,7 @@ class RankPool:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 400.0) -> list[Any]:
         """Run a module-level function on every rank at once.
 
         Args:
