@@ -15,7 +15,7 @@ from torchtitan_cp.checkpoint import hold_folder
 from torchtitan_cp.config import Config, UserError, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.health import NonFiniteError
-from torchtitan_cp.launch import RELAUNCH_FILE
+from torchtitan_cp.launch import RELAUNCH_FILE, add_parity_argument
 from torchtitan_cp.parallel import World, start_ranks, stop_ranks
 from torchtitan_cp.parallel.agreement import check_same_job
 from torchtitan_cp.parallel.failure import LOST_RANK, LostRankError, RankWatch, doing, name_lost_ranks
@@ -40,14 +40,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", default="train_configs/quickstart.toml", help="TOML file")
-    parser.add_argument(
-        "--verify-parity",
-        nargs="?",
-        const=0,
-        type=int,
-        metavar="LENGTH",
-        help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
-    )
+    add_parity_argument(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -135,6 +135,18 @@ def launch(torchrun: Sequence[str], job: Sequence[str], check: Sequence[str] = (
             launcher = Launcher(arguments)
 
 
+def add_parity_argument(parser: argparse.ArgumentParser) -> None:
+    """--verify-parity, of the launcher and of train.py."""
+    parser.add_argument(
+        "--verify-parity",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="LENGTH",
+        help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
+    )
+
+
 def default_ranks() -> int:
     """Ranks of a node that nobody gave a number: one a GPU, 2 without."""
     if not shutil.which("nvidia-smi"):
@@ -156,14 +168,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nnodes", type=int, metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="this node's number, from 0")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
-    parser.add_argument(
-        "--verify-parity",
-        nargs="?",
-        const=0,
-        type=int,
-        metavar="LENGTH",
-        help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
-    )
+    add_parity_argument(parser)
     options, rest = parser.parse_known_args(arguments)
     if min(1 if options.nproc is None else options.nproc, options.nnodes) < 1:
         parser.error("--nproc and --nnodes are at least 1")

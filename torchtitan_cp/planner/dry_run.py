@@ -144,13 +144,11 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     processes = min(usable_cores(), len(stages))
     if processes == 1 or sum(map(_blocks_walked(config), stages)) < WORTH_PROCESSES:
         return walk(stages)
-    # Forked, they know the architectures and log as this one; nothing here has started a thread.
-    with (
-        Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress,
-        ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool,
-    ):
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        # Forked, they know the architectures and log as this one; the bar's thread is started when they are there.
         alone = pool.map(walk, [[stage] for stage in stages])
-        return [walked for (walked,) in progress.track(alone, len(stages), description="stages walked")]
+        with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
+            return [walked for (walked,) in progress.track(alone, len(stages), description="stages walked")]
 
 
 def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
