@@ -12,7 +12,7 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint import hold_folder
-from torchtitan_cp.config import Config, UserError, load_config
+from torchtitan_cp.config import Config, UserError, complaint, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.health import NonFiniteError
 from torchtitan_cp.launch import RELAUNCH_FILE, add_parity_argument
@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
             return PARITY_BROKEN
         stop_ranks()
     except (UserError, ContextParallelError) as error:
-        return _complain(rank, f"{options.config}: {error}", BAD_INPUT)
+        return _complain(rank, complaint(options.config, error), BAD_INPUT)
     except NonFiniteError as error:
-        return _complain(rank, str(error), HALTED)
+        return _complain(rank, f"error: {error}", HALTED)
     except LostRankError:
         return LOST_RANK
     return 0
@@ -92,7 +92,7 @@ def run(config: Config, world: World) -> None:
 
 def _complain(rank: int, message: str, code: int) -> int:
     if rank == 0:
-        print(f"error: {message}", file=sys.stderr)
+        print(message, file=sys.stderr)
     return code
 
 

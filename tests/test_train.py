@@ -54,6 +54,7 @@ def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
     assert preflight.main([str(path), "--ranks", "2", *overrides]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"error: {path}: ")
+    assert errors.count(str(path)) == 1
     assert wanted in errors
     assert "Traceback" not in errors
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torchtitan_cp.config import UserError, load_config
+from torchtitan_cp.config import UserError, complaint, load_config
 from torchtitan_cp.config.load import OVERRIDE
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
@@ -111,7 +111,7 @@ def launch(torchrun: Sequence[str], job: Sequence[str], check: Sequence[str] = (
     try:
         config = load_config(job[1], [entry for entry in job[2:] if OVERRIDE.fullmatch(entry)])
     except UserError as error:
-        print(f"error: {job[1]}: {error}", file=sys.stderr)
+        print(complaint(job[1], error), file=sys.stderr)
         return 2
     arguments = [
         *torchrun,

@@ -10,7 +10,7 @@ import sys
 from models import ARCHITECTURES
 from torchtitan_cp import registry
 from torchtitan_cp.attention import ContextParallelError, make_plan
-from torchtitan_cp.config import Config, UserError, load_config
+from torchtitan_cp.config import Config, UserError, complaint, load_config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     try:
         print(f"{options.config}: {preflight(load_config(options.config, overrides), options.ranks)}")
     except (UserError, ContextParallelError) as error:
-        print(f"error: {options.config}: {error}", file=sys.stderr)
+        print(complaint(options.config, error), file=sys.stderr)
         return BAD_INPUT
     return 0
 

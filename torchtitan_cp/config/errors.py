@@ -16,3 +16,8 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """The TOML file, or an override on the command line, is wrong."""
+
+
+def complaint(config: str, error: Exception) -> str:
+    """What an entry point prints of an error: the config it was given, once, and what is wrong."""
+    return f"error: {error}" if config in str(error).partition("\n")[0] else f"error: {config}: {error}"

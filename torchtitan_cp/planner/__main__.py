@@ -8,7 +8,7 @@ from rich.console import Console
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.config import Config, ConfigError, UserError, load_config, to_toml
+from torchtitan_cp.config import Config, ConfigError, UserError, complaint, load_config, to_toml
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
 from torchtitan_cp.planner.plan import plan_config, plan_volumes
 from torchtitan_cp.planner.report import print_estimates
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     try:
         fits = _plan(console, load_config(options.config, overrides), options)
     except (UserError, ContextParallelError) as error:
-        print(f"error: {options.config}: {error}", file=sys.stderr)
+        print(complaint(options.config, error), file=sys.stderr)
         return BAD_INPUT
     return 0 if fits else DOES_NOT_FIT
 
