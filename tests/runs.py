@@ -89,7 +89,11 @@ def prepared(path: Path, *overrides: str) -> Trainer:
 
 def train(path: Path, *overrides: str) -> list[dict[str, Any]]:
     """On a rank: run to the end; the lines of metrics.jsonl."""
-    trainer = prepared(path, *overrides)
+    return run_to_end(prepared(path, *overrides))
+
+
+def run_to_end(trainer: Trainer) -> list[dict[str, Any]]:
+    """On a rank: train; the lines of metrics.jsonl, when rank 0 has written them."""
     trainer.run()
     dist.barrier()
     return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
@@ -107,9 +111,7 @@ def train_and_first_gradients(path: Path, *overrides: str) -> tuple[list[dict[st
         return report
 
     trainer.gradients = gradients  # type: ignore[method-assign]
-    trainer.run()
-    dist.barrier()
-    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()], first
+    return run_to_end(trainer), first
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:

@@ -19,5 +19,9 @@ class ConfigError(UserError):
 
 
 def complaint(config: str, error: Exception) -> str:
-    """What an entry point prints of an error: the config it was given, once, and what is wrong."""
+    """What an entry point prints of an error: the config it was given, once, and what is wrong.
+
+    Args:
+        config: its path as it was typed. What load_config raises names it; what the checks after it raise does not.
+    """
     return f"error: {error}" if config in str(error).partition("\n")[0] else f"error: {config}: {error}"
