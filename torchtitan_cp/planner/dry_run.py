@@ -29,7 +29,7 @@ from torchtitan_cp.planner.fake import Ledger, Message, fake_job, real, without_
 from torchtitan_cp.planner.plan import shape_of
 from torchtitan_cp.registry import check_support
 
-# Blocks that see a micro-batch, in all stages together: fewer are walked in this process, at a tenth of a second or two.
+# Blocks that see a micro-batch, in all stages: fewer, each a tenth of a second or two, are walked in one process.
 WORTH_PROCESSES = 100
 KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
 
