@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,12 @@ steps = {steps}
 global_batch_tokens = {tokens}
 cp = {cp}
 strategy = "{strategy}"
+[compile]
+enable = {compiled}
 """
 
 
-def ours(length: int, steps: int, cache: str, strategy: str) -> Run:
+def ours(length: int, steps: int, cache: str, strategy: str, compiled: bool = False) -> Run:
     """This trainer with all that it does beside a step; ranks read different sequences where there are enough."""
     ranks, tokens = dist.get_world_size(), max(length, STEP_TOKENS)
     cp = 1 if tokens // length >= ranks else ranks
@@ -66,7 +69,8 @@ def ours(length: int, steps: int, cache: str, strategy: str) -> Run:
         dist.broadcast_object_list(paths)
         folder = Path(paths[0])
         values = {"length": length, "steps": steps, "cache": cache, "strategy": strategy, "cp": cp, "tokens": tokens}
-        text = CONFIG.format(folder=folder / "run", vocabulary=VOCABULARY, sequences=sequences, **values)
+        values |= {"vocabulary": VOCABULARY, "sequences": sequences, "compiled": str(compiled).lower()}
+        text = CONFIG.format(folder=folder / "run", **values)
         (folder / f"{dist.get_rank()}.toml").write_text(text)
         before = reset_peak()
         Trainer(load_config(folder / f"{dist.get_rank()}.toml"), join_ranks(PATIENCE_SECONDS)).run()
@@ -80,7 +84,7 @@ def ours(length: int, steps: int, cache: str, strategy: str) -> Run:
     return run
 
 
-def hugging_face(length: int, steps: int, cache: str, strategy: str) -> Run:
+def hugging_face(length: int, steps: int, cache: str, strategy: str, compiled: bool = False) -> Run:
     """The loop of its documentation around LlamaForCausalLM: SDPA, its own loss, AdamW, clipped gradients."""
     library: Any = importlib.import_module("transformers")
     size = FLAVORS["debug"]
@@ -102,11 +106,12 @@ def hugging_face(length: int, steps: int, cache: str, strategy: str) -> Run:
         before = reset_peak()
         model = library.LlamaForCausalLM(settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        run_model: Any = torch.compile(model) if compiled else model
         times = []
         for _ in range(steps):
             begun = time.perf_counter()
             ids = torch.randint(VOCABULARY, (max(1, STEP_TOKENS // length), length))
-            model(input_ids=ids, labels=ids).loss.backward()
+            run_model(input_ids=ids, labels=ids).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -126,7 +131,10 @@ def reset_peak() -> int:
 # name -> (what runs, ranks, threads of each)
 CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
     "torchtitan_cp, 2 ranks": (ours, CORES, 1),
+    "torchtitan_cp, 2 ranks, compiled": (partial(ours, compiled=True), CORES, 1),
     "torchtitan_cp, 1 rank": (ours, 1, CORES),
+    "torchtitan_cp, 1 rank, compiled": (partial(ours, compiled=True), 1, CORES),
+    "Hugging Face loop, compiled": (partial(hugging_face, compiled=True), 1, CORES),
     "Hugging Face loop": (hugging_face, 1, CORES),
 }
 

@@ -3,7 +3,9 @@
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,9 @@ import train
 from models import ARCHITECTURES
 from tests.runs import TINY, write_run
 from torchtitan_cp.config import Config, ConfigError, load_config
-from torchtitan_cp.curriculum import resolve_stages
+from torchtitan_cp.curriculum import StagePlan, resolve_stages
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.dry_run import StageWalk, _walk, dry_run
+from torchtitan_cp.planner.dry_run import StageWalk, Walker, dry_run
 from torchtitan_cp.planner.plan import plan_config, plan_volumes
 from torchtitan_cp.registry import register
 
@@ -48,6 +50,12 @@ def walk_of_two(folder: Path) -> tuple[Config, Path]:
     path = write_run(folder, TINY + SHORTER_STAGE)
     register(ARCHITECTURES)
     return load_config(path, TWO_BY_TWO), path
+
+
+def walk_all(config: Config, stages: Sequence[StagePlan]) -> list[StageWalk]:
+    """Stages walked by rank 0 of four, one after the other."""
+    with Walker(config, 4, 0) as walker:
+        return [walker.walk(stage) for stage in stages]
 
 
 # Small enough for a test, and a layer's tensors stand out.
@@ -129,24 +137,25 @@ def test_the_command_prints_memory_and_messages(tmp_path: Path, capsys: pytest.C
     assert "reduce_scatter" in printed
 
 
-def test_an_attention_that_is_remembered_counts_as_one_that_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# A key of its own for each attention, or no result of an operation that is known: so that none is remembered.
+@pytest.mark.parametrize(("name", "forgetful"), [("_as_key", lambda leaf: object()), ("_learn", lambda *_: None)])
+def test_what_is_remembered_counts_as_what_is_run(
+    name: str, forgetful: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run(tmp_path)
     options = ("--parallel.cp=4", "--parallel.tp=2", "--context_parallel.strategy=hybrid",
                "--context_parallel.all_to_all_ranks=2", "--activation.checkpoint=full")  # fmt: skip
     remembered = walk(path, 8, *LONGER, *options)
-    # A key of its own for each call, so that none is remembered.
-    monkeypatch.setattr("torchtitan_cp.planner.fake._as_key", lambda leaf: object())
+    monkeypatch.setattr(f"torchtitan_cp.planner.fake.{name}", forgetful)
     assert walk(path, 8, *LONGER, *options) == remembered
 
 
 def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path) -> None:
-    """DTensor tries an operation that is new to it on whole tensors, of which no rank of a real job has any."""
+    """Nor are DTensor's trials on whole tensors counted, nor what a pipeline holds from a stage that is over."""
     config, _ = walk_of_two(tmp_path)
     stages = resolve_stages(config, 4)
-    first, again = _walk(config, 4, 0, [stages[0], stages[0]])
-    assert (first.peak_bytes, first.by_kind) == (again.peak_bytes, again.by_kind)
+    alone = [walk_all(config, [stage])[0] for stage in stages]
+    assert walk_all(config, [stages[0], *stages, stages[0]]) == [alone[0], *alone, alone[0]]
 
 
 def test_stages_walked_by_processes_of_their_own_come_in_order(tmp_path: Path) -> None:
@@ -160,7 +169,7 @@ def test_stages_walked_by_processes_of_their_own_come_in_order(tmp_path: Path) -
     )
     done = subprocess.run([sys.executable, "-c", script, str(path), *TWO_BY_TWO], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    alone = [_walk(config, 4, 0, [stage])[0] for stage in resolve_stages(config, 4)]
+    alone = walk_all(config, resolve_stages(config, 4))
     assert pickle.loads(done.stdout) == [(w.stage.seq_len, w.peak_bytes, w.by_kind) for w in alone]
 
 

@@ -173,7 +173,7 @@ class Pipeline:
         self.stages, self.schedule = stages, SCHEDULES[schedule]
         self.parts = dict(zip(stages.of(self.rank), parts, strict=True))
         self.last, self.tied = len(stages.owner) - 1, tied
-        self.schedules: dict[tuple[Hidden, int], Any] = {}
+        self.made: tuple[Hidden, int, Any] | None = None  # torch's schedule, and what it was made for
         self.waiting: dict[int, Iterator[Any]] = {}
         self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
@@ -205,15 +205,19 @@ class Pipeline:
             run: (forward of a stage, hidden states or None for the first, micro-batch) -> hidden states, or of the
                 last stage the scalar to differentiate.
         """
-        key = (hidden, len(batches))
-        if key not in self.schedules:
-            self.schedules[key] = self._make(hidden, len(batches))
+        if self.made is None or self.made[:2] != (hidden, len(batches)):
+            self.forget()  # its buffers go before the next one's come
+            self.made = (hidden, len(batches), self._make(hidden, len(batches)))
         self._begin(batches, run)
         numbers = torch.arange(len(batches), device=self.device)
         target = {"target": numbers} if self.closes else {}
         with self.watches["pipeline"].running():
-            self.schedules[key].step(*((numbers,) if self.opens else ()), **target, return_outputs=False)
+            self.made[2].step(*((numbers,) if self.opens else ()), **target, return_outputs=False)
         self._add_tied()
+
+    def forget(self) -> None:
+        """Let go of the schedule, and of the buffers for what arrives: for steps of another shape."""
+        self.made = None
 
     @torch.no_grad()
     def evaluate(self, batch: Any, hidden: Hidden, run: Run) -> Any:

@@ -6,8 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -25,7 +25,7 @@ from torchtitan_cp.data.tokenizer import usable_cores
 from torchtitan_cp.network import Network
 from torchtitan_cp.parallel import Meshes, World, check_shape
 from torchtitan_cp.parallel.device import Device
-from torchtitan_cp.planner.fake import Ledger, Message, fake_job, real, without_data
+from torchtitan_cp.planner.fake import Ledger, Message, WithoutData, fake_job, real
 from torchtitan_cp.planner.plan import shape_of
 from torchtitan_cp.registry import check_support
 
@@ -64,7 +64,7 @@ class DryNetwork(Network):
             meshes = Meshes(world.device.device.type, degrees)
             meshes.for_cp(1)
         super().__init__(config, world, meshes, shape, begins, max(stage.seq_len for stage in stages))
-        self.ledger = ledger
+        self.ledger, self.tp_and_pp = ledger, (degrees.tp, degrees.pp)
         self._make_state()
 
     def _make_state(self) -> None:
@@ -82,6 +82,8 @@ class DryNetwork(Network):
 
     def walk(self, stage: StagePlan) -> StageWalk:
         """A whole optimizer step of a stage."""
+        if self.pipeline:
+            self.pipeline.forget()  # so that a stage is walked alike, whichever was walked before it
         with real():
             shape = self.enter(stage)
         self.ledger.messages.clear()
@@ -140,15 +142,16 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     )
     check_config(config, ranks)
     stages = resolve_stages(config, ranks)
-    walk = partial(_walk, config, ranks, rank)
     processes = min(usable_cores(), len(stages))
     if processes == 1 or sum(map(_blocks_walked(config), stages)) < WORTH_PROCESSES:
-        return walk(stages)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        # Forked, they know the architectures and log as this one; the bar's thread is started when they are there.
-        alone = pool.map(walk, [[stage] for stage in stages])
+        with Walker(config, ranks, rank) as walker:
+            return [walker.walk(stage) for stage in stages]
+    # Forked, they know the architectures and log as this one; the bar's thread is started when they are there.
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, forked, _begin_walking, (config, ranks, rank)) as pool:
+        walks = pool.map(_walk, stages)
         with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
-            return [walked for (walked,) in progress.track(alone, len(stages), description="stages walked")]
+            return list(progress.track(walks, len(stages), description="stages walked"))
 
 
 def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
@@ -157,17 +160,48 @@ def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
     return lambda stage: layers / stage.pp * min(stage.micro_batches, max(stage.pp, 2))
 
 
-def _walk(config: Config, ranks: int, rank: int, stages: Sequence[StagePlan]) -> list[StageWalk]:
-    """One step of each of these stages, in this process."""
-    ledger, walks = Ledger(), []
-    with fake_job(ranks, rank), without_data(), ledger.watching():
-        network: DryNetwork | None = None
-        for stage in stages:
-            if network is None or (stage.tp, stage.pp) != (network.meshes.degrees.tp, network.meshes.degrees.pp):
-                del network  # its memory goes before the next mesh's, as in a job that starts anew
-                network = DryNetwork(config, World(rank, ranks, Device(torch.device("cpu"), "fake")), ledger, stage)
-            walks.append(network.walk(stage))
-    return walks
+class Walker:
+    """Walks stages of a job one after the other, while it is entered, with one network where the meshes allow it.
+
+    Args:
+        ranks: of the job; rank: which of them to be.
+    """
+
+    def __init__(self, config: Config, ranks: int, rank: int) -> None:
+        self.config, self.ranks, self.rank = config, ranks, rank
+        self.ledger, self.held = Ledger(), ExitStack()
+        self.network: DryNetwork | None = None
+
+    def __enter__(self) -> "Walker":
+        for context in (fake_job(self.ranks, self.rank), WithoutData(), self.ledger.watching()):
+            self.held.enter_context(context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.network = None
+        self.held.close()
+
+    def walk(self, stage: StagePlan) -> StageWalk:
+        """One step of a stage."""
+        if self.network and (stage.tp, stage.pp) != self.network.tp_and_pp:
+            self.network = None  # its memory goes before the next mesh's, as in a job that starts anew
+        if self.network is None:
+            world = World(self.rank, self.ranks, Device(torch.device("cpu"), "fake"))
+            self.network = DryNetwork(self.config, world, self.ledger, stage)
+        return self.network.walk(stage)
+
+
+_walker: Walker
+
+
+def _begin_walking(config: Config, ranks: int, rank: int) -> None:
+    """Make this process of a pool one that walks, until it ends."""
+    global _walker
+    _walker = Walker(config, ranks, rank).__enter__()
+
+
+def _walk(stage: StagePlan) -> StageWalk:
+    return _walker.walk(stage)
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:

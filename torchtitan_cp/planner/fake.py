@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,14 @@ OPENED: dict[Any, Callable[..., Any]] = {
     torch.ops.torchtitan_cp.attention_backward.default: attention_backward._init_fn,
 }
 
+PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+REMEMBERED = ("aten", "prims", "_c10d_functional")
+UNKNOWABLE = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+
 
 @contextmanager
 def fake_job(ranks: int, rank: int) -> Iterator[None]:
@@ -44,8 +52,38 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
+class Output(NamedTuple):
+    """An operation's result: a tensor of its own, or a view of one of its tensors without data.
+
+    Attributes:
+        shape, stride, dtype, device: as of torch.
+        viewed: which of the operation's tensors it is a view of; None: it has a storage of its own.
+        offset: where in that storage it begins, in elements.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    viewed: int | None
+    offset: int
+
+
+# Of an operation: its result or results; the number of the tensor that it hands back; None: to be asked each time.
+Known = tuple[Output, ...] | Output | int | None
+
+
 class WithoutData(FakeTensorMode):
-    """New tensors have shapes and no data. What is asked of real ones alone is computed: meshes, labels, handles."""
+    """New tensors have shapes and no data. What is asked of real ones alone is computed: meshes, labels, handles.
+
+    Results of an operation on the same shapes are made anew from what they were the first time: layers are alike, and
+    torch's own cache of this kind takes most of a dry run's time.
+    """
+
+    def __init__(self) -> None:
+        # A real tensor beside others without data is taken for one of them.
+        super().__init__(allow_non_fake_inputs=True)
+        self.known: dict[Any, Known] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -58,18 +96,89 @@ class WithoutData(FakeTensorMode):
             tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
             if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
                 return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self._result(func, types, args, kwargs or {})
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """An operation's result, remembered where nothing but the shapes decides it."""
+        tensors: list[FakeTensor] = []
+        try:
+            key = (func, _shapes(args, tensors), _shapes(tuple(kwargs.items()), tensors))
+            known = self.known[key]
+        except _NotShapesError:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except KeyError:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.known[key] = _learn(func, result, tensors)
+            return result
+        if known is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(known, Output):
+            return self._make(known, tensors)
+        if isinstance(known, int):
+            return tensors[known]
+        return tuple(self._make(output, tensors) for output in known)
+
+    def _make(self, output: Output, tensors: list[FakeTensor]) -> FakeTensor:
+        empty = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
+        if output.viewed is not None:
+            storage = tensors[output.viewed].untyped_storage()
+            empty.set_(storage, output.offset, output.shape, output.stride)
+        return FakeTensor(self, empty, output.device)
+
+
+class _NotShapesError(Exception):
+    """An argument of which more counts than shapes and plain values."""
+
+
+def _shapes(x: Any, tensors: list[FakeTensor]) -> Any:
+    """What of arguments decides the shape of a result; its tensors are added to `tensors`, in order."""
+    if isinstance(x, FakeTensor):
+        if x.constant is not None:
+            raise _NotShapesError
+        tensors.append(x)
+        return x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device
+    if isinstance(x, (list, tuple)):
+        return tuple([_shapes(part, tensors) for part in x])
+    if isinstance(x, PLAIN):
+        return type(x), x  # 1, 1.0 and True are equal, and give results of different types
+    raise _NotShapesError
+
+
+def _learn(func: Any, result: Any, tensors: list[FakeTensor]) -> Known:
+    """How to make this result again; None where that is not known."""
+    if func.namespace not in REMEMBERED or func._schema.is_mutable or UNKNOWABLE & set(func.tags):
+        return None
+    several = isinstance(result, (list, tuple))
+    if not several and any(result is tensor for tensor in tensors):
+        return [result is tensor for tensor in tensors].index(True)
+    outputs = [_output(x, tensors) for x in (result if several else (result,))]
+    known = tuple(output for output in outputs if output is not None)
+    own = sum(output.viewed is None for output in known)
+    storages = {x.untyped_storage()._cdata for x in (result if several else (result,)) if isinstance(x, Tensor)}
+    if len(known) < len(outputs) or (own > 1 and len(storages) < len(known)):
+        return None
+    return known if several else known[0]
+
+
+def _output(x: Any, tensors: list[FakeTensor]) -> Output | None:
+    if not isinstance(x, FakeTensor) or x.constant is not None or x.layout != torch.strided:
+        return None
+    if any(x is tensor for tensor in tensors) or x.is_conj() or x.is_neg():
+        return None
+    storage = x.untyped_storage()
+    viewed = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
+    if any(viewed):
+        return Output(x.shape, x.stride(), x.dtype, x.fake_device, viewed.index(True), int(x.storage_offset()))
+    again = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if x.storage_offset() or again.untyped_storage().nbytes() != storage.nbytes():
+        return None
+    return Output(x.shape, x.stride(), x.dtype, x.fake_device, None, 0)
 
 
 def _dealt_evenly(count: int, minlength: int) -> Tensor:
     """How often each number would come: a real tensor, as the host reads it (tokens of experts)."""
     share, over = divmod(count, minlength)
     return torch.tensor([share + (number < over) for number in range(minlength)])
-
-
-def without_data() -> WithoutData:
-    """The mode; a real tensor beside others without data is taken for one of them."""
-    return WithoutData(allow_non_fake_inputs=True)
 
 
 def real() -> Any:
@@ -170,7 +279,9 @@ class Ledger(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # It comes back as operations on a rank's own part.
         if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
+            x = args[0]
+            inside = not isinstance(x, FakeTensor) or x.fake_mode.in_kernel_invocation
+            return func(*args, **kwargs) if inside else x.fake_device
         if func.namespace in ("c10d", "_c10d_functional"):
             self._write_down(func, args)
         result = self._open(func, args, kwargs) if func in OPENED else func(*args, **kwargs)

@@ -19,7 +19,7 @@ from torchtitan_cp.attention.mask import Span
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
 from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
+from torchtitan_cp.attention.strategies.strategy import ALL_HEADS, Call, Residuals, Strategy
 from torchtitan_cp.attention.transfer import Pending
 
 
@@ -51,11 +51,15 @@ def backward(
 STRATEGY = Strategy(forward, backward)
 
 
-def kernel_of(step: RingStep, call: Call) -> Kernel:
-    """The kernel of a step, which knows where the step's rows are."""
+def kernel_of(step: RingStep, call: Call, heads: slice = ALL_HEADS) -> Kernel:
+    """The kernel of a step, which knows where the step's rows are.
+
+    Args:
+        heads: the query heads at hand.
+    """
     layout = call.plan.ring_layout
     held = partial(layout.positions, call.plan.rank // call.plan.all_to_all_ranks)
-    return call.kernel_for(held, lambda: rows_in(layout.positions(step.source).unsqueeze(0), step.receive)[0])
+    return call.kernel_for(held, lambda: rows_in(layout.positions(step.source).unsqueeze(0), step.receive)[0], heads)
 
 
 class KVExchange:
