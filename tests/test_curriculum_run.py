@@ -324,6 +324,16 @@ def test_stages_with_a_tp_and_pp_of_their_own_go_on_from_the_checkpoint_between(
     assert losses_of(changing.parent) == pytest.approx(losses_of(plain.parent), rel=1e-4)
 
 
+def test_a_pipeline_goes_through_stages_of_other_lengths_without_a_restart(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    plain, piped = dimensions(tmp_path / "plain", 1, 1), dimensions(tmp_path / "piped", 1, 2)
+    piped.write_text(piped.read_text() + "\n[parallel]\npp = 2\n")
+    assert ranks(1)(train_to_an_end, plain) == [(False, 2)]
+    assert ranks(2)(train_to_an_end, piped) == [(False, 2)] * 2
+    assert losses_of(piped.parent) == pytest.approx(losses_of(plain.parent), rel=1e-4)
+
+
 def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: Path) -> None:
     path = dimensions(tmp_path / "run", 2, 1)
     environment = {**os.environ, "CONFIG_FILE": str(path), "NPROC": "2", "VENV": sys.prefix, "TMPDIR": str(tmp_path)}
