@@ -31,8 +31,11 @@ OPENED: dict[Any, Callable[..., Any]] = {
     torch.ops.torchtitan_cp.attention_backward.default: attention_backward._init_fn,
 }
 
+# Values that are themselves a part of the key under which a result is remembered.
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+# Namespaces whose operations give new tensors, views, or what they were given, and do nothing else.
 REMEMBERED = ("aten", "prims", "_c10d_functional")
+# Marks of operations whose result the shapes do not decide, or that change what they were given.
 UNKNOWABLE = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -161,6 +164,7 @@ def _learn(func: Any, result: Any, tensors: list[FakeTensor]) -> Known:
 
 
 def _output(x: Any, tensors: list[FakeTensor]) -> Output | None:
+    """How to make this one of an operation's results again; None where that is not known."""
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout != torch.strided:
         return None
     if any(x is tensor for tensor in tensors) or x.is_conj() or x.is_neg():
@@ -279,9 +283,9 @@ class Ledger(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # It comes back as operations on a rank's own part.
         if func is torch.ops.prim.device.default:
-            x = args[0]
-            inside = not isinstance(x, FakeTensor) or x.fake_mode.in_kernel_invocation
-            return func(*args, **kwargs) if inside else x.fake_device
+            x = args[0]  # torch's kernels, while they work out a shape, are told "meta"
+            told_at_once = isinstance(x, FakeTensor) and not x.fake_mode.in_kernel_invocation
+            return x.fake_device if told_at_once else func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._write_down(func, args)
         result = self._open(func, args, kwargs) if func in OPENED else func(*args, **kwargs)
