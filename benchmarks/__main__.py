@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.benchmark import run
+from benchmarks.benchmark import refusal, run
 
 # A line for the module of each name, imported when it is asked for: that of the kernels needs torch and rich alone.
 BENCHMARKS = {
@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{' '.join(own)}: give the one benchmark whose options these are, before them")
     if options.help:
         own = ["--help"]
+    if why := options.json and refusal(options.json):
+        parser.error(f"--json {options.json}: {why}")
     failed = [name for name in names or BENCHMARKS if not _runs(name, own, options.quick, options.json)]
     if failed:
         print(f"did not run to the end: {', '.join(failed)}", file=sys.stderr)

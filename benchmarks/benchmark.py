@@ -92,6 +92,19 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
+def refusal(path: Path) -> str | None:
+    """Why figures cannot be put into this file, or None."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.is_dir():
+        return "that is a folder; give a file in it"
+    try:
+        known = isinstance(json.loads(path.read_text()), dict) if path.exists() else True
+    except ValueError:
+        known = False
+    return None if known else "that file is not one of figures, and is left as it is"
+
+
 def write(path: Path, name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Put a benchmark's figures into a file that may hold others'."""
     report = json.loads(path.read_text()) if path.exists() else {}

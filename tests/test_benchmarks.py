@@ -55,6 +55,9 @@ def test_help_names_every_benchmark_with_a_line(capsys: pytest.CaptureFixture[st
         (["plan", "float8", "--ranks", "2"], "--ranks 2: give the one benchmark whose options these are"),
         (["plan", "--kinds", "normal"], "invalid choice: 'normal'"),
         (["plan", "--heads", "2"], "unrecognized arguments: --heads 2"),
+        (["plan", "--json", "tests"], "--json tests: that is a folder; give a file in it"),
+        (["plan", "--json", "nowhere/figures.json"], "there is no folder nowhere"),
+        (["plan", "--json", "README.md"], "that file is not one of figures, and is left as it is"),
     ],
 )
 def test_bad_input_is_one_message(arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,8 +150,9 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # nothing holds what they were while attention runs
         options = {"sinks": self.sinks()} if self.sinks else {}
-        out = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, plan, self.window, **options)
+        out = self.attend(q, k, v, plan, self.window, **options)
         return self.wo(out.flatten(-2))
 
 

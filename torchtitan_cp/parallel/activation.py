@@ -51,8 +51,14 @@ def _contexts(kind: str) -> Any:
     return create_selective_checkpoint_contexts(partial(_policy, kind))
 
 
+class Tiles:
+    """Whether a tile of an MLP is at work: its products are not kept by the block that it is part of."""
+
+    at_work = False
+
+
 def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    kept = operator is OPERATOR or (kind == "selective" and operator in PRODUCTS)
+    kept = operator is OPERATOR or (kind == "selective" and operator in PRODUCTS and not Tiles.at_work)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -73,7 +79,13 @@ def tiled(forward: Callable[[Tensor], Tensor], tiles: int) -> Callable[[Tensor],
     each = recomputed(forward)
 
     def run(hidden: Tensor) -> Tensor:
-        stretch = -(-hidden.shape[1] // tiles)
-        return torch.cat([each(part) for part in hidden.split(stretch, 1)], 1)
+        parts = hidden.split(-(-hidden.shape[1] // tiles), 1)
+        if torch.compiler.is_compiling():  # then the tiles' own recomputation decides already
+            return torch.cat([each(part) for part in parts], 1)
+        Tiles.at_work = True
+        try:
+            return torch.cat([each(part) for part in parts], 1)
+        finally:
+            Tiles.at_work = False
 
     return run

@@ -309,8 +309,10 @@ def _layer_seconds(
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
     forward = 2 * counts.token_matrices * tokens / product_rate
     mlp = 2 * 3 * shape.dim * shape.token_ffn_dim / tp * tokens / product_rate
-    again = forward if mode in ("full", "attention_saved") else 0.0
-    linear_backward = 2 * forward + again + (mlp if tiles > 1 else 0.0)
+    # Tiles run again for themselves, and before that with a block that is.
+    in_tiles = 0.0 if tiles == 1 else mlp
+    again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
+    linear_backward = 2 * forward + again + in_tiles
     scores = 4 * shape.head_dim * layer.pairs * sequences
     attention_forward = scores / rates.forward
     attention_backward = 2.5 * scores / rates.backward + (attention_forward if mode == "full" else 0.0)

@@ -88,6 +88,7 @@ class Block:
     Attributes:
         stream: its input, cut along the sequence by tp.
         first_norm, second_norm: what a norm keeps, with its gathered output; the first's input is the stream.
+        balance: what experts' balance keeps of a second pass of the second norm.
         qkv: rotated q, k and v, none where an all-to-all keeps its own; out: attention and log-sum-exp.
         traded: what an all-to-all keeps.
         wide: the MLP's four wide tensors.
@@ -97,6 +98,7 @@ class Block:
     stream: float
     first_norm: float
     second_norm: float
+    balance: float
     qkv: float
     out: float
     traded: float
@@ -113,12 +115,13 @@ def block_of(shape: Any, setting: Setting) -> Block:
     second = (stream if setting.fused_norm else 2 * WIDE * e / tp) + e * c
     first = second - stream if setting.fused_norm or c == WIDE else second
     # Experts' balance passes the norm once more, beside the same input.
-    second += second - stream if shape.token_copies else 0
+    balance = second - stream if shape.token_copies else 0.0
     heads = Heads(shape.n_heads // tp, shape.n_kv_heads // tp, shape.head_dim)
     return Block(
         tokens * stream,
         tokens * first,
         tokens * second,
+        tokens * balance,
         tokens * (query + 2 * key) * c if setting.inner == 1 else 0.0,
         tokens * (query * c + heads.query * WIDE),
         _kept_by_trade(heads, setting),
@@ -152,8 +155,13 @@ def kept(block: Block, shape: Any, setting: Setting) -> tuple[float, float, floa
         width = setting.tokens * shape.dim * setting.element_bytes
         wide = 0.0 if tiles > 1 else block.wide / 2 + (block.copies / 2 or width)
         return block.stream + width, attention + block.qkv, wide
-    inputs = block.stream + block.first_norm + block.second_norm
+    inputs = block.stream + block.first_norm + second_norm_kept(block, tiles)
     return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.wide + block.copies
+
+
+def second_norm_kept(block: Block, tiles: int) -> float:
+    """What a layer that is not recomputed keeps of its second norm: in tiles its input, and what is outside of them."""
+    return block.balance + (block.second_norm if tiles == 1 else block.stream)
 
 
 def attention_at_work(shape: Any, setting: Setting) -> tuple[float, float]:
@@ -280,15 +288,18 @@ def _block_moments(
     # theirs one after another, and the gradients of their rows all at once.
     wide = (block.wide + 2 * block.copies if block.copies else 1.5 * block.wide) / tiles
     held_wide = {"none": block.wide + block.copies, "selective": (block.wide + block.copies) / 2}.get(mode, 0.0)
+    second = second_norm_kept(block, tiles)
+    # In tiles the second norm is run again with each, and the gradients of their inputs add up beside the output's.
+    at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
-        "block_inputs": recomputed * (block.first_norm + block.second_norm) + gradient + parked,
+        "block_inputs": recomputed * (block.first_norm + second) + at_work + parked,
         "attention": recomputed * (again - (block.qkv if mode == "selective" else 0.0)),
         "mlp": wide - (held_wide if tiles == 1 else 0.0),
         "communication": traffic,
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
     in_attention = {
-        "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * block.second_norm,
+        "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
         "attention": recomputed * again + attention_at_work(shape, setting)[1] + block.out,
         "mlp": -kept(block, shape, setting)[2],
         "communication": traffic,
@@ -297,6 +308,15 @@ def _block_moments(
         ("MLP of the first layer backward", 0.0, in_mlp),
         ("attention of the first layer backward", 0.0, in_attention),
     ]
+    if tp > 1 and recomputed:
+        # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.
+        whole = setting.tokens * shape.dim * c
+        in_sum = {
+            "block_inputs": block.first_norm + 2 * gradient + parked,
+            "attention": in_mlp["attention"],
+            "communication": traffic + 2 * (whole + gradient),
+        }
+        moments.append(("sum of the first layer's attention over tp", 0.0, in_sum))
     if part.kept_layers == part.layers:
         # One micro-batch at a time: when the last layer runs backward, the others' activations are gone.
         gone = 1 - 1 / part.layers
