@@ -23,6 +23,7 @@ BENCHMARKS = {
     "memory": "peak memory of one attention, forward and backward, by context-parallel degree",
     "training_memory": "memory ladder: peak of a training step against its length, by what saves memory",
     "training_speed": "tokens a second and MFU of training steps on one device, by length and activation mode",
+    "planner": "what the planner says of memory and time, beside real training steps",
     "end_to_end": "tokens a second of whole training steps by length, beside a plain Hugging Face loop",
     "optimizer": "an optimizer's step by kind",
     "start_up": "from the command to the first optimizer step",

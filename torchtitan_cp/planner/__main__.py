@@ -10,12 +10,14 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError, UserError, complaint, load_config, to_toml
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
-from torchtitan_cp.planner.plan import plan_config, plan_volumes
+from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
+from torchtitan_cp.planner.plan import plan_config, plan_volumes, shape_of
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
 from torchtitan_cp.registry import register
 
 BAD_INPUT, DOES_NOT_FIT = 2, 1
+HERE = "here"
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +28,9 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--device", default="h100-80g", choices=list(ACCELERATORS))
+    parser.add_argument(
+        "--device", default="h100-80g", choices=[*ACCELERATORS, HERE], help="here: this machine's, measured in seconds"
+    )
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0, help="default: the device's usual node")
     parser.add_argument("--intra-bandwidth", type=float, default=0.0, help="GB/s a rank sends inside a node")
@@ -48,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool:
     """Print what a config takes, or what a search makes of it. Returns whether it fits."""
-    cluster = cluster_of(options)
+    cluster = cluster_of(options, config)
     if options.search:
         found = search(config, cluster)
         config = found.config
@@ -76,14 +80,19 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"--write {path}: {error.strerror}", fix="give the path of a new file") from None
 
 
-def cluster_of(options: argparse.Namespace) -> Cluster:
+def cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
     """The cluster that the command line describes."""
+    measured, ranks = None, options.gpus_per_node
+    if options.device == HERE:
+        ranks = ranks or ranks_here()
+        measured = measure_accelerator(config, shape_of(config), ranks)
     return make_cluster(
         options.device,
         options.nodes,
-        options.gpus_per_node,
+        ranks,
         options.intra_bandwidth * 1e9,
         options.inter_bandwidth * 1e9,
+        measured,
     )
 
 

@@ -149,20 +149,22 @@ def make_cluster(
     ranks_per_node: int = 0,
     link_bandwidth: float = 0.0,
     network_bandwidth: float = 0.0,
+    measured: Accelerator | None = None,
 ) -> Cluster:
     """A cluster of a device by name; 0 takes the device's own number.
 
     Args:
+        measured: the device, where it is none of the table.
         link_bandwidth, network_bandwidth: bytes/s of a rank, one direction.
 
     Raises:
         ConfigError: an unknown device, or numbers below 1.
     """
-    if name not in ACCELERATORS:
+    if measured is None and name not in ACCELERATORS:
         raise ConfigError(f"device {name!r} is not in the planner's table", fix=f"use one of {', '.join(ACCELERATORS)}")
     if nodes < 1 or ranks_per_node < 0 or min(link_bandwidth, network_bandwidth) < 0:
         raise ConfigError("a cluster has at least one node, and bandwidths above 0", fix="use --nodes 1 or more")
-    accelerator = ACCELERATORS[name]
+    accelerator = measured or ACCELERATORS[name]
     return Cluster(
         name,
         accelerator,

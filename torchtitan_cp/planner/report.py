@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from torchtitan_cp.planner.devices import USABLE_MEMORY, Cluster
+from torchtitan_cp.planner.devices import ACCELERATORS, USABLE_MEMORY, Cluster
 from torchtitan_cp.planner.estimate import Estimate, Volume
 
 GIB = 2**30
@@ -21,12 +21,13 @@ def print_estimates(
         volumes: of each stage, strategy -> what the busiest rank sends.
     """
     accelerator = cluster.accelerator
+    taken = "Assumed" if cluster.name in ACCELERATORS else "Measured"
     console.print(
         f"{cluster.ranks} x {cluster.name}, {cluster.ranks_per_node} a node; a rank sends "
         f"{cluster.link_bandwidth / 1e9:g} GB/s inside a node and {cluster.network_bandwidth / 1e9:g} GB/s outside\n"
-        f"{estimates[0].parameters:,} parameters. Device: {accelerator.source}. Assumed: matrix products at "
+        f"{estimates[0].parameters:,} parameters. Device: {accelerator.source}. {taken}: matrix products at "
         f"{accelerator.linear:.0%} of the peak, attention at {accelerator.attention_forward:.0%} forward and "
-        f"{accelerator.attention_backward:.0%} backward, {USABLE_MEMORY:.0%} of memory usable"
+        f"{accelerator.attention_backward:.0%} backward; assumed: {USABLE_MEMORY:.0%} of memory usable"
     )
     for table in (memory_table(estimates), volume_table(estimates, volumes), time_table(estimates)):
         console.print(table)

@@ -1,0 +1,135 @@
+"""The device at hand as an entry of the planner's table: its rates on the config's own shapes, measured in seconds."""
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchtitan_cp.attention import AttentionMask, attend, make_plan
+from torchtitan_cp.attention.tiles import count_pairs
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.metrics.throughput import find_peak
+from torchtitan_cp.parallel.device import Device, find_device
+from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accelerator
+
+TOKENS = 4096  # at most, of the tensors that kernels are given here
+SECONDS = 0.3  # that each kernel runs, once at least
+
+
+def measure_accelerator(config: Config, shape: Any, ranks_per_node: int) -> Accelerator:
+    """What one rank of this machine reaches; links and networks are those of its kind's data sheet.
+
+    Args:
+        shape: with `vocab_size` set.
+        ranks_per_node: that share the host's memory, on a CPU.
+
+    Raises:
+        ConfigError: a GPU that the table does not have.
+    """
+    device = find_device()
+    if ranks_per_node > 1:
+        torch.set_num_threads(1)  # as torchrun starts them
+    base = _known(device)
+    dtype = getattr(torch, config.training.compute_dtype)
+    tokens = min(TOKENS, max(stage.seq_len for stage in config.curriculum.stages))
+    peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
+    peaks = (peak, base.peak_float32) if dtype == torch.bfloat16 else (base.peak_bfloat16, peak)
+    forward, backward = _attention_rates(device, dtype, shape, tokens)
+    return replace(
+        base,
+        peak_bfloat16=peaks[0],
+        peak_float32=peaks[1],
+        memory_bytes=_memory_bytes(device, ranks_per_node),
+        memory_bandwidth=_bandwidth(device, dtype, shape, tokens) / MEMORY_BANDWIDTH,
+        linear=_product_rate(device, dtype, shape, tokens) / peak,
+        attention_forward=forward / peak,
+        attention_backward=backward / peak,
+        source=f"{device.name}, measured now on this config's shapes; its messages: {base.source}",
+    )
+
+
+def ranks_here() -> int:
+    """Ranks that a run takes on this machine by default: one a GPU, or two on a CPU."""
+    return torch.cuda.device_count() or ACCELERATORS["cpu"].ranks_per_node
+
+
+def _known(device: Device) -> Accelerator:
+    """The table's entry for this device."""
+    if device.device.type == "cpu":
+        return ACCELERATORS["cpu"]
+    for name, accelerator in ACCELERATORS.items():
+        if name.partition("-")[0].upper() in device.name:
+            return accelerator
+    raise ConfigError(
+        f"the planner's table has no {device.name}, whose links it would have to know",
+        fix=f"use --device with one of {', '.join(ACCELERATORS)}",
+    )
+
+
+def _memory_bytes(device: Device, ranks_per_node: int) -> float:
+    if device.device.type == "cuda":
+        return torch.cuda.get_device_properties(device.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
+
+
+def _seconds(device: Device, run: Callable[[], Any]) -> float:
+    """Median time of a call, after one that is not counted."""
+    wait = torch.cuda.synchronize if device.device.type == "cuda" else lambda: None
+    times: list[float] = []
+    run()
+    wait()
+    while not times or sum(times) < SECONDS:
+        begun = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _product_rate(device: Device, dtype: torch.dtype, shape: Any, tokens: int) -> float:
+    """FLOP/s of an MLP's product and its two gradients."""
+    with device.device:
+        x, weight = torch.randn(tokens, shape.dim, dtype=dtype), torch.randn(shape.ffn_dim, shape.dim, dtype=dtype)
+        gradient = torch.randn(tokens, shape.ffn_dim, dtype=dtype)
+    seconds = _seconds(device, lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
+    return 6 * tokens * shape.dim * shape.ffn_dim / seconds
+
+
+def _bandwidth(device: Device, dtype: torch.dtype, shape: Any, tokens: int) -> float:
+    """Bytes/s of a product of two wide activations into a new tensor."""
+    with device.device:
+        a, b = (torch.randn(tokens, shape.ffn_dim, dtype=dtype) for _ in range(2))
+    return 3 * a.numel() * a.element_size() / _seconds(device, lambda: a * b)
+
+
+def _attention_rates(device: Device, dtype: torch.dtype, shape: Any, tokens: int) -> tuple[float, float]:
+    """FLOP/s of the allowed pairs, forward and backward, over the layers' windows."""
+    pairs, forward, backward = 0, 0.0, 0.0
+    for window, layers in Counter(shape.layer_windows).items():
+        mask = AttentionMask(window=(window - 1, -1)) if window else AttentionMask()
+        seconds = _attention_seconds(device, dtype, shape, tokens, mask)
+        forward += layers * seconds[0]
+        backward += layers * seconds[1]
+        pairs += layers * count_pairs(tokens, tokens, mask.band)
+    flops = 4 * shape.head_dim * shape.n_heads * pairs
+    return flops / forward, 2.5 * flops / backward
+
+
+def _attention_seconds(
+    device: Device, dtype: torch.dtype, shape: Any, tokens: int, mask: AttentionMask
+) -> tuple[float, float]:
+    """A layer's attention on one rank, forward and backward."""
+    with device.device:
+        q, dout = (torch.randn(1, tokens, shape.n_heads, shape.head_dim, dtype=dtype) for _ in range(2))
+        k, v = (torch.randn(1, tokens, shape.n_kv_heads, shape.head_dim, dtype=dtype) for _ in range(2))
+    plan = make_plan(tokens, mask=mask)
+    with torch.no_grad():
+        forward = _seconds(device, lambda: attend(q, k, v, plan))
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v, plan)
+    return forward, _seconds(device, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
