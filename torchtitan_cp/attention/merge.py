@@ -73,7 +73,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class GradientSum:
-    """A gradient that tiles add to, in at least fp32.
+    """A gradient that tiles add to, in at least fp32. That of one tile is kept as it came.
 
     Args:
         shape: `[B, rows, H, D]`.
@@ -85,12 +85,17 @@ class GradientSum:
 
     def add(self, rows: Rows, gradient: Tensor) -> None:
         if self.sum is None and gradient.shape == self.shape:
-            self.sum = gradient.to(self.dtype)
+            self.sum = gradient
         else:
             self.total()[rows] += gradient
 
     def total(self) -> Tensor:
-        """The sum so far; zeros if nothing was added."""
+        """The sum so far, in its wide dtype; zeros if nothing was added."""
         if self.sum is None:
             self.sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self.sum = self.sum.to(self.dtype)
         return self.sum
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        """The sum in this dtype; that of one tile was never in another."""
+        return (self.total() if self.sum is None else self.sum).to(dtype)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torchtitan_cp.config import ConfigError
 
-GB = 1e9
+GB, GIB = 1e9, 2**30
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Accelerator:
 
     Attributes:
         peak_bfloat16, peak_float32: dense, without sparsity, FLOP/s.
-        memory_bytes: of the device.
+        memory_bytes: of the device, as torch tells it (a card of 80 GB has 79.1 GiB).
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s a rank sends to others of its node, one direction.
         network_bandwidth: bytes/s a rank sends to other nodes: its share of the node's network cards.
@@ -45,15 +45,15 @@ class Accelerator:
 # peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5).
 ACCELERATORS = {
     "h100-80g": Accelerator(
-        989e12, 67e12, 80 * GB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        989e12, 67e12, 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
         "NVIDIA H100 data sheet, SXM",
     ),
     "h200-141g": Accelerator(
-        989e12, 67e12, 141 * GB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        989e12, 67e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
         "NVIDIA H200 data sheet, SXM",
     ),
     "a100-80g": Accelerator(
-        312e12, 19.5e12, 80 * GB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
+        312e12, 19.5e12, 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
         "NVIDIA A100 data sheet, SXM 80GB",
     ),
     "b200-192g": Accelerator(

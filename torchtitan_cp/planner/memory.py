@@ -169,9 +169,9 @@ def attention_at_work(shape: Any, setting: Setting) -> tuple[float, float]:
     c, tokens = setting.element_bytes, setting.tokens
     heads = Heads(shape.n_heads // setting.tp, shape.n_kv_heads // setting.tp, shape.head_dim)
     q, kv = heads.query * heads.dim, heads.key * 2 * heads.dim
+    sums = WIDE if c < WIDE else 0  # in which a kernel adds up dq, tile by tile
     if setting.cp == 1:
-        sums = WIDE if c < WIDE else 0
-        return 0.0, tokens * (q + kv) * (c + sums)
+        return 0.0, tokens * ((q + kv) * c + q * sums)
     if setting.strategy == "all_gather":
         gathered = setting.cp * tokens * kv / min(HEAD_GROUPS, heads.key)
         return 2 * gathered * c, gathered * (2 * c + 2 * WIDE) + tokens * (q + kv) * c
@@ -181,7 +181,7 @@ def attention_at_work(shape: Any, setting: Setting) -> tuple[float, float]:
     q, kv = own.query * own.dim, own.key * 2 * own.dim
     message = 2 * rows * (q + kv) * c if setting.inner > 1 else 0.0
     if ring == 1:
-        return message, message / 2 + rows * (q + kv) * (c + (WIDE if c < WIDE else 0))
+        return message, message / 2 + rows * ((q + kv) * c + q * sums)
     forward = rows * (2 * kv * c + q * WIDE)
     backward = rows * (2 * kv * c + (q + 3 * kv) * WIDE)
     return max(message, forward), message / 2 + backward

@@ -95,7 +95,7 @@ def backward(
             kernel = kernel_of(part, queries, call)
             add_gradients((dq_sum, sums[0], sums[1]), part.tiles, part.k, part.v, rows, kernel, call.scale)
             deal(part, sums[0].total(), sums[1].total(), both, call.plan)
-        dq[:, :, queries] = dq_sum.total().to(q.dtype)
+        dq[:, :, queries] = dq_sum.result(q.dtype)
         collect()
         scattering = (keys, call.ring.reduce_scatter(both))
     collect()

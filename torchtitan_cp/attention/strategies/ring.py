@@ -42,10 +42,10 @@ def backward(
         dv = GradientSum(tuple(v_here.shape), v.dtype, v.device)
         kernel = kernel_of(step, call)
         add_gradients((dq, dk, dv), step.tiles, k_here, v_here, (dout, q, out, lse), kernel, call.scale)
-        returns.post(step, dk.total(), dv.total())
+        returns.post(step, dk, dv)
     dk_own, dv_own = returns.finish()
     dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
-    return dq.total().to(q.dtype), dk_own.to(k.dtype), dv_own.to(v.dtype), dsinks
+    return dq.result(q.dtype), dk_own.result(k.dtype), dv_own.result(v.dtype), dsinks
 
 
 STRATEGY = Strategy(forward, backward)
@@ -97,18 +97,18 @@ class GradientReturn:
 
     def __init__(self, k: Tensor, v: Tensor, call: Call) -> None:
         self.k, self.v, self.group = k, v, call.ring
-        self.own: tuple[Tensor, Tensor] | None = None
+        self.own: tuple[GradientSum, GradientSum] | None = None
         self.pending: tuple[RingStep, Pending] | None = None
 
-    def post(self, step: RingStep, dk: Tensor, dv: Tensor) -> None:
+    def post(self, step: RingStep, dk: GradientSum, dv: GradientSum) -> None:
         """Take the gradients of `step`'s KV, `[B, rows received, Hkv, D]`."""
         if self.own is None:
             self.own = (dk, dv)
             return
         self._collect()
-        send = self.codec.encode(dk, dv) if step.receive else None
+        send = self.codec.encode(dk.total(), dv.total()) if step.receive else None
         rows = count(step.send)
-        receive = dk.new_empty(self.codec.size(rows, self.k, self.v)) if rows else None
+        receive = dk.total().new_empty(self.codec.size(rows, self.k, self.v)) if rows else None
         self.pending = (step, self.group.exchange(send, step.source, receive, step.target))
 
     def _collect(self) -> None:
@@ -122,13 +122,13 @@ class GradientReturn:
             return
         assert self.own is not None
         for own, back in zip(self.own, self.codec.decode(message, count(step.send), self.k, self.v), strict=True):
-            before = 0
+            total, before = own.total(), 0
             for start, stop in step.send:
-                own[:, start:stop] += back[:, before : before + stop - start]
+                total[:, start:stop] += back[:, before : before + stop - start]
                 before += stop - start
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """(dk, dv) of this rank's own KV, in at least fp32."""
+    def finish(self) -> tuple[GradientSum, GradientSum]:
+        """(dk, dv) of this rank's own KV."""
         self._collect()
         assert self.own is not None
         return self.own
