@@ -1,7 +1,8 @@
 """Tokens a second and MFU of training steps on one device.
 
 A step is forward, chunked loss and backward of one sequence and no optimizer, on one rank, for each length, activation
-mode, and compiled or not. What does not fit is said so. FLOPs count causal attention once and no recomputation.
+mode, and compiled or not, beside what the planner says of it with this device's measured rates. What does not fit is
+said so. FLOPs count causal attention once and no recomputation.
 """
 
 import dataclasses
@@ -20,10 +21,15 @@ from models.llama import FLAVORS, SHARDING, Llama, LlamaShape
 from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.metrics import find_peak, flops_per_token
 from torchtitan_cp.optimizer import chunked_cross_entropy
 from torchtitan_cp.parallel import Meshes, parallelize
 from torchtitan_cp.parallel.device import Device, find_device
+from torchtitan_cp.planner.devices import make_cluster
+from torchtitan_cp.planner.estimate import estimate_stage
+from torchtitan_cp.planner.measure import measure_accelerator
 
 CHUNK = 2048
 
@@ -56,6 +62,17 @@ def step_seconds(shape: LlamaShape, seq_len: int, config: Config, device: Device
     return best, device.peak_memory_bytes()
 
 
+def plan_step(shape: LlamaShape, seq_len: int, config: Config) -> tuple[float, float]:
+    """(seconds, bytes) that the planner gives such a step, which has no optimizer."""
+    stages = (Stage(seq_len=seq_len, steps=1, global_batch_tokens=seq_len),)
+    config = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=stages))
+    cluster = make_cluster("here", 1, 1, measured=measure_accelerator(config, shape, 1))
+    (stage,) = resolve_stages(config, 1)
+    estimate = estimate_stage(config, shape, Degrees(1, 1, 1, 1, 1), stage, cluster)
+    seconds = estimate.step_seconds - estimate.seconds["optimizer"]
+    return seconds, estimate.memory.total - estimate.memory.optimizer
+
+
 def measure(
     flavor: str,
     layers: int,
@@ -81,7 +98,7 @@ def measure(
     for length, mode, compiled in itertools.product(lengths, modes, compile):
         config = dataclasses.replace(
             base,
-            training=dataclasses.replace(base.training, compute_dtype=dtype),
+            training=dataclasses.replace(base.training, compute_dtype=dtype, loss_chunk_tokens=CHUNK),
             activation=dataclasses.replace(base.activation, checkpoint=mode, mlp_tiles=tiles),
             compile=dataclasses.replace(base.compile, enable=bool(compiled)),
         )
@@ -93,6 +110,8 @@ def measure(
             row |= {"mfu": length / seconds * flops / peak, "peak_gib": memory / 2**30}
         except torch.OutOfMemoryError:
             row |= {"ms": "does not fit"}
+        planned_seconds, planned_bytes = plan_step(shape, length, config)
+        row |= {"planned_ms": planned_seconds * 1e3, "planned_gib": planned_bytes / 2**30}
         gc.collect()
         if device.device.type == "cuda":
             torch.cuda.empty_cache()
