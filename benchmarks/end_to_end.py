@@ -1,9 +1,6 @@
-"""Whole training steps by length, this trainer beside a plain Hugging Face loop."""
+"""Whole training steps by length, this trainer beside a plain Hugging Face loop, in turns step by step."""
 
 import importlib
-import itertools
-import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -17,16 +14,19 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.benchmark import Benchmark, Row
-from benchmarks.ranks import Run, start_ranks
+from benchmarks.ranks import Run, start_ranks, take_turn
 from models import ARCHITECTURES
 from models.llama import FLAVORS
-from torchtitan_cp.config import load_config
+from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.parallel import World
 from torchtitan_cp.parallel import start_ranks as join_ranks
 from torchtitan_cp.parallel.device import find_device
 from torchtitan_cp.registry import register
 from torchtitan_cp.trainer import Trainer
 
-CORES, VOCABULARY, STEP_TOKENS, PATIENCE_SECONDS = 2, 4096, 8192, 600.0
+CORES, VOCABULARY, STEP_TOKENS, PATIENCE_SECONDS = 2, 4096, 8192, 3600.0
+ENDLESS = 1000  # steps: a run is over when no turn is left
 
 CONFIG = """
 [job]
@@ -57,34 +57,51 @@ enable = {compiled}
 """
 
 
-def ours(length: int, steps: int, cache: str, strategy: str, compiled: bool = False) -> Run:
+class InTurns(Trainer):
+    """Waits before each step until it is its turn, and answers with what the last one took."""
+
+    def __init__(self, config: Config, world: World, watch: "Watch") -> None:
+        super().__init__(config, world)
+        self.watch = watch
+
+    def _step(self, stage: StagePlan, batches: Iterator[Any]) -> bool:
+        self.watch.turn()
+        return super()._step(stage, batches)
+
+
+class Watch:
+    """Times turns, and the memory they took at most beyond what was resident."""
+
+    def __init__(self) -> None:
+        self.resident = reset_peak()
+        self.begun = time.perf_counter()
+
+    def turn(self) -> None:
+        """End a turn, and begin the next when asked to."""
+        seconds = time.perf_counter() - self.begun
+        take_turn((seconds, find_device().peak_memory_bytes() - self.resident))
+        self.begun = time.perf_counter()
+
+
+def ours(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
     """This trainer with all that it does beside a step; ranks read different sequences where there are enough."""
     ranks, tokens = dist.get_world_size(), max(length, STEP_TOKENS)
     cp = 1 if tokens // length >= ranks else ranks
     sequences = max(1, tokens // length * cp // ranks)
     register(ARCHITECTURES)
 
-    def run() -> tuple[list[float], int]:
-        paths: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(paths)
-        folder = Path(paths[0])
-        values = {"length": length, "steps": steps, "cache": cache, "strategy": strategy, "cp": cp, "tokens": tokens}
+    def run() -> None:
+        path = Path(folder) / f"{dist.get_rank()}.toml"
+        values = {"length": length, "steps": ENDLESS, "cache": cache, "strategy": strategy, "cp": cp, "tokens": tokens}
         values |= {"vocabulary": VOCABULARY, "sequences": sequences, "compiled": str(compiled).lower()}
-        text = CONFIG.format(folder=folder / "run", **values)
-        (folder / f"{dist.get_rank()}.toml").write_text(text)
-        before = reset_peak()
-        Trainer(load_config(folder / f"{dist.get_rank()}.toml"), join_ranks(PATIENCE_SECONDS)).run()
-        peak = find_device().peak_memory_bytes() - before
-        dist.barrier()
-        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        dist.barrier()
-        shutil.rmtree(folder, ignore_errors=True)
-        return [line["step_seconds"] for line in lines], peak
+        path.write_text(CONFIG.format(folder=Path(folder) / "run", **values))
+        watch = Watch()
+        InTurns(load_config(path), join_ranks(PATIENCE_SECONDS), watch).run()
 
     return run
 
 
-def hugging_face(length: int, steps: int, cache: str, strategy: str, compiled: bool = False) -> Run:
+def hugging_face(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
     """The loop of its documentation around LlamaForCausalLM: SDPA, its own loss, AdamW, clipped gradients."""
     library: Any = importlib.import_module("transformers")
     size = FLAVORS["debug"]
@@ -102,21 +119,18 @@ def hugging_face(length: int, steps: int, cache: str, strategy: str, compiled: b
         use_cache=False,
     )
 
-    def run() -> tuple[list[float], int]:
-        before = reset_peak()
+    def run() -> None:
+        watch = Watch()
         model = library.LlamaForCausalLM(settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         run_model: Any = torch.compile(model) if compiled else model
-        times = []
-        for _ in range(steps):
-            begun = time.perf_counter()
+        while True:
+            watch.turn()
             ids = torch.randint(VOCABULARY, (max(1, STEP_TOKENS // length), length))
             run_model(input_ids=ids, labels=ids).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            times.append(time.perf_counter() - begun)
-        return times, find_device().peak_memory_bytes() - before
 
     return run
 
@@ -139,33 +153,31 @@ CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
 }
 
 
-def measure(
-    lengths: list[int], contenders: list[str], strategy: str, steps: int, rounds: int, cache: str
-) -> Iterator[Row]:
-    """The quickstart's model, fp32, the same tokens a step, on two cores; the contenders in turn, rounds times.
+def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: int, cache: str) -> Iterator[Row]:
+    """The quickstart's model, fp32, the same tokens a step, on two cores; a step of each in turn, rounds times.
 
-    steps: of a round, of which the first is not counted; peak_mib: of all processes, beyond what they held before.
+    over_last: the median of the rounds' own ratios; the first step is not counted. peak_mib: of all processes, beyond
+    what they held before.
     """
-    with ExitStack() as stack:
-        groups = {name: stack.enter_context(start_ranks(*CONTENDERS[name][1:])) for name in contenders}
-        for length in lengths:
+    for length in lengths:
+        with ExitStack() as stack:
+            groups = {name: stack.enter_context(start_ranks(*CONTENDERS[name][1:])) for name in contenders}
             for name, group in groups.items():
-                group.make(CONTENDERS[name][0], length, steps, cache, strategy)
-            times: dict[str, list[float]] = {name: [] for name in contenders}
-            peaks: dict[str, float] = {}
-            for _, (name, group) in itertools.product(range(rounds), groups.items()):
-                answers = group.answer()
-                times[name] += answers[0][0][1:]
-                peaks[name] = sum(peak for _, peak in answers) / 2**20
-            last = statistics.median(times[contenders[-1]])
-            for name in contenders:
-                median = statistics.median(times[name])
-                speed = max(length, STEP_TOKENS) / median
-                row = {"length": length, "loop": name, "tokens_per_second": speed, "over_last": last / median}
-                yield row | {
-                    "over_last_of_fastest": min(times[contenders[-1]]) / min(times[name]),
-                    "peak_mib": peaks[name],
-                }
+                folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                group.make(CONTENDERS[name][0], length, folder, cache, strategy)
+                group.answer()
+            turns = [{name: group.answer() for name, group in groups.items()} for _ in range(rounds)]
+        times = {name: [max(seconds for seconds, _ in turn[name]) for turn in turns] for name in contenders}
+        last = times[contenders[-1]]
+        for name, own in times.items():
+            yield {
+                "length": length,
+                "loop": name,
+                "tokens_per_second": max(length, STEP_TOKENS) / statistics.median(own),
+                "over_last": statistics.median(theirs / ours for theirs, ours in zip(last, own, strict=True)),
+                "over_last_of_fastest": min(last) / min(own),
+                "peak_mib": sum(peak for _, peak in turns[-1][name]) / 2**20,
+            }
 
 
 BENCHMARK = Benchmark(
@@ -174,14 +186,12 @@ BENCHMARK = Benchmark(
         "lengths": [1024, 4096, 16384, 32768],
         "contenders": list(CONTENDERS),
         "strategy": "auto",
-        "steps": 4,
-        "rounds": 3,
+        "rounds": 5,
         "cache": "outputs/cache",
     },
     {
         "lengths": [1024],
         "contenders": [name for name in CONTENDERS if "compiled" not in name],
-        "steps": 2,
         "rounds": 1,
     },
     {"contenders": list(CONTENDERS)},

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torchtitan_cp.parallel.gloo import use_one_thread
 
 Run = Callable[[], Any]
+PIPES: list[Connection] = []  # of this rank to the process that asks, once there is one
 # Imported once by the fork server; every rank starts from there.
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torchtitan_cp.trainer", "benchmarks.strategies"])
@@ -76,11 +77,19 @@ def start_ranks(count: int, threads: int = 1) -> Iterator[Ranks]:
             process.join()
 
 
+def take_turn(value: Any) -> None:
+    """Inside a run, answer with this, and go on when asked again: so that long runs take turns step by step."""
+    (pipe,) = PIPES
+    pipe.send(value)
+    pipe.recv()
+
+
 def _serve(rank: int, count: int, threads: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     use_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
+    PIPES.append(pipe)
     run: Run = lambda: None  # noqa: E731
     while True:
         kind, *rest = pipe.recv()

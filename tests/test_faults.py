@@ -121,7 +121,8 @@ def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_it
 ) -> None:
     """torchrun starts the ranks again; tests/test_kills.py has many more such moments."""
     folder, draw = long_toml.parent / "storm", random.Random(1)
-    kills = [Kill(3, "save"), Kill(STEPS // 2, "transition"), Kill(30, "step")]
+    # After step 5 a save under way is of step 4 at least, and waited for the first to be whole.
+    kills = [Kill(5, "save"), Kill(STEPS // 2, "transition"), Kill(30, "step")]
     job = start(long_toml, f"--job.dump_folder={folder}", f"--job.max_restarts={len(kills)}")
     for kill in kills:
         assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import RankFailure, RankPool
@@ -38,6 +38,9 @@ LAYOUTS = {
     "tp 2 x pp 2, foreach": (4, ("--parallel.tp=2", "--parallel.pp=2", "--optimizer.implementation=foreach")),
     "pp 2, interleaved": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=interleaved_1f1b")),
     "pp 2, ZBV": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=zbv_zero_bubble")),
+    "experts, cp 2": (2, ("--model.architecture=moe", "--parallel.cp=2", "--parallel.dp_shard=1")),
+    # Halves of the MLP's weights are whole blocks of 256 values; of the embedding: one is, one is not.
+    "8-bit moments, fsdp 2": (2, ("--optimizer.state=8bit", "--model.overrides.ffn_dim=256")),
 }
 SHORT = ("--curriculum.stages[0].steps=8", "--checkpoint.enable=false")
 PLACES = {
@@ -83,7 +86,9 @@ class Seen:
 
 
 def local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    """This rank's shard; torchao's moments as the floats they stand for."""
+    shard = x.to_local() if isinstance(x, DTensor) else x
+    return shard if type(shard) in (Tensor, nn.Parameter) else shard.dequantize()
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -139,6 +144,11 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     return seen
 
 
+def modules(layout: str) -> dict[str, str]:
+    """What stands in this layout's blocks in place of Llama's modules."""
+    return {"feed_forward": "experts", "feed_forward.w2": "router.gate"} if "experts" in layout else {}
+
+
 def faults_of(layout: str) -> dict[int, Inject]:
     """Each place on the first rank and another, every second step from the third on."""
     faults = []
@@ -148,7 +158,8 @@ def faults_of(layout: str) -> dict[int, Inject]:
                 continue
             ranks_of_stage = 2 if layout.startswith("tp 2 x pp") else 1
             layer = rank // ranks_of_stage if "pp" in layout else 1 - rank
-            faults.append(replace(fault, rank=rank, layer=layer))
+            module = modules(layout).get(fault.module, fault.module)
+            faults.append(replace(fault, rank=rank, layer=layer, module=module))
     return {3 + 2 * index: replace(fault, step=3 + 2 * index) for index, fault in enumerate(faults)}
 
 
@@ -160,8 +171,8 @@ def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     expected = {
         "embedding": ("tok_embeddings", "output", "forward", [rank]),
         "forward": (f"{block}.attention", "output", "forward", [rank]),
-        "backward": (f"{block}.feed_forward", "input gradient", "backward", [rank]),
-        "gradient": (f"{block}.feed_forward.w2", "gradient of weight", "backward", [rank]),
+        "backward": (f"{block}.{fault.module}", "input gradient", "backward", [rank]),
+        "gradient": (f"{block}.{fault.module}", "gradient of weight", "backward", [rank]),
         "data": ("data", "labels", "forward", SHARING.get(layout, {}).get(rank, [rank])),
     }
     assert named == expected[fault.where]

@@ -16,7 +16,7 @@ from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.offload import HostMemory
-from torchtitan_cp.parallel.tensor import overlap_products, part_of, shard_tensors
+from torchtitan_cp.parallel.tensor import overlap_products, part_of, shard_tensors, share_no_compiled_code
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         shard_tensors(model, roles, meshes.tp)
         if config.parallel.async_tp:
             overlap_products(meshes.tp)
+    if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
+        share_no_compiled_code()
     wrap_blocks(model, config.activation, config.compile, meshes.device_type)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:

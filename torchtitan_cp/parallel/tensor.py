@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch import _inductor as inductor
+from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
@@ -143,6 +144,15 @@ def overlap_products(mesh: DeviceMesh) -> bool:
     inductor.config._micro_pipeline_tp = True
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
     return True
+
+
+def share_no_compiled_code() -> None:
+    """Have each rank compile what works on DTensors for itself, in place of taking it from torch's cache on disk.
+
+    That cache goes by the whole tensor (torch 2.13): a rank could be given code for another's device, or for a shard of
+    another size or kind. Source: pytorch/pytorch issue 188390.
+    """
+    functorch_config.enable_autograd_cache = False
 
 
 def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
