@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Run, start_ranks, take_turn
@@ -102,7 +103,7 @@ def ours(length: int, folder: str, cache: str, strategy: str, compiled: bool = F
 
 
 def hugging_face(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
-    """The loop of its documentation around LlamaForCausalLM: SDPA, its own loss, AdamW, clipped gradients."""
+    """LlamaForCausalLM: SDPA, its own loss."""
     library: Any = importlib.import_module("transformers")
     size = FLAVORS["debug"]
     settings = library.LlamaConfig(
@@ -119,15 +120,52 @@ def hugging_face(length: int, folder: str, cache: str, strategy: str, compiled: 
         use_cache=False,
     )
 
+    def make() -> tuple[nn.Module, LossOf]:
+        model = library.LlamaForCausalLM(settings)
+        run_model: Any = torch.compile(model) if compiled else model
+        return model, lambda ids: run_model(input_ids=ids, labels=ids).loss
+
+    return plain_loop(make, length)
+
+
+def torchtitan(length: int, folder: str, cache: str, strategy: str) -> Run:
+    """torchtitan's Llama 3 and loss: SDPA, an output matrix of its own. Up to 0.2: later ones have no SDPA."""
+    library: Any = importlib.import_module("torchtitan.models.llama3.model.model")
+    arguments: Any = importlib.import_module("torchtitan.models.llama3.model.args")
+    loss: Any = importlib.import_module("torchtitan.components.loss").cross_entropy_loss
+    size = FLAVORS["debug"]
+    settings = arguments.TransformerModelArgs(
+        dim=size.dim,
+        n_layers=size.n_layers,
+        n_heads=size.n_heads,
+        n_kv_heads=size.n_kv_heads,
+        vocab_size=VOCABULARY,
+        multiple_of=size.ffn_dim,  # to which two thirds of 4 x 192 are rounded up
+        max_seq_len=length,
+    )
+
+    def make() -> tuple[nn.Module, LossOf]:
+        model = library.Transformer(settings)
+        with torch.no_grad():
+            model.init_weights()
+        return model, lambda ids: loss(model(ids), ids.roll(-1, 1)) / ids.numel()
+
+    return plain_loop(make, length)
+
+
+LossOf = Callable[[Tensor], Tensor]
+
+
+def plain_loop(make: Callable[[], tuple[nn.Module, LossOf]], length: int) -> Run:
+    """The loop of any tutorial: random tokens, AdamW, clipped gradients."""
+
     def run() -> None:
         watch = Watch()
-        model = library.LlamaForCausalLM(settings)
+        model, loss_of = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        run_model: Any = torch.compile(model) if compiled else model
         while True:
             watch.turn()
-            ids = torch.randint(VOCABULARY, (max(1, STEP_TOKENS // length), length))
-            run_model(input_ids=ids, labels=ids).loss.backward()
+            loss_of(torch.randint(VOCABULARY, (max(1, STEP_TOKENS // length), length))).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -148,27 +186,40 @@ CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
     "torchtitan_cp, 2 ranks, compiled": (partial(ours, compiled=True), CORES, 1),
     "torchtitan_cp, 1 rank": (ours, 1, CORES),
     "torchtitan_cp, 1 rank, compiled": (partial(ours, compiled=True), 1, CORES),
+    "torchtitan's Llama, plain loop": (torchtitan, 1, CORES),
     "Hugging Face loop, compiled": (partial(hugging_face, compiled=True), 1, CORES),
     "Hugging Face loop": (hugging_face, 1, CORES),
 }
+
+
+def guarded(name: str, *arguments: Any) -> Run:
+    """A contender's run, or one that answers with why there is none."""
+    try:
+        return CONTENDERS[name][0](*arguments)
+    except ImportError as error:
+        reason = str(error)
+        return lambda: reason
 
 
 def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: int, cache: str) -> Iterator[Row]:
     """The quickstart's model, fp32, the same tokens a step, on two cores; a step of each in turn, rounds times.
 
     over_last: the median of the rounds' own ratios; the first step is not counted. peak_mib: of all processes, beyond
-    what they held before.
+    what they held before. A contender that is not installed is named with the reason and left out.
     """
     for length in lengths:
         with ExitStack() as stack:
             groups = {name: stack.enter_context(start_ranks(*CONTENDERS[name][1:])) for name in contenders}
-            for name, group in groups.items():
+            for name, group in list(groups.items()):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-                group.make(CONTENDERS[name][0], length, folder, cache, strategy)
-                group.answer()
+                group.make(guarded, name, length, folder, cache, strategy)
+                reason = group.answer()[0]
+                if isinstance(reason, str):
+                    del groups[name]
+                    yield {"length": length, "loop": name, "does_not_run": reason}
             turns = [{name: group.answer() for name, group in groups.items()} for _ in range(rounds)]
-        times = {name: [max(seconds for seconds, _ in turn[name]) for turn in turns] for name in contenders}
-        last = times[contenders[-1]]
+        times = {name: [max(seconds for seconds, _ in turn[name]) for turn in turns] for name in groups}
+        last = list(times.values())[-1]
         for name, own in times.items():
             yield {
                 "length": length,
