@@ -5,7 +5,7 @@
 #   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          anything else
 #   ./run_train.sh --help                               every key
 #   ./run_train.sh --verify-parity                      the first step, with parallelism and on one rank, side by side
-#   ./run_train.sh --dry-run --world-size 1024          a step of each stage as one rank of many, without devices
+#   ./run_train.sh --dry-run --world-size 8             a step of each stage as one rank of many, without devices
 #
 #   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)
 #   NPROC          ranks on this node                   (default: one per GPU; 2 without a GPU)
