@@ -205,7 +205,8 @@ def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: in
     """The quickstart's model, fp32, the same tokens a step, on two cores; a step of each in turn, rounds times.
 
     over_last: the median of the rounds' own ratios; the first step is not counted. peak_mib: of all processes, beyond
-    what they held before. A contender that is not installed is named with the reason and left out.
+    what they held before. A contender that is not installed is named with the reason and left out; ratios are over the
+    last that runs.
     """
     for length in lengths:
         with ExitStack() as stack:
@@ -219,6 +220,8 @@ def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: in
                     yield {"length": length, "loop": name, "does_not_run": reason}
             turns = [{name: group.answer() for name, group in groups.items()} for _ in range(rounds)]
         times = {name: [max(seconds for seconds, _ in turn[name]) for turn in turns] for name in groups}
+        if not times:
+            continue
         last = list(times.values())[-1]
         for name, own in times.items():
             yield {

@@ -147,7 +147,7 @@ def overlap_products(mesh: DeviceMesh) -> bool:
 
 
 def share_no_compiled_code() -> None:
-    """Have each rank compile what works on DTensors for itself, in place of taking it from torch's cache on disk.
+    """Have this process compile what works on DTensors for itself, in place of taking it from torch's cache on disk.
 
     That cache goes by the whole tensor (torch 2.13): a rank could be given code for another's device, or for a shard of
     another size or kind. Source: pytorch/pytorch issue 188390.
