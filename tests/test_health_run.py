@@ -39,7 +39,7 @@ LAYOUTS = {
     "pp 2, interleaved": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=interleaved_1f1b")),
     "pp 2, ZBV": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=zbv_zero_bubble")),
     "experts, cp 2": (2, ("--model.architecture=moe", "--parallel.cp=2", "--parallel.dp_shard=1")),
-    # Halves of the MLP's weights are whole blocks of 256 values; so is one rank's part of the embedding, and the other's is not.
+    # Halves of the MLP's weights are whole blocks of 256 values; of the embedding's two parts only one is.
     "8-bit moments, fsdp 2": (2, ("--optimizer.state=8bit", "--model.overrides.ffn_dim=256")),
 }
 SHORT = ("--curriculum.stages[0].steps=8", "--checkpoint.enable=false")
