@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -120,9 +121,16 @@ def _entry() -> int:
     return code
 
 
-if __name__ == "__main__":
+def be_rank() -> None:
+    """Be the rank that the environment says, with the arguments in sys.argv; after a failure it does not return."""
+    with suppress(OSError):  # in top and ps; on Linux only
+        Path("/proc/self/comm").write_text(f"rank {os.environ.get('RANK', '0')}")
     result = _entry()
     sys.stdout.flush()
     sys.stderr.flush()
     if result:
         os._exit(result)
+
+
+if __name__ == "__main__":
+    be_rank()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 import train
 from tests.ranks import FORK
-from torchtitan_cp.launch import children
+from torchtitan_cp.launch import HERE, children, ranks_of
 
 REPOSITORY = Path(__file__).parents[1]
 # For a machine that is busy with other things.
@@ -94,7 +95,7 @@ class LaunchedJob(Job):
     def __init__(self, path: Path, *overrides: str) -> None:
         super().__init__(path.parent / "logs")
         start = "import sys; from torchtitan_cp.launch import launch; sys.exit(launch(%r, sys.argv[1:]))"
-        command = [sys.executable, "-c", start % ["--standalone", "--nproc-per-node", "2"]]
+        command = [sys.executable, "-c", start % [*HERE, "--nproc-per-node", "2"]]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, str(REPOSITORY / "train.py"), str(path), *overrides],
@@ -112,20 +113,17 @@ class LaunchedJob(Job):
         return self.process.wait(PATIENCE_SECONDS)
 
     def rank(self, number: int) -> int | None:
-        for launcher in children(self.process.pid):
-            for pid in children(launcher):
-                try:
-                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if f"RANK={number}".encode() in environment:
-                    return pid
+        for agent in children(self.process.pid):
+            for pid in ranks_of(agent):
+                with suppress(OSError):
+                    if Path(f"/proc/{pid}/comm").read_text() == f"rank {number}\n":
+                        return pid
         return None
 
     def kill(self) -> None:
         if not self.ended():
-            launchers = children(self.process.pid)
-            for pid in [*launchers, *(rank for launcher in launchers for rank in children(launcher))]:
+            agents = children(self.process.pid)
+            for pid in [*agents, *(rank for agent in agents for rank in ranks_of(agent))]:
                 os.kill(pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()

@@ -18,6 +18,7 @@ from tests.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, kill_at, lines_
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import writer
+from torchtitan_cp.launch import children, ranks_of
 
 
 @pytest.fixture(scope="module")
@@ -158,27 +159,59 @@ def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
     check_whole(folder, uninterrupted)
 
 
-@pytest.mark.parametrize("hung", [0, 1])
 def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
-    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], hung: int
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
-    """The first rank holds the store through which ranks know of each other."""
-    folder, other = long_toml.parent / f"hang-{hung}", 1 - hung
+    """One after another hangs, in two jobs that wait side by side. The first rank holds the store of ranks' news."""
     limits = ("--job.timeout_seconds=15", "--job.startup_timeout_seconds=120", "--job.max_restarts=1")
-    job = start(long_toml, f"--job.dump_folder={folder}", *limits)
-    job.wait_for(lambda: steps_taken(folder) >= 7)
-    job.signal_rank(hung, signal.SIGSTOP)
+    folders = [long_toml.parent / f"hang-{hung}" for hung in range(2)]
+    jobs = []
+    for hung, folder in enumerate(folders):
+        jobs.append(start(long_toml, f"--job.dump_folder={folder}", *limits))
+        jobs[-1].wait_for(lambda folder=folder: steps_taken(folder) >= 7)  # type: ignore[misc]
+        jobs[-1].signal_rank(hung, signal.SIGSTOP)
+    for hung, (job, folder) in enumerate(zip(jobs, folders, strict=True)):
+        assert job.wait() == 0, job.log.read_text()
+        output, other = job.log.read_text(), 1 - hung
+        assert re.search(rf"no progress in 15 s: rank {other} was \w.*; the job is ended", output), output
+        # Beats are seconds apart: its last one may be older than its first step.
+        where = r"Last heard on \S+, pid \d+: (step \d+|before its first step), \w+"
+        assert re.search(rf"rank {hung} is dead, stopped or cut off\. {where}", output), output
+        recorded = json.loads((folder / "flight_recorder" / f"rank-{other}.json").read_text())
+        assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
+        check_whole(folder, uninterrupted)
+
+
+def test_ctrl_c_ends_a_job_whole_with_one_line_and_the_code_of_the_signal(
+    start: Callable[..., LaunchedJob], long_toml: Path
+) -> None:
+    folder = long_toml.parent / "interrupted"
+    job = start(long_toml, f"--job.dump_folder={folder}")
+    job.wait_for(lambda: steps_taken(folder) >= 2)
+    agent = children(job.process.pid)[0]
+    ranks = ranks_of(agent)
+    assert len(ranks) == 2
+    for process in [job.process.pid, agent, *ranks]:  # as a terminal sends it
+        os.kill(process, signal.SIGINT)
+    assert job.wait() == 128 + signal.SIGINT, job.log.read_text()
+    assert job.says("SIGINT: the ranks were ended; the same command goes on from the last checkpoint")
+    assert not job.says("torchtitan_cp/agent.py")
+    assert not any(Path(f"/proc/{process}").exists() for process in [agent, *ranks])
+
+
+def test_with_gpus_ranks_are_programs_and_not_forks(
+    start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what nvidia-smi says: a node that has it is taken to have GPUs, here without one."""
+    (tmp_path / "nvidia-smi").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    folder = tmp_path / "run"
+    job = start(long_toml, f"--job.dump_folder={folder}", "--curriculum.stages[0].steps=2")
+    job.wait_for(lambda: steps_taken(folder) >= 1)
+    agent = children(job.process.pid)[0]
+    assert ranks_of(agent) == children(agent)
     assert job.wait() == 0, job.log.read_text()
-    output = job.log.read_text()
-    assert re.search(rf"no progress in 15 s: rank {other} was \w.*; the job is ended", output), output
-    # Beats are seconds apart: its last one may be older than its first step.
-    heard = (
-        rf"rank {hung} is dead, stopped or cut off\. Last heard on \S+, pid \d+: (step \d+|before its first step), \w+"
-    )
-    assert re.search(heard, output), output
-    recorded = json.loads((folder / "flight_recorder" / f"rank-{other}.json").read_text())
-    assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
-    check_whole(folder, uninterrupted)
+    assert [line["step"] for line in lines_of(folder)] == list(range(1, 23))
 
 
 def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(

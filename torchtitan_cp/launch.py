@@ -25,18 +25,16 @@ REPEAT_SECONDS = 1.0
 # A store shared by all attempts gives restarted ranks the addresses of dead ones. Source: pytorch issue 135712.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
+# Of torchrun, for a job on one node: a port of its own, as --standalone has it.
+HERE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
 # Beside this package, in a checkout as when it is installed.
 TRAIN = Path(__file__).parent.parent / "train.py"
 # Where a job says that it ended only to be started anew, on the mesh that its next stage wants.
 RELAUNCH_FILE = "RELAUNCH_FILE"
 
 
-# torchrun, which imports torch at once and begins when it is told to.
-AGENT = "import os, sys; from torch.distributed.run import main; os.read(int(sys.argv.pop(1)), 1) and main()"
-
-
 class Launcher:
-    """torchrun as a child process, which waits for `go`.
+    """torchrun as a child process, which makes ready (torchtitan_cp.agent) and waits for `go`.
 
     Args:
         arguments: of torchrun.
@@ -50,10 +48,10 @@ class Launcher:
         signal.signal(signal.SIGINT, lambda number, frame: None)
         waits, self._tells = os.pipe()
         self.torchrun = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(waits), *arguments],
+            [sys.executable, "-m", "torchtitan_cp.agent", str(waits), *arguments],
             pass_fds=(waits,),
             preexec_fn=_ignore_stops,
-            env={**os.environ, **FRESH_STORE},
+            env={**os.environ, **FRESH_STORE, "PYTHONUNBUFFERED": "1"},
         )
         os.close(waits)
 
@@ -80,7 +78,7 @@ class Launcher:
                 return self.torchrun.wait(REPEAT_SECONDS)
             except subprocess.TimeoutExpired:
                 if self.stopping:
-                    for rank in children(self.torchrun.pid):
+                    for rank in ranks_of(self.torchrun.pid):
                         with suppress(ProcessLookupError):
                             os.kill(rank, signal.SIGTERM)
 
@@ -100,6 +98,20 @@ def children(pid: int) -> list[int]:
             return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
     return [int(child) for child in found.stdout.split()]
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Ranks that torchrun has started and that still run, by itself or from the process that they are forks of.
+
+    Args:
+        agent: process id of a `Launcher.torchrun`.
+    """
+    started = children(agent)
+    for server in started:
+        with suppress(OSError):
+            if b"multiprocessing.forkserver" in Path(f"/proc/{server}/cmdline").read_bytes():
+                return children(server)
+    return started
 
 
 def launch(torchrun: Sequence[str], job: Sequence[str], check: Sequence[str] = ()) -> int:
@@ -178,11 +190,13 @@ def main(arguments: list[str]) -> int:
     if "--dry-run" in rest:
         return subprocess.run([sys.executable, *job], check=False).returncode
     ranks = options.nproc or default_ranks()
+    if ranks > 1:  # else torchrun says so, too late for what has been imported
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     # One clear message and exit code 2 before any rank starts.
     check = ["-m", "torchtitan_cp.preflight", options.config, "--ranks", str(ranks * options.nnodes), *rest]
     if options.verify_parity is not None:
         job += ["--verify-parity", str(options.verify_parity)]
-    rendezvous = ["--standalone"]
+    rendezvous: Sequence[str] = HERE
     if options.nnodes > 1:
         place = ["--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank)]
         rendezvous = [*place, "--rdzv-backend", "c10d", "--rdzv-endpoint", options.rdzv_endpoint]
