@@ -64,5 +64,5 @@ BENCHMARK = Benchmark(
         "layouts": ["balanced", "zigzag"],
         "rounds": 5,
     },
-    {"seq_len": 8192, "strategies": ["ring", "all_gather"], "layouts": ["balanced"], "rounds": 3},
+    {"seq_len": 8192, "strategies": ["ring", "all_gather"], "layouts": ["balanced"], "rounds": 1},
 )

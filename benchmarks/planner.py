@@ -103,6 +103,6 @@ def measure(lengths: list[int], ranks: list[int], modes: list[str], steps: int, 
 BENCHMARK = Benchmark(
     measure,
     {"lengths": [8192, 32768], "ranks": [1, 2], "modes": list(MODES), "steps": 3, "cache": "outputs/cache"},
-    {"lengths": [2048], "modes": ["none", "full"], "steps": 2},
+    {"lengths": [2048], "ranks": [2], "modes": ["none", "full"], "steps": 2},
     {"modes": list(MODES)},
 )

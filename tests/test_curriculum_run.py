@@ -334,6 +334,7 @@ def test_a_pipeline_goes_through_stages_of_other_lengths_without_a_restart(
     assert losses_of(piped.parent) == pytest.approx(losses_of(plain.parent), rel=1e-4)
 
 
+@pytest.mark.jobs
 def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: Path) -> None:
     path = dimensions(tmp_path / "run", 2, 1)
     environment = {**os.environ, "CONFIG_FILE": str(path), "NPROC": "2", "VENV": sys.prefix, "TMPDIR": str(tmp_path)}

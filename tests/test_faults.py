@@ -20,6 +20,8 @@ from tests.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import writer
 from torchtitan_cp.launch import children, ranks_of
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture(scope="module")
 def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -222,7 +224,7 @@ def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
     first.wait_for(lambda: steps_taken(folder) >= 2)
     first.signal_rank(0, signal.SIGSTOP)
     second = start(long_toml, f"--job.dump_folder={folder}")
-    assert second.wait() != 0
+    assert second.wait() == 2
     output = second.log.read_text()
     assert output.count(f"another job is training in job.dump_folder = '{folder}'") == 1, output
     assert 'Traceback (most recent call last):\n  File "' + str(REPOSITORY) not in output

@@ -17,6 +17,8 @@ from tests.runs import losses, write_run
 from tests.test_curriculum_run import MIXED
 from torchtitan_cp.trainer import Trainer
 
+pytestmark = pytest.mark.jobs
+
 # Three stages of two sources, a context-parallel degree of its own in the second.
 STAGES = ((128, 512, 1), (256, 1024, -1), (512, 2048, 1))
 STEPS_A_STAGE = 16

@@ -1,7 +1,7 @@
 """The commands of the pages that need no hours and no cluster, run as they stand there.
 
-A small run and its config stand in for the reader's. Trainings, parity and benchmarks are in tests of their own, on
-smaller numbers; tests/test_docs.py accounts for each word of all commands.
+A small run and its config stand in for the reader's. tests/test_page_runs.py runs trainings, parity and benchmarks;
+tests/test_docs.py accounts for each word of all commands.
 """
 
 import itertools

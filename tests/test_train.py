@@ -15,6 +15,8 @@ import train
 from tests.runs import write_run
 from torchtitan_cp import preflight
 
+pytestmark = pytest.mark.jobs
+
 REPOSITORY = Path(__file__).parents[1]
 
 
