@@ -21,15 +21,17 @@ from typing import Any
 
 # Where train.py is, in a checkout as when it is installed.
 HOME = Path(__file__).parent.parent
+# What train.py imports, but by no name that a folder in which somebody trains may have for something else.
+IMPORTED = ["torchtitan_cp.parity", "torchtitan_cp.planner.dry_run"]
 
 
 def prepare() -> None:
-    """Start the process that ranks are forked from, which imports train.py.
+    """Start the process that ranks are forked from, which imports the trainer.
 
     What torch and Python read when they are imported is to be in the environment.
     """
-    sys.path.insert(0, str(HOME))
-    forkserver.set_forkserver_preload(["train"])
+    sys.path.insert(0, str(HOME))  # of the ranks, which have it from here
+    forkserver.set_forkserver_preload(IMPORTED)
     forkserver.ensure_running()
 
 
