@@ -17,6 +17,7 @@ if [ ! -x "$venv/bin/python" ]; then
     fi
     echo "making a virtual environment in $venv"
     "$base" -m venv "$venv" || { echo "error: cannot make $venv (on Debian: apt install python3-venv)" >&2; exit 2; }
+    touch "$venv/.torchtitan-cp-made"
 fi
 PYTHON="$venv/bin/python"
 
@@ -24,8 +25,20 @@ PYTHON="$venv/bin/python"
 stamp="$venv/.torchtitan-cp-${EXTRAS:-base}"
 wanted="$ROOT $(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing pinned requirements into $venv (once; PyTorch may take a few minutes)"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT${EXTRAS:-}" || {
+    # Another's environment keeps its PyTorch, which may be the build for its driver. setuptools goes by what that allows.
+    pins="$venv/.torchtitan-cp-pins.txt" kept=""
+    if [ ! -e "$venv/.torchtitan-cp-made" ]; then
+        kept="$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)"
+    fi
+    if [ -n "$kept" ]; then
+        { grep -vE '^(torch|setuptools)==' "$ROOT/constraints.txt"; echo "torch==$kept"; } >"$pins"
+        echo "installing pinned requirements into $venv, beside the PyTorch $kept that is there"
+    else
+        cp "$ROOT/constraints.txt" "$pins"
+        echo "installing pinned requirements into $venv (once; PyTorch may take a few minutes)"
+    fi
+    # setuptools warns of every editable installation.
+    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$pins" -e "$ROOT${EXTRAS:-}" || {
         echo "error: the requirements could not be installed; pip's message above says why" >&2
         exit 2
     }

@@ -43,6 +43,16 @@ Parts = Iterable[nn.Module]
 Optimizers = Iterable[torch.optim.Optimizer]
 
 
+class Stager(DefaultStager):
+    """torch's, which up to 2.11 forgets after each copy how to make another and the host memory it has."""
+
+    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        copied = self._state_dict_stager.stage(state_dict, non_blocking=self._config.use_non_blocking_copy)
+        if self._config.use_non_blocking_copy:
+            torch.accelerator.synchronize()
+        return copied
+
+
 @dataclass(frozen=True)
 class Saving:
     """A save under way.
@@ -77,7 +87,7 @@ class Checkpoints:
         self.folder, self.settings = Path(folder), settings or Checkpoint()
         self.newest_step: int | None = None
         self._saving: Saving | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: Stager | None = None
         self._save_group: dist.ProcessGroup | None = None
 
     def complete(self) -> list[tuple[int, Path]]:
@@ -130,7 +140,7 @@ class Checkpoints:
     def _open(self) -> None:
         """Host memory and a group of the thread's own, whose collectives run beside those of training."""
         on_gpu = torch.accelerator.is_available()
-        self._stager = DefaultStager(
+        self._stager = Stager(
             StagingOptions(
                 use_pinned_memory=on_gpu,
                 use_shared_memory=False,

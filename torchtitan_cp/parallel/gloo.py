@@ -19,10 +19,12 @@ def use_one_thread() -> None:
     class Maker(type(made_by_torch)):  # type: ignore[misc]
         """Makes torch's own groups, with other options."""
 
-        def __call__(cls, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        def __call__(cls, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> Any:
             options = made_by_torch._Options()
             options._threads, options._timeout = 1, timeout
             options._devices = [made_by_torch.create_default_device()]
+            for name, value in others.items():  # enable_reconfigure, from torch 2.15 on
+                setattr(options, name, value)
             return made_by_torch(store, rank, size, options)
 
         def __instancecheck__(cls, instance: Any) -> bool:
