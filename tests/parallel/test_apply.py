@@ -15,6 +15,7 @@ from tests.ranks import RankPool
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.parallel import Meshes, check_shape, parallelize, vocabulary_part
+from torchtitan_cp.parallel.apply import compile_blocks
 from torchtitan_cp.parallel.tensor import overlap_products
 
 SHAPE = LlamaShape(32, 2, 4, 2, 8, 48, vocab_size=61)
@@ -160,3 +161,26 @@ def overlap() -> bool:
 
 def test_products_overlap_on_cuda_only(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2)(overlap) == [False, False]
+
+
+class Windowed(nn.Module):
+    """A block that is compiled anew for each window."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[self.window :].sum()
+
+
+def test_blocks_of_many_kinds_are_compiled_where_torch_would_stop_after_eight() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(window): Windowed(window) for window in range(3)})
+    compile_blocks(model, "default")
+    for rows in (20, 30, 40):  # the second makes the rows dynamic: 12 in all
+        hidden = torch.ones(rows)
+        for window, layer in enumerate(model.layers.values()):
+            assert layer(hidden) == rows - window
+            with torch.no_grad():
+                assert layer(hidden) == rows - window

@@ -73,6 +73,8 @@ def host_memory(device_type: str) -> HostMemory | None:
 
 def compile_blocks(model: nn.Module, mode: str) -> None:
     """Compile each block whole; blocks of one kind share what is compiled, and another length makes it dynamic."""
+    # torch ends a run at 8: three windows, in training and evaluation, at a fixed length and at any are 12.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = torch.compile(layer.forward, fullgraph=True, mode=mode)
 
