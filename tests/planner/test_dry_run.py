@@ -142,6 +142,23 @@ def test_the_command_prints_memory_and_messages(tmp_path: Path, capsys: pytest.C
     assert "reduce_scatter" in printed
 
 
+def test_a_step_too_small_for_the_ranks_is_walked_with_what_they_can_share_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = "--curriculum.stages[0].global_batch_tokens"
+    path = write_run(tmp_path)
+    walked = walk(path, 6, f"{tokens}=1280")
+    assert walked.stage.global_batch_tokens == 1536  # 12 sequences of 128
+    [record] = [record for record in caplog.records if "cannot share" in record.message]
+    assert "global_batch_tokens = 1280" in record.message
+    assert "1536 tokens" in record.message
+    caplog.clear()
+    assert walk(path, 6, f"{tokens}=1536").messages == walked.messages
+    assert not [record for record in caplog.records if "cannot share" in record.message]
+    with pytest.raises(ConfigError, match=r"cp = 4 does not divide dp_shard x cp = 6"):
+        walk(path, 6, "--curriculum.stages[0].cp=4")
+
+
 # A key of its own for each attention, or no result of an operation that is known: so that none is remembered.
 @pytest.mark.parametrize(("name", "forgetful"), [("_as_key", lambda leaf: object()), ("_learn", lambda *_: None)])
 def test_what_is_remembered_counts_as_what_is_run(

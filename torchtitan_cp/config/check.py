@@ -225,12 +225,12 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
         )
     check_rope(stage.rope, stage.seq_len, f"{where}.rope")
     _check_stage_data(config, stage, f"{where}.data")
-    sequences = degrees.stage_dp(stage) * config.training.micro_batch_sequences
-    if stage.global_batch_tokens % (stage.seq_len * sequences):
-        unit = stage.seq_len * sequences
+    unit = degrees.stage_unit(stage, config.training.micro_batch_sequences)
+    if stage.global_batch_tokens % unit:
         raise ConfigError(
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} is not a multiple of "
-            f"seq_len {stage.seq_len} x {sequences} sequences run at once (data-parallel ranks x micro-batch)",
+            f"seq_len {stage.seq_len} x {unit // stage.seq_len} sequences run at once "
+            "(data-parallel ranks x micro-batch)",
             fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
         )
     _check_micro_batches(config, stage, where, degrees)

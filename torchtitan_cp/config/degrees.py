@@ -63,6 +63,10 @@ class Degrees:
         """Ranks that hold different sequences in a stage."""
         return self.dp_replicate * self.fsdp // self.stage_cp(stage)
 
+    def stage_unit(self, stage: Stage, micro_batch_sequences: int) -> int:
+        """Tokens that a stage's ranks read at once; a step has a multiple of them."""
+        return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
+
 
 def stage_parallel(parallel: Parallel, stage: Stage) -> Parallel:
     """[parallel] with the tp and pp of a stage, where it has its own."""

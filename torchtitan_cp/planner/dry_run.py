@@ -1,6 +1,7 @@
 """One step of each stage by the trainer's own code, as one rank of a job of any size, without a device or data."""
 
 import dataclasses
+import logging
 import multiprocessing
 import sys
 from collections import Counter
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
-from torchtitan_cp.config.degrees import resolve_degrees
+from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data.loader import MicroBatch
 from torchtitan_cp.data.tokenizer import usable_cores
@@ -28,6 +29,8 @@ from torchtitan_cp.parallel.device import Device
 from torchtitan_cp.planner.fake import Ledger, Message, WithoutData, fake_job, real
 from torchtitan_cp.planner.plan import shape_of
 from torchtitan_cp.registry import check_support
+
+logger = logging.getLogger(__name__)
 
 # Blocks that see a micro-batch, in all stages: fewer, each a tenth of a second or two, are walked in one process.
 WORTH_PROCESSES = 100
@@ -125,7 +128,7 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     """Build the real model as one rank of a job, and walk one step of each stage.
 
     Nothing of it needs the device: tensors have no data and messages go nowhere. Attention runs the CPU kernel's code
-    path, and blocks are not compiled.
+    path, and blocks are not compiled. A step too small for so many ranks is a larger one here, which the log says.
 
     Args:
         ranks: of the job; rank: which of them to be.
@@ -140,6 +143,7 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
         compile=dataclasses.replace(config.compile, enable=False),
         context_parallel=dataclasses.replace(config.context_parallel, kernel="auto"),
     )
+    config = with_shared_batches(config, ranks)
     check_config(config, ranks)
     stages = resolve_stages(config, ranks)
     processes = min(usable_cores(), len(stages))
@@ -152,6 +156,25 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
         walks = pool.map(_walk, stages)
         with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
             return list(progress.track(walks, len(stages), description="stages walked"))
+
+
+def with_shared_batches(config: Config, ranks: int) -> Config:
+    """The config with steps of as many tokens as so many ranks can share, each that had to grow named in the log."""
+    stages = []
+    for index, stage in enumerate(config.curriculum.stages):
+        degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
+        divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0  # else the check says so
+        unit = degrees.stage_unit(stage, config.training.micro_batch_sequences) if divides else 0
+        if unit and stage.global_batch_tokens % unit:
+            needed = -(-stage.global_batch_tokens // unit) * unit
+            logger.warning(
+                "%d ranks cannot share curriculum.stages[%d].global_batch_tokens = %d, and a run would refuse it; "
+                "a step of %d tokens is walked instead",
+                *(ranks, index, stage.global_batch_tokens, needed),
+            )
+            stage = dataclasses.replace(stage, global_batch_tokens=needed)
+        stages.append(stage)
+    return dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=tuple(stages)))
 
 
 def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
