@@ -186,6 +186,6 @@ def test_a_missing_extra_is_named_with_the_command(
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(DataError) as caught:
         check_corpus(rows_data(source, tmp_path))
-    extra = "parquet" if source == "parquet" else "datasets"
+    extra = "parquet" if source == "parquet" else "hub"
     assert f"data.source = '{source}' needs the package `{package}`, which is not installed" in str(caught.value)
     assert f"fix: pip install 'torchtitan-cp[{extra}]'" in str(caught.value)

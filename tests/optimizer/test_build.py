@@ -140,7 +140,7 @@ def test_a_missing_torchao_is_named_with_the_command_that_installs_it(monkeypatc
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'torchtitan-cp[torchao]'")):
+    with pytest.raises(ConfigError, match=re.escape("pip install 'torchtitan-cp[float8]'")):
         build_optimizer(small_net(), Optimizer(state="8bit"))
 
 
@@ -238,7 +238,7 @@ def steps_in_8_bits(settings: Optimizer, folder: str, load: bool) -> list[Tensor
 def test_moments_in_8_bits_step_nearly_alike_and_resume_on_other_ranks(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchao", reason="the extra torchao is not installed")
+    pytest.importorskip("torchao", reason="the extra float8 is not installed")
     settings = Optimizer(state="8bit")
     expected = ranks(2)(steps_in_8_bits, settings, str(tmp_path), False)[0]
     for size in (1, 2):

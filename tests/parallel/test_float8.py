@@ -80,5 +80,5 @@ def test_what_cannot_be_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="no linear layer has sizes divisible by 16"):
         convert_linears(odd, "rowwise", "cpu", emulate=True)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError, match=r"(?s)needs the package `torchao`, .*pip install 'torchtitan-cp\[torchao\]'"):
+    with pytest.raises(ConfigError, match=r"(?s)needs the package `torchao`, .*pip install 'torchtitan-cp\[float8\]'"):
         convert_linears(model, "rowwise", "cpu", emulate=True)

@@ -73,7 +73,7 @@ class SourceKeys:
     source: str = key(
         "python-stdlib",
         "python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst]; "
-        "parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra datasets)",
+        "parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub)",
         choices=("python-stdlib", "text", *ROW_SOURCES),
     )
     path: str = key("", "file, folder or glob; with huggingface the dataset's name or a local folder")

@@ -72,4 +72,4 @@ def _open(path: Path, source: SourceKeys) -> Any:
 
 
 def _import_datasets(source: SourceKeys) -> Any:
-    return import_extra("datasets", extra="datasets", needed_by=f"{source.where}.source = 'huggingface'")
+    return import_extra("datasets", extra="hub", needed_by=f"{source.where}.source = 'huggingface'")

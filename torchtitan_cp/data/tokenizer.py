@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
         content = _read_file(path)
         self.path: Path | None = path
-        library = import_extra("tokenizers", extra="huggingface", needed_by="tokenizer.kind = 'huggingface'")
+        library = import_extra("tokenizers", extra="hub", needed_by="tokenizer.kind = 'huggingface'")
         try:
             self._tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the package raises bare Exception

@@ -123,5 +123,5 @@ def _import_torchao() -> Any:
     except ImportError as error:
         raise ConfigError(
             "optimizer.state = '8bit' needs the package `torchao`, which is not installed",
-            fix="pip install 'torchtitan-cp[torchao]'",
+            fix="pip install 'torchtitan-cp[float8]'",
         ) from error

@@ -34,7 +34,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str, *, emulate:
     except ImportError:
         raise ConfigError(
             f"training.float8 = {recipe!r} needs the package `torchao`, which is not installed",
-            fix="pip install 'torchtitan-cp[torchao]'",
+            fix="pip install 'torchtitan-cp[float8]'",
         ) from None
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(settings, "emulate", emulate)
