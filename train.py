@@ -92,7 +92,18 @@ def run(config: Config, world: World) -> None:
 
 
 def _complain(rank: int, message: str, code: int) -> int:
-    if rank == 0:
+    """Say why the run ends, on the first of a node's ranks to know: others may never come to it."""
+    first, ended = rank == 0, _earlier_end()
+    if ended:
+        try:
+            with ended.open("x") as file:
+                file.write(str(code))
+            first = True
+        except FileExistsError:
+            first = False
+        except OSError:  # a full disk, say
+            pass
+    if first:
         print(message, file=sys.stderr)
     return code
 
@@ -116,7 +127,7 @@ def _entry() -> int:
     except Exception:
         traceback.print_exc()
         code = 1
-    if ended and code in (BAD_INPUT, HALTED, PARITY_BROKEN):
+    if ended and code == PARITY_BROKEN:
         ended.write_text(str(code))
     return code
 

@@ -37,6 +37,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         cp "$ROOT/constraints.txt" "$pins"
         echo "installing pinned requirements into $venv (once; PyTorch may take a few minutes)"
     fi
+    # As uv makes environments, or where making one was cut short.
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null
     # setuptools warns of every editable installation.
     PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$pins" -e "$ROOT${EXTRAS:-}" || {
         echo "error: the requirements could not be installed; pip's message above says why" >&2

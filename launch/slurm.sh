@@ -18,5 +18,6 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the folder of the repository}"
 export NNODES="$SLURM_JOB_NUM_NODES"
 first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export RDZV_ENDPOINT="$first_node:29500"
+# A port of its own: jobs that share a node would meet at the same one.
+export RDZV_ENDPOINT="$first_node:$((20000 + SLURM_JOB_ID % 10000))"
 srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec ./run_train.sh "$@"' run_train "$@"

@@ -1,10 +1,15 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import train
 from tests.runs import write_run
 from torchtitan_cp import launch
 from torchtitan_cp.__main__ import COMMANDS, main
@@ -79,3 +84,61 @@ def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.Launcher, "go", lambda launcher: pytest.fail("ranks were started"))
     assert launch.main([str(write_run(tmp_path)), "--nproc", "2", "--parallel.tp=3"]) == 2
+
+
+@pytest.mark.parametrize(("handler", "hears"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_under_nohup_a_job_does_not_hear_its_terminal_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, hears: bool
+) -> None:
+    starts: list[list[str]] = []
+
+    class Started:
+        stopping = False
+
+        def __init__(self, arguments: list[str]) -> None:
+            starts.append(arguments)
+
+        def go(self) -> None: ...
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(launch, "Launcher", Started)
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert launch.launch([], ["train.py", str(write_run(tmp_path))]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    [arguments] = starts
+    handled = arguments[arguments.index("--signals-to-handle") + 1].split(",")
+    assert handled == ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hears else [])]
+
+
+def test_the_first_rank_of_a_node_to_know_why_a_run_ends_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 may wait for another, or never come to it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "3" / "error.json"))
+    assert train._complain(3, "error: no room", train.BAD_INPUT) == train.BAD_INPUT
+    assert capsys.readouterr().err == "error: no room\n"
+    train._complain(0, "error: no room", train.BAD_INPUT)
+    assert capsys.readouterr().err == ""
+    assert train._earlier_end() == tmp_path / "no_use_to_restart"
+    assert (tmp_path / "no_use_to_restart").read_text() == "2"
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    for rank in (0, 1):
+        train._complain(rank, f"error: of {rank}", train.BAD_INPUT)
+    assert capsys.readouterr().err == "error: of 0\n"
+
+
+@pytest.mark.jobs
+def test_ctrl_c_before_a_rank_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan_cp.launch", str(write_run(tmp_path)), "--nproc", "2"]
+    job = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(launch.children(job.pid)) < 2:  # the check and what makes ready
+        assert job.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.killpg(job.pid, signal.SIGINT)  # as a terminal sends it
+    said, _ = job.communicate(timeout=100)
+    assert (said, job.returncode) == ("SIGINT: no rank was started\n", 128 + signal.SIGINT)

@@ -34,7 +34,7 @@ PROGRAMS = {
     # Two nodes that are this machine, of one rank each.
     "bin/sbatch": """
         while [[ "$1" == --* ]]; do case "$1" in *=*) shift ;; *) shift 2 ;; esac; done
-        export SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=localhost NPROC=1
+        export SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=localhost NPROC=1 SLURM_JOB_ID=$$
         exec bash "$@"
     """,
     "bin/scontrol": "echo localhost",

@@ -1,7 +1,9 @@
 """Stopping and going on gives the losses of going straight; what is damaged or foreign is not taken."""
 
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailure, RankPool
-from tests.runs import TINY, losses, train, write_run
+from tests.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manifest import read_manifest, wrong_files
 
 # 8 steps at 128 tokens, then 6 at 256 with another cp degree and theta.
@@ -91,6 +93,41 @@ def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
     shutil.rmtree(run_toml.parent / name / "checkpoints" / "step-14")
     lines = ranks(2)(train, run_toml, folder)[0]
     assert losses(lines) == pytest.approx(straight, rel=1e-4)
+
+
+def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
+    """On a rank: what a run's resume warns of."""
+    trainer, warned = prepared(path, *overrides), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchtitan_cp.trainer").addHandler(handler)
+    try:
+        trainer._resume()
+    finally:
+        logging.getLogger("torchtitan_cp.trainer").removeHandler(handler)
+    return warned
+
+
+@pytest.mark.parametrize(
+    ("stop", "change", "said"),
+    [
+        (10, "global_batch_tokens=1024", "stage 2 reads its text in another way .*: global_batch_tokens 512 -> 1024"),
+        (10, "data.packing='best_fit'", "stage 2 reads its text in another way .*: packing concat -> best_fit"),
+        (10, "cp=1", None),
+        (8, "global_batch_tokens=1024", None),
+    ],
+)
+def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int, change: str, said: str | None
+) -> None:
+    folder = stopped_copy(run_toml, f"reads-{stop}-{change.partition('=')[0]}", stop)
+    overrides = (f"--job.dump_folder={folder}", f"--curriculum.stages[1].{change}")
+    warned = ranks(2)(warnings_of_resuming, run_toml, *overrides)[0]
+    if said is None:
+        assert warned == []
+    else:
+        [warning] = warned
+        assert re.search(said, warning)
 
 
 @pytest.mark.parametrize("damage", ["partial", "no progress", "cut", "gone", "flipped"])

@@ -1,19 +1,24 @@
 """The entry point as a user meets it: bad input, a killed rank, a finished run."""
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import train
-from tests.runs import write_run
-from torchtitan_cp import preflight
+from tests.ranks import RankPool
+from tests.runs import prepared, write_run
+from torchtitan_cp import preflight, trainer
+from torchtitan_cp.parallel import failure
 
 pytestmark = pytest.mark.jobs
 
@@ -127,3 +132,25 @@ def test_a_world_size_without_a_dry_run_is_refused(capsys: pytest.CaptureFixture
         train.main(["--world-size", "8"])
     assert caught.value.code == 2
     assert "--world-size goes with --dry-run" in capsys.readouterr().err
+
+
+def limits_of_preparing(path: Path) -> tuple[float, float]:
+    """On a rank: how long it may prepare the corpus, and how long what comes after."""
+    limits, prepare = [], trainer.prepare
+
+    def watched(*arguments: Any) -> Any:
+        limits.append(failure._now.limit_seconds)
+        return prepare(*arguments)
+
+    trainer.prepare = watched  # type: ignore[assignment]
+    try:
+        prepared(path, "--job.startup_timeout_seconds=77")
+    finally:
+        trainer.prepare = prepare
+    return limits[0], failure._now.limit_seconds
+
+
+def test_a_corpus_may_take_longer_to_prepare_than_a_start_may_hang(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(limits_of_preparing, write_run(tmp_path))[0] == (math.inf, 77.0)

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
@@ -55,6 +56,7 @@ def run(arguments: Sequence[str], forking: bool) -> None:
 
 def rank(program: list[str]) -> None:
     """In a fork: be a rank. program: train.py and its arguments."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     train: Any = importlib.import_module("train")
     sys.argv = program
     train.be_rank()
@@ -67,7 +69,9 @@ def main(arguments: list[str]) -> int:
     torch: Any = importlib.import_module("torch")
     elastic: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
     errors: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous")
     if os.read(waits, 1):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # up to here the launcher's
         # Of the end of a rank it would tell where torch noticed it.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
         try:
@@ -76,10 +80,14 @@ def main(arguments: list[str]) -> int:
             print(error, file=sys.stderr)
             code: int = error.get_first_failure()[1].exitcode
             return code if code > 0 else 1
-        except elastic.SignalException as stop:
+        except rendezvous.RendezvousError as error:
+            print(f"error: the nodes of the job lost each other, and theirs may say why: {error}", file=sys.stderr)
+            return 1
+        except (elastic.SignalException, KeyboardInterrupt) as stop:
+            number = getattr(stop, "sigval", signal.SIGINT)
             told = "the ranks were ended; the same command goes on from the last checkpoint"
-            print(f"{stop.sigval.name}: {told}", file=sys.stderr)
-            return 128 + int(stop.sigval)
+            print(f"{number.name}: {told}", file=sys.stderr)
+            return 128 + int(number)
     return 0
 
 

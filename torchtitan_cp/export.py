@@ -113,9 +113,6 @@ def export(
     hub, shape = hub_of(saved.config.model), saved.shape(type(next(iter(kind.flavors.values()))))
     described = _described(saved.config.model, shape)
     tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     # A tied output is the embedding under another name.
     skipped = {"output.weight"} if shape.tie_embeddings else set()
     ours = {
@@ -124,9 +121,23 @@ def export(
         if name not in skipped
         for theirs, entry in hub_names(name, size, hub.names)
     }
-    _write_weights(saved, ours, partial, getattr(torch, dtype), most_bytes)
-    _write_settings(saved, described, shape.head_dim, tokenizer, dtype, partial)
-    partial.rename(out)
+    with _complete_or_not_at_all(out) as partial:
+        _write_weights(saved, ours, partial, getattr(torch, dtype), most_bytes)
+        _write_settings(saved, described, shape.head_dim, tokenizer, dtype, partial)
+
+
+@contextmanager
+def _complete_or_not_at_all(out: Path) -> Iterator[Path]:
+    """Yields a folder to fill. After a failure nothing of it is left: its room may be what the checkpoints lack."""
+    partial = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write_weights(

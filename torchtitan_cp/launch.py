@@ -41,11 +41,10 @@ class Launcher:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self.stopping = False
+        self.stopping = self.told = False
         for number in STOP:
             signal.signal(number, self._stop)
-        # A terminal sends it to torchrun as well, which ends its ranks.
-        signal.signal(signal.SIGINT, lambda number, frame: None)
+        signal.signal(signal.SIGINT, self._interrupt)
         waits, self._tells = os.pipe()
         self.torchrun = subprocess.Popen(
             [sys.executable, "-m", "torchtitan_cp.agent", str(waits), *arguments],
@@ -60,14 +59,21 @@ class Launcher:
             print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
         self.stopping = True
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """A terminal sends it to torchrun as well, which ends its ranks once it has been told to go."""
+        if not self.told:
+            raise KeyboardInterrupt
+
     def go(self) -> None:
         """Have it start the ranks."""
+        self.told = True
         with suppress(BrokenPipeError):  # it is dead, and wait() says so
             os.write(self._tells, b"g")
         os.close(self._tells)
 
     def dismiss(self) -> None:
         """Have it end without a rank."""
+        self.told = True
         os.close(self._tells)
         self.torchrun.wait()
 
@@ -84,10 +90,9 @@ class Launcher:
 
 
 def _ignore_stops() -> None:
-    """In the child, which hands it on to the ranks, until those say otherwise."""
-    for number in STOP:
+    """In a child, which hands it on to its own, until they say otherwise."""
+    for number in (*STOP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def children(pid: int) -> list[int]:
@@ -125,16 +130,23 @@ def launch(torchrun: Sequence[str], job: Sequence[str], check: Sequence[str] = (
     except UserError as error:
         print(complaint(job[1], error), file=sys.stderr)
         return 2
+    # Under nohup a job outlives its terminal.
+    hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"
     arguments = [
         *torchrun,
-        *("--max-restarts", str(config.job.max_restarts), "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"),
+        *("--max-restarts", str(config.job.max_restarts), "--signals-to-handle", f"SIGINT,SIGQUIT{hang_up}"),
         *job,
     ]
     with tempfile.TemporaryDirectory(prefix="relaunch-") as folder:
         again = Path(folder) / "again"
         os.environ[RELAUNCH_FILE] = str(again)
-        launcher = Launcher(arguments)
-        code = subprocess.run([sys.executable, *check], check=False).returncode if check else 0
+        launcher, code = Launcher(arguments), 0
+        try:
+            if check:
+                code = subprocess.run([sys.executable, *check], check=False, preexec_fn=_ignore_stops).returncode
+        except KeyboardInterrupt:
+            print("SIGINT: no rank was started", file=sys.stderr)
+            code = 128 + signal.SIGINT
         if code or launcher.stopping:
             launcher.dismiss()
             return code

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from torchtitan_cp.attention import Plan, choose_strategy
 from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import Config, to_toml
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data import statistics_table
 from torchtitan_cp.data.loader import MicroBatch
+from torchtitan_cp.data.tokenizer import trains_tokenizer
 from torchtitan_cp.evaluation.evaluated import Evaluated, describe, numbers_of
 from torchtitan_cp.health import StepReport
 from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak, flops_per_token
@@ -68,6 +71,9 @@ class Telling:
         if self.leads:
             check_dump_folder(config.job.dump_folder)
             (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            tokenizer = reading.corpus.tokenizer.path
+            if tokenizer and trains_tokenizer(config.tokenizer):
+                shutil.copyfile(tokenizer, self.folder / TOKENIZER_FILE)
             settings = config.metrics
             self.writer = MetricsWriter(
                 self.folder,

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,10 @@ class Trainer:
         if config.training.deterministic:
             use_deterministic_kernels()
 
+        # However long that takes: a killed pass goes on from where it was, but one of these ranks waits for another.
+        doing("preparing the corpus", 0, math.inf)
         corpus = prepare(config.data, config.tokenizer)
+        doing("building the model", 0, config.job.startup_timeout_seconds)
         self._check_same_corpus(corpus.fingerprint)
         lengths = [stage.seq_len for stage in self.stages]
         self.reading = Reading(config, corpus, max(lengths))
@@ -221,6 +225,14 @@ class Trainer:
             saved, block_tokens=self.progress.block_tokens, identity=self.progress.identity
         )
         logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
+        stage, now = self.stages[saved.stage], self.stages[saved.stage].text_recipe
+        changed = [f"{name} {was} -> {now.get(name)}" for name, was in saved.recipe.items() if now.get(name) != was]
+        if changed and saved.stage_step and not self._stage_over():
+            logger.warning(
+                "stage %d reads its text in another way from here, and may skip some or read it twice: %s",
+                stage.index + 1,
+                ", ".join(changed),
+            )
 
     def _start_from_hub(self) -> None:
         """Take the weights of model.hub_checkpoint, if the config names one."""
@@ -240,6 +252,7 @@ class Trainer:
         self.patience_seconds = self.config.job.startup_timeout_seconds
         self._doing(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         shape = self.enter_stage(stage)
+        self.progress = dataclasses.replace(self.progress, recipe=stage.text_recipe)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.network.reset_optimizers()
         left = stage.steps - self.progress.stage_step

@@ -220,6 +220,28 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_passed_over(
     assert told in lines[0]
 
 
+def go_on_before_damage(folder: Path) -> list[list[str]]:
+    """Save steps after the newest whole one, up to and past the damaged ones; what lies there after each."""
+    checkpoints, found = Checkpoints(folder, Checkpoint(keep=1)), []
+    path, _ = checkpoints.read_progress() or (None, None)
+    assert path is not None
+    model, optimizer = make(1.0)
+    checkpoints.load(path, [model], [optimizer])
+    for step in (2, 3, 4):
+        save(checkpoints, step)
+        found.append(names(folder))
+    checkpoints.close()
+    return found
+
+
+def test_a_run_that_goes_on_from_before_damaged_checkpoints_keeps_what_it_saves(
+    ranks: Callable[[int], RankPool], folder: Path
+) -> None:
+    for name in ("step-2", "step-3"):
+        flip_a_bit(tensor_file(folder / name))
+    assert ranks(1)(go_on_before_damage, folder)[0] == [["step-2", "step-3"], ["step-3"], ["step-4"]]
+
+
 def test_a_flipped_bit_anywhere_in_any_file_is_found(ranks: Callable[[int], RankPool], folder: Path) -> None:
     for path in sorted((folder / "step-3").iterdir()):
         if path.name != MANIFEST_FILE:

@@ -26,6 +26,7 @@ from tests.runs import TINY, gradients_of, prepared, train, write_run
 from tests.test_resume import TWO_STAGES
 from torchtitan_cp import export as export_module
 from torchtitan_cp.checkpoint import export as export_program
+from torchtitan_cp.checkpoint import hub as hub_module
 from torchtitan_cp.checkpoint.hub import (
     INDEX_FILE,
     _copy,
@@ -266,6 +267,15 @@ def test_a_run_of_its_own_exports_with_its_tokenizer(
     assert (tmp_path / "out" / "tokenizer.model").stat().st_size > 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 1}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
+    own = (tmp_path / "out" / "tokenizer.model").read_bytes()
+    # What would be trained now is another; and then there is nothing to train one on.
+    (tmp_path / "corpus" / "new.py").write_text("zebra quagga\n" * 2000)
+    export(tmp_path / "run", tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == own
+    shutil.rmtree(tmp_path / "corpus")
+    shutil.rmtree(tmp_path / "cache")
+    export(tmp_path / "run", tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere" / "tokenizer.model").read_bytes() == own
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "other")]) == 2
     assert "is no checkpoint and has none" in capsys.readouterr().err
@@ -318,6 +328,35 @@ def test_a_stage_end_that_cannot_be_written_is_told_and_harms_nothing(
     steps, told = ranks(1)(train_and_listen, path, "--checkpoint.export=float32", "--curriculum.stages[0].steps=2")[0]
     assert len(steps) == 2
     assert [line for line in told if "step-2: [Errno 20] Not a directory" in line and line.startswith("NO EXPORT of")]
+
+
+def test_an_export_that_fails_leaves_nothing_and_says_why(
+    ranks: Callable[[int], RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_run(tmp_path, TINY)
+    ranks(1)(train, path, "--curriculum.stages[0].steps=1")
+
+    def full(file: dict[str, Tensor], path: Path, **_: Any) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hub_module, "save_file", full)
+        assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out" / "a")]) == 2
+    assert f"error: {tmp_path}/out/a cannot be written: No space left" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+    saved = open_saved_model(tmp_path / "run")
+    for file in saved.path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"step-1 cannot be read: FileNotFoundError"):
+        saved.read(["norm.weight"])
+    assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out" / "b")]) == 2
+    assert "step-1 cannot be read" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: Path) -> None:
@@ -435,3 +474,19 @@ def test_another_rotary_embedding_than_the_checkpoint_s_is_said(
 ) -> None:
     (message,) = ranks(1)(change_of_rope, write_start(tmp_path, "llama"))[0]
     assert message.endswith("trained with: rope_theta 500000.0 -> 2000000.0")
+
+
+def test_a_checkpoint_that_names_no_theta_has_that_of_its_family(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """As the published config.json of Llama 2."""
+    path = write_start(tmp_path, "llama")
+    file = tmp_path / "hub" / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("rope_parameters", "rope_theta"):
+        config.pop(key, None)
+    file.write_text(json.dumps(config | {"rope_scaling": None}))
+    messages = ranks(1)(change_of_rope, path)[0]
+    assert len(messages) == 2
+    assert "rope_theta 10000.0 -> 500000.0" in messages[0]
+    assert "rope_theta 10000.0 -> 2000000.0" in messages[1]

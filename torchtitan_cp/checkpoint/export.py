@@ -27,6 +27,9 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {options.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 2
     print(f"{options.out} is written")
     return 0
 

@@ -215,7 +215,9 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], names: Mapping[str,
     folder = folder.expanduser()
     load_hub_weights(folder, parts, names)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    theirs = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
+    # Where none is said, as in Llama 2's, the families' classes have 10,000.
+    apart = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+    theirs = config.get("rope_parameters") or apart
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     ours = rope_parameters(rope, head_dim)
     keys = [key for key in ("rope_type", "rope_theta", *ROPE_KEYS.values()) if key in ours or key in theirs]

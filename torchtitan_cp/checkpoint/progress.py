@@ -24,6 +24,7 @@ class Progress:
         passed_over: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
         health: how far up the ladder the run is; see health.LadderState.
         recent: what spikes are judged by; see health.SpikeDetector.
+        recipe: of the stage at hand, what says where in the text a step reads; see StagePlan.text_recipe.
         stage_losses: per stage begun, its first and last training loss, and the steps taken.
     """
 
@@ -39,6 +40,7 @@ class Progress:
     passed_over: list[list[int]] = dataclasses.field(default_factory=list)
     health: dict[str, Any] = dataclasses.field(default_factory=dict)
     recent: list[list[float]] = dataclasses.field(default_factory=list)
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def passed(self, stage: int) -> int:

@@ -210,9 +210,12 @@ class Checkpoints:
         )
 
     def _kept_no_longer(self) -> list[Path]:
-        """All but the newest `keep`, multiples of `keep_every_steps`, and ends of stages."""
+        """All but the newest `keep`, multiples of `keep_every_steps`, ends of stages, and those of later steps.
+
+        Those are damaged ones, which a run has gone on from before, and do not count among the newest.
+        """
         every = self.settings.keep_every_steps
-        older = self.complete()[: -self.settings.keep]
+        older = [found for found in self.complete() if found[0] <= (self.newest_step or 0)][: -self.settings.keep]
         return [path for step, path in older if not (every and step % every == 0) and not _is_stage_end(path)]
 
     def close(self) -> None:
@@ -268,9 +271,8 @@ class Checkpoints:
         try:
             dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
         except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
             raise ConfigError(
-                f"{path} cannot be loaded: {_told(first)}",
+                f"{path} cannot be loaded: {first_failure(error)}",
                 fix=f"delete {path} to resume from the checkpoint before it",
             ) from None
         for part, optimizer in zip(parts, optimizers, strict=True):
@@ -335,6 +337,11 @@ def _is_stage_end(path: Path) -> bool:
     except DamagedError:
         # Passed over at load, with its name; what can still be saved of it is for a person to say.
         return True
+
+
+def first_failure(error: CheckpointException) -> str:
+    """What the first of its ranks met."""
+    return _told(next(iter(error.failures.values()))[0])
 
 
 def _told(error: BaseException) -> str:

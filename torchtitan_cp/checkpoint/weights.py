@@ -1,5 +1,6 @@
 """The weights of a finished checkpoint, read by one process: for export and generation."""
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Iterable
@@ -10,16 +11,19 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from torchtitan_cp.checkpoint.manifest import read_manifest
 from torchtitan_cp.checkpoint.reader import CheckpointPlanner, CheckpointReader, read_table
-from torchtitan_cp.checkpoint.store import PROGRESS_FILE, Checkpoints
+from torchtitan_cp.checkpoint.store import PROGRESS_FILE, Checkpoints, first_failure
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."
+# In a run's folder: the tokenizer, where it was trained on the corpus; that may change, or be elsewhere.
+TOKENIZER_FILE = "tokenizer.model"
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class SavedModel:
 
     Attributes:
         path: the step-N folder.
-        config: of the run.
+        config: of the run; a tokenizer that it trained is a file there.
         stage: the last that the run had begun.
         sizes: of the shape.
         short_loss: see Progress.
@@ -45,13 +49,16 @@ class SavedModel:
     table: Metadata
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """These parameters, whole, on the host."""
+        """These parameters, whole, on the host.
+
+        Raises:
+            ConfigError: a file cannot be read; the run may have deleted the checkpoint since it was opened.
+        """
         values = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
         with warnings.catch_warnings():
             # One process is what is meant; torch wonders about it.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            reader = CheckpointReader(self.path, self.table)
-            dcp.load({"model": values}, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
+            _load(self, values, no_dist=True)
         return values
 
     def shape(self, kind: type) -> Any:
@@ -68,6 +75,7 @@ def open_saved_model(path: Path) -> SavedModel:
     Raises:
         ConfigError: there is none, or the run's config.toml is not where the run wrote it.
     """
+    path = path.absolute()
     if not (path / PROGRESS_FILE).is_file():
         complete = Checkpoints(path / "checkpoints").complete()
         if not complete:
@@ -76,6 +84,9 @@ def open_saved_model(path: Path) -> SavedModel:
             )
         path = complete[-1][1]
     config = load_config(path.parents[1] / "config.toml")
+    own = path.parents[1] / TOKENIZER_FILE
+    if config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path and own.is_file():
+        config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(own)))
     progress = json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8"))
     stage = config.curriculum.stages[max(map(int, progress["stage_losses"]), default=0)]
     table = read_table(path, read_manifest(path))
@@ -89,9 +100,22 @@ def open_saved_model(path: Path) -> SavedModel:
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
-    """Fill the parts, sharded in any way, each rank reading its own. Collective."""
-    reader = CheckpointReader(saved.path, saved.table)
+    """Fill the parts, sharded in any way, each rank reading its own. Collective.
+
+    Raises:
+        ConfigError: as `SavedModel.read`.
+    """
     for part in parts:
         values = get_model_state_dict(part)
-        dcp.load({"model": values}, storage_reader=reader, planner=CheckpointPlanner())
+        _load(saved, values, no_dist=False)
         set_model_state_dict(part, values)
+
+
+def _load(saved: SavedModel, values: dict[str, Any], *, no_dist: bool) -> None:
+    reader = CheckpointReader(saved.path, saved.table)
+    try:
+        dcp.load({"model": values}, storage_reader=reader, planner=CheckpointPlanner(), no_dist=no_dist)
+    except CheckpointException as error:  # which is no Exception
+        raise ConfigError(
+            f"{saved.path} cannot be read: {first_failure(error)}", fix="take another checkpoint of the run"
+        ) from None

@@ -38,7 +38,10 @@ def key(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float 
 class Job:
     """What the run is called and where its files go."""
 
-    dump_folder: str = key("outputs/run", "folder of this run: config.toml, metrics.jsonl, tensorboard/, checkpoints/")
+    dump_folder: str = key(
+        "outputs/run",
+        "folder of this run: config.toml, metrics.jsonl, a trained tokenizer, tensorboard/, checkpoints/",
+    )
     description: str = key("", "one line about the run, shown at start")
     timeout_seconds: float = key(300.0, "a step, validation or final save that takes longer ends the job", least=1)
     startup_timeout_seconds: float = key(

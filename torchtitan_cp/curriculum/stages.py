@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
@@ -34,6 +35,10 @@ def stage_activation(activation: Activation, stage: Stage) -> Activation:
     """[activation] with the stage's own keys."""
     own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
     return dataclasses.replace(activation, **own)
+
+
+# Of a stage's [data]: what decides which text its sequences are.
+PLACED_BY = ("mixture", "packing", "packing_window")
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,12 @@ class StagePlan:
     data: StageText
     resets_optimizer: bool = False
     until: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def text_recipe(self) -> dict[str, Any]:
+        """What says where in the text a step of the stage reads, as plain JSON."""
+        text = {name: getattr(self.data, name) for name in PLACED_BY}
+        return {"seq_len": self.seq_len, "global_batch_tokens": self.global_batch_tokens, **text}
 
 
 def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:

@@ -199,6 +199,8 @@ class _Build:
             self._remove_stale()
             partial.mkdir(exist_ok=True)
             write_splits(self.corpus, self.tokenizer, partial, self.settings).write(partial)
+            if self.is_finished():  # by another node meanwhile, as a folder on NFS may come late
+                return
             if self.folder.exists():
                 shutil.rmtree(self.folder)
             os.rename(partial, self.folder)
