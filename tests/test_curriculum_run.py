@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import RankFailure, RankPool
 from tests.runs import TINY, prepared, write_run
@@ -334,6 +335,23 @@ def test_a_pipeline_goes_through_stages_of_other_lengths_without_a_restart(
     assert losses_of(piped.parent) == pytest.approx(losses_of(plain.parent), rel=1e-4)
 
 
+def frees_its_weights(path: Path, *overrides: str) -> list[bool]:
+    """On a rank: whether the first stage gives each gathered block's weights back after its forward."""
+    trainer = prepared(path, *overrides)
+    blocks = [layer for part in trainer.network.parts for layer in part.layers.values()]  # type: ignore[operator,union-attr]
+    return [fully_shard.state(block)._fsdp_param_group._reshard_after_forward for block in blocks]
+
+
+@pytest.mark.parametrize(("run", "stage"), [(2, 1), (1, 2)])
+def test_gathered_weights_are_kept_by_a_stages_own_pipeline_and_no_other(
+    ranks: Callable[[int], RankPool], tmp_path: Path, run: int, stage: int
+) -> None:
+    path = write_run(tmp_path)
+    found = ranks(2)(frees_its_weights, path, f"--parallel.pp={run}", f"--curriculum.stages[0].pp={stage}")[0]
+    assert found
+    assert all(frees == (stage == 1) for frees in found)
+
+
 @pytest.mark.jobs
 def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: Path) -> None:
     path = dimensions(tmp_path / "run", 2, 1)
@@ -351,7 +369,7 @@ def test_a_gate_without_held_out_text_and_a_checkpoint_of_a_stage_that_is_gone_a
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     path = write_run(tmp_path, GATED)
-    with pytest.raises(RankFailure, match="looks at held-out text, and no source holds any out"):
+    with pytest.raises(RankFailure, match="looks at held-out text, and none of its sources holds any out"):
         ranks(1)(gated, path, "--data.validation_fraction=0.0")
     ranks(1)(gated, path)
     first = path.read_text().rpartition("[[curriculum.stages]]")[0]

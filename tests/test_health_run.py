@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import RankFailure, RankPool
 from tests.runs import losses, prepared, train, write_run
+from torchtitan_cp.checkpoint import Checkpoints
 from torchtitan_cp.checkpoint.reader import CheckpointReader
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config.sections import Inject
@@ -26,6 +27,7 @@ from torchtitan_cp.guarding import Guarding
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.health.bundle import Bundle
 from torchtitan_cp.health.replay import main, replay
+from torchtitan_cp.parallel import failure
 from torchtitan_cp.trainer import Trainer
 
 TWO_STAGES_A_RANK = ("--parallel.pp=2", "--training.micro_batch_sequences=1", "--model.overrides.n_layers=4")
@@ -613,6 +615,75 @@ def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
         assert len(lines) == 2
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
     assert not (folder / "health").exists()
+
+
+def test_a_halt_over_an_ill_weight_saves_none_and_the_last_checkpoint_goes_on(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "halt-weight"
+    settings = (f"--job.dump_folder={folder}", "--checkpoint.interval=2", "--checkpoint.keep=1", *SHORT[:1])
+    inject = (
+        "--health.inject.step=4",
+        "--health.inject.rank=1",
+        "--health.inject.where=weight",
+        "--health.inject.module=attention.wk",
+    )
+    for end, lines in ranks(2)(ending, run_toml, *settings, *inject, "--health.on_nonfinite=halt"):
+        assert end.startswith("step 4 (stage 1, 128) is not finite")
+        assert len(lines) == 3
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+    for end, lines in ranks(2)(ending, run_toml, *settings):
+        assert (end, len(lines)) == ("trained", 8)
+
+
+def lowered(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]], list[float]]:
+    """On a rank: how a run ends, its records, and how long it may study a bad step and look for a checkpoint."""
+    limits, study, load = list[float](), Guarding.study, Checkpoints.load
+
+    def studied(*arguments: Any) -> Any:
+        limits.append(failure._now.limit_seconds)
+        return study(*arguments)
+
+    def loaded(*arguments: Any) -> None:
+        limits.append(failure._now.limit_seconds)
+        load(*arguments)
+
+    Guarding.study, Checkpoints.load = studied, loaded  # type: ignore[method-assign]
+    try:
+        return *ending(path, *overrides), limits
+    finally:
+        Guarding.study, Checkpoints.load = study, load  # type: ignore[method-assign]
+
+
+def test_a_lower_rate_alone_goes_back_to_a_checkpoint_too_and_has_the_time(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "lower"
+    settings = (f"--job.dump_folder={folder}", "--checkpoint.interval=2", "--health.policy=['lower_lr']", *SHORT[:1])
+    inject = (
+        "--health.inject.step=4",
+        "--health.inject.rank=1",
+        "--health.inject.where=weight",
+        "--health.inject.module=attention.wk",
+    )
+    times = ("--job.timeout_seconds=100", "--job.startup_timeout_seconds=200", "--checkpoint.timeout_seconds=300")
+    for end, lines, limits in ranks(2)(lowered, run_toml, *settings, *inject, *times):
+        assert end == "trained"
+        assert [line["lr_cuts"] for line in lines][2:5] == [0, 1, 1]
+        assert limits == [300.0, 300.0]
+
+
+def test_a_step_that_is_skipped_costs_no_run_that_takes_its_source_to_the_end(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "epochs"
+    inject = ("--health.inject.step=3", "--health.inject.where=data")
+    few = ("--data.max_epochs={corpus=0.0137}", "--curriculum.stages[0].steps=8")
+    with pytest.raises(RankFailure, match=r"data.max_epochs leaves stage 1 3. sequences"):
+        ranks(1)(ending, run_toml, few[0], few[1].replace("8", "9"), f"--job.dump_folder={folder}-long")
+    end, lines = ranks(1)(ending, run_toml, *few, *inject, f"--job.dump_folder={folder}")[0]
+    assert (end, len(lines)) == ("trained", 9)
+    assert [line["step"] for line in lines if line["skipped"]] == [3]
 
 
 def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankPool], run_toml: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,9 @@ until = {{passkey_accuracy = 0.0, short_loss_rise = 9.0, max_tokens = 8192}}
 GATED = MEASURED[: MEASURED.index("[[curriculum.stages]]")].replace("max_share = 1.0", "max_share = {share}") + STAGES
 
 
-def evaluated(path: Path) -> tuple[list[dict[str, Any]], float | None]:
+def evaluated(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], float | None]:
     """On a rank: lines of evaluation.jsonl, and the loss that the first stage left."""
-    trainer = prepared(path, "--evaluation.interval=1", "--evaluation.position_seq_len=512")
+    trainer = prepared(path, "--evaluation.interval=1", "--evaluation.position_seq_len=512", *overrides)
     trainer.run()
     dist.barrier()
     lines = (trainer.folder / "evaluation.jsonl").read_text().splitlines()
@@ -265,6 +266,63 @@ def test_without_time_what_a_gate_asks_for_is_measured_and_nothing_else_and_both
     assert last["context_gain"] is None
     assert any("context gain (evaluation.max_share)" in what for what in last["left_out"])
     assert any("loss by position to 512" in what for what in last["left_out"])
+
+
+ODD = """
+[[curriculum.stages]]
+seq_len = 130
+steps = 1
+global_batch_tokens = 520
+cp = 1
+
+[[curriculum.stages]]
+seq_len = 260
+steps = 1
+global_batch_tokens = 520
+cp = 2
+"""
+
+
+def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    text = GATED[: GATED.index("[[curriculum.stages]]")].replace("{share}", "1.0")
+    path = write_run(tmp_path, text + ODD)
+    overrides = ("--evaluation.position_seq_len=0", "--evaluation.passkey.trials=0")
+    lines, short_loss = ranks(2)(evaluated, path, *overrides)[0]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert short_loss == lines[0]["loss"]
+    assert lines[1]["short_loss_rise"] is None
+    assert "the loss at the first stage's length, which cp x tp = 2 ranks cannot share" in lines[1]["left_out"]
+
+
+def stopped_while_measuring(path: Path) -> tuple[list[int], list[int], int]:
+    """On a rank: steps evaluated, steps saved, batches measured after step 4, at whose second it is asked to stop."""
+    often = ("--evaluation.interval=2", "--evaluation.max_share=1.0", "--checkpoint.interval=50")
+    trainer = prepared(path, *often, "--curriculum.stages[0].steps=6")
+    seen, busy = list[int](), trainer.measuring.busy
+
+    def told(what: str) -> None:
+        busy(what)
+        seen.append(trainer.progress.step)
+        if seen.count(4) == 2 and trainer.world.rank == 1:  # the others hear of it from this one
+            trainer.signals.received = signal.SIGTERM
+
+    trainer.measuring.busy = told
+    trainer.run()
+    dist.barrier()
+    saves = sorted(int(folder.name.removeprefix("step-")) for folder in trainer.checkpoints.folder.iterdir())
+    written = (trainer.folder / "evaluation.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in written], saves, seen.count(4)
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_between_steps(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    path.write_text(path.read_text().replace("[evaluation]\ntokens = 512", "[evaluation]\ntokens = 8192"))
+    for evaluated_at, saves, batches in ranks(2)(stopped_while_measuring, path):
+        assert evaluated_at == [2], "that of step 4 was not finished"
+        assert saves == [4]
+        assert batches == 2
 
 
 def test_a_length_that_does_not_hold_the_question_is_told(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.loader import MicroBatch
 from torchtitan_cp.health import BlockWatch, Injector, Ladder, SpikeDetector, StepReport, exchange
+from torchtitan_cp.health.trace import find_ill_weight
 from torchtitan_cp.network import Network
 from torchtitan_cp.optimizer import square_norms
-from torchtitan_cp.parallel import World
+from torchtitan_cp.parallel import World, any_rank
 from torchtitan_cp.studying import Study, keep, study, study_spike
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,10 @@ class Guarding:
             self.ladder.state = dataclasses.replace(state, replays=state.replays + 1)
             return dataclasses.replace(found, said=f"{found.said}; its tensors are in {folder}")
         return found
+
+    def weights_are_ill(self) -> bool:
+        """Whether a weight of any rank is not finite. Collective."""
+        return any_rank(find_ill_weight(self.network.parts) is not None, device=self.network.device)[0]
 
     def is_bad(self, report: StepReport) -> bool:
         """Whether the optimizer must not see the step. Spikes that are let pass are logged."""

@@ -29,6 +29,7 @@ from torchtitan_cp.evaluation import (
 )
 from torchtitan_cp.metrics.positions import bin_starts, sum_by_bin
 from torchtitan_cp.network import Network
+from torchtitan_cp.parallel import any_rank
 from torchtitan_cp.reading import Reading
 
 logger = logging.getLogger(__name__)
@@ -83,16 +84,24 @@ class Measuring:
         settings: [evaluation].
         first: stage of the curriculum, whose length the model should stay good at.
         busy: told what this rank begins, in words that fit behind "rank 3 is".
+        stopping: whether this rank was asked to stop.
 
     Attributes:
         budget: the time this may take; the trainer tells it what training takes.
     """
 
     def __init__(
-        self, network: Network, reading: Reading, settings: Evaluation, first: StagePlan, busy: Callable[[str], None]
+        self,
+        network: Network,
+        reading: Reading,
+        settings: Evaluation,
+        first: StagePlan,
+        busy: Callable[[str], None],
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.network, self.reading, self.settings = network, reading, settings
         self.first, self.busy, self.budget = first, busy, Budget(settings.max_share)
+        self.stopping, self.may_end = stopping, False
         tokenizer, passkey = reading.corpus.tokenizer, settings.passkey
         wording = Wording(passkey.needle, passkey.question)
         self.writer = PromptWriter(
@@ -110,12 +119,24 @@ class Measuring:
             short_before: loss at the first stage's length at that stage's end, where it was measured.
 
         Returns:
-            None where nothing is held out, or there is no time.
+            None where nothing is held out, or there is no time, or between steps the run is to stop.
         """
         tokens, self.left_out = self.settings.tokens, dict[str, None]()
         if not (at_end or stage.until or self._affords(tokens)):
             logger.info("no evaluation now: more than evaluation.max_share = %g of the time", self.budget.share)
             return None
+        try:
+            self.may_end = not at_end
+            return self._evaluate(stage, shape, tokens, at_end=at_end, short_before=short_before)
+        except _Stopped:
+            logger.info("the evaluation ends unfinished, as the run is to stop")
+            return None
+        finally:
+            self.may_end = False
+
+    def _evaluate(
+        self, stage: StagePlan, shape: StepShape, tokens: int, *, at_end: bool, short_before: float | None
+    ) -> Evaluated | None:
         shape, block = resized(shape, stage.seq_len), self.settings.context_gain_tokens
         sampling = self.reading.sampling_of(stage)
         held_out = self.held_out(shape, sampling)
@@ -124,7 +145,10 @@ class Measuring:
         gain = rise = None
         asked = "short_loss_rise" in stage.until
         known = stage.index and short_before and (at_end or asked)
-        if known and self._due("the loss at the first stage's length", tokens, asked):
+        sharing, alike = stage.cp * stage.tp, "the loss at the first stage's length"
+        if known and self.first.seq_len % (2 * sharing):
+            self.left_out[f"{alike}, which cp x tp = {sharing} ranks cannot share"] = None
+        elif known and self._due(alike, tokens, asked):
             short = self.held_out(resized(shape, self.first.seq_len), self.reading.sampling_of(self.first))
             rise = short.loss / short_before - 1 if short and short_before else None
         retrieval = self.retrieve(stage, shape)
@@ -215,6 +239,8 @@ class Measuring:
         limited = Limited(samples, count)
         for first in range(0, count, shape.sequences):
             self.busy("evaluating with the others")
+            if self.may_end and any_rank(self.stopping(), device=self.network.device)[0]:
+                raise _Stopped
             own = first + shape.dp_rank * shape.micro_batch_sequences
             yield read_rows(limited, shape, [own + row for row in range(shape.micro_batch_sequences)])
 
@@ -278,6 +304,10 @@ class Measuring:
                             wrong[min(number, count - 1)] += mistakes
         dist.all_reduce(wrong)
         return (wrong[:tried] == 0).tolist()
+
+
+class _Stopped(Exception):
+    """An evaluation between steps is not waited for: who asks a run to stop may not have the time."""
 
 
 def resized(shape: StepShape, seq_len: int) -> StepShape:

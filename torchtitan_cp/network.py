@@ -105,7 +105,8 @@ class Network:
         settings, mesh = config.parallel, meshes.pp
         self.layers = plan_stages(settings, mesh.size(), layer_costs(shape, longest))
         architecture = registry.architecture(config.model)
-        begun_with = dataclasses.replace(config, activation=begins.activation)
+        parallel = dataclasses.replace(settings, tp=begins.tp, pp=begins.pp)
+        begun_with = dataclasses.replace(config, activation=begins.activation, parallel=parallel)
         self.parts = nn.ModuleList()
         for number in self.layers.of(mesh.get_local_rank()):
             with torch.device("meta"):

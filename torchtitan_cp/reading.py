@@ -50,11 +50,14 @@ class Reading:
 
     def check_gates(self, stages: tuple[StagePlan, ...]) -> None:
         """Refuse a gate without text to measure on."""
-        if not self.held_out and any(stage.until for stage in stages):
-            raise ConfigError(
-                "a stage has until, which looks at held-out text, and no source holds any out",
-                fix="set validation_fraction of a source above 0, or give the stage steps",
-            )
+        for stage in stages:
+            weights = self.sampling_of(stage).weights
+            if stage.until and not any(weights.get(name) for name in self.held_out):
+                raise ConfigError(
+                    f"curriculum.stages[{stage.index}] has until, which looks at held-out text, and none of its "
+                    "sources holds any out",
+                    fix="set validation_fraction of a source above 0, or give the stage steps",
+                )
 
     def enter(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> None:
         """Read the stage's sequences from here on.
@@ -67,9 +70,18 @@ class Reading:
 
     def samples_of(self, stage: StagePlan, taken: Mapping[str, int], passed: int = 0) -> StageSamples:
         """The sequences of a stage; see `enter`."""
-        sampling, steps = self.sampling_of(stage), stage.steps + passed
-        sequences, seed = stage.global_batch_tokens // stage.seq_len, self.config.training.seed
-        return StageSamples(self.streams, stage.seq_len, sampling, seed, stage.index, sequences, taken, steps)
+        sampling, sequences = self.sampling_of(stage), stage.global_batch_tokens // stage.seq_len
+        return StageSamples(
+            self.streams,
+            stage.seq_len,
+            sampling,
+            self.config.training.seed,
+            stage.index,
+            sequences,
+            taken,
+            stage.steps,
+            passed,
+        )
 
     def sampling_of(self, stage: StagePlan) -> Sampling:
         """How a stage takes its text."""

@@ -89,6 +89,8 @@ class Telling:
             for name, stream in reading.streams.items() if self.writer.boards else ():
                 self.writer.image(f"documents/{name}", length_histogram(stream.store.document_lengths, name), self.done)
         statistics = {name: source.statistics for name, source in reading.corpus.sources.items()}
+        if config.job.description:
+            self.say(config.job.description)
         self.say(
             f"{config.model.architecture} {config.model.flavor}: {self.network.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"

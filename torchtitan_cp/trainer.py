@@ -88,7 +88,9 @@ class Trainer:
         self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
         self.stopping = self.time_is_up = False
         self.guarding = Guarding(config, world, self.network, self._wishes)
-        self.measuring = Measuring(self.network, self.reading, config.evaluation, self.stages[0], self._doing)
+        self.measuring = Measuring(
+            self.network, self.reading, config.evaluation, self.stages[0], self._doing, self._asked
+        )
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
@@ -271,8 +273,12 @@ class Trainer:
             if not healthy:
                 self._save_if_due(False)
                 return
-            if self._stage_over() or (interval and self.progress.step % interval == 0):
+            if self._stage_over() or (interval and self.progress.step % interval == 0 and not self.stopping):
+                if self.stopping:  # who asks for it may not wait so long
+                    self.must_save = True
+                    self._save_if_due(False)
                 self._validate(stage, shape)
+                self.network.take_seconds()  # what it waited is not the next step's
                 # It may have taken long.
                 self.stopping, self.time_is_up = any_rank(*self._wishes(), device=self.device.device)
             self._save_if_due(self._stage_over())
@@ -388,7 +394,7 @@ class Trainer:
         ladder, settings = self.guarding.ladder, self.config.health
         what, mends_itself = self.guarding.describe(self.progress.step + 1, stage, report), True
         if settings.replay:
-            self._doing("running a bad step again with the others", step=self.progress.step + 1)
+            doing("running a bad step again with the others", self.progress.step + 1, self._recovery_seconds)
             found = self.guarding.study(self.progress.step + 1, micro_batches, report, reseed)
             what, mends_itself = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.mends_itself
         message = ladder.trip(what, halts=settings.on_nonfinite == "halt", mends_itself=mends_itself)
@@ -396,8 +402,8 @@ class Trainer:
             self.telling.warn(message, self.progress.step + 1)
             self.progress = self.guarding.told(self.progress.skipping())
             return
-        self._doing("looking for a checkpoint to go back to")
-        target = self._good_checkpoint() if "rollback" in settings.policy else None
+        doing("looking for a checkpoint to go back to", self.progress.step, self._recovery_seconds)
+        target = self._good_checkpoint() if settings.policy else None
         rung = ladder.climb(what, can_roll_back=target is not None)
         told = f"{what}. "
         if target:
@@ -417,6 +423,12 @@ class Trainer:
         self.progress = self.guarding.told(self.progress)
         counts = f"{ladder.state.rollbacks} rollbacks, {ladder.state.lr_cuts} cuts so far"
         self.telling.warn(f"{told} ({counts})", self.progress.step)
+
+    @property
+    def _recovery_seconds(self) -> float:
+        """Time for steps without compilation, for a save under way, and for loading."""
+        job = self.config.job
+        return max(job.timeout_seconds, job.startup_timeout_seconds, self.config.checkpoint.timeout_seconds)
 
     def _good_checkpoint(self) -> tuple[Path, Progress] | None:
         """The newest that was not saved amid bad steps; an older one if the last rollback was to no avail."""
@@ -448,9 +460,13 @@ class Trainer:
             said = f"stage {stage.index + 1} goes on"
         self.telling.judged(stage, self.progress, verdict, said)
 
+    def _asked(self) -> bool:
+        """Whether a signal asked this rank to stop."""
+        return self.signals.received is not None
+
     def _wishes(self) -> tuple[bool, bool]:
         """To stop, as a signal asked this rank, and to save, as it is time to."""
-        return self.signals.received is not None, self.save_schedule.time_is_up()
+        return self._asked(), self.save_schedule.time_is_up()
 
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint where one is due. Collective."""
@@ -466,6 +482,10 @@ class Trainer:
         doing("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.save_schedule.saved()
         self.must_save = False
+        if self.guarding.weights_are_ill():  # a start would take it, and a good one might go for it
+            if self.world.rank == 0:
+                logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
+            return
         self.checkpoints.save(self.progress, self.network.parts, self.network.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from tests.attention.oracle import allowed
-from torchtitan_cp.attention import AttentionMask, PlanError, attend, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, Alibi, _choose, choose_kernel, flash, flex
+from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan
+from torchtitan_cp.attention.kernels import KERNELS, Alibi, _choose, choose_kernel, efficient, flash, flex
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
@@ -295,3 +295,31 @@ def test_a_kernel_asked_for_that_cannot_names_those_that_can() -> None:
     ):
         choose_kernel("cudnn", x, x)
     assert choose_kernel("auto", x, x) is KERNELS["cpu"]
+
+
+def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told no other stride of them; all_gather hands over the heads of a group."""
+    strides = []
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *_: Any, **__: Any) -> Any:
+        strides.append(out.stride())
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+    monkeypatch.setattr(efficient, "_BACKWARD", backward)
+    whole = torch.randn(1, 32, 4, 8)
+    q = out = whole[:, :, 1:3]
+    efficient.backward(out, q, q, q, out, torch.zeros(1, 32, 2), FULL, 1.0)
+    [(_, _, row, _)] = strides
+    assert row == 2 * 8
+
+
+def test_a_graph_that_is_replayed_leaves_attention_out() -> None:
+    for operator in (OPERATOR, torch.ops.torchtitan_cp.attention_backward.default):
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_flex_is_compiled_as_often_as_there_are_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    flex._compile.cache_clear()
+    flex._compile()
+    assert torch._dynamo.config.recompile_limit == torch._dynamo.config.accumulated_recompile_limit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.attention.oracle import allowed
 from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, make_plan
-from torchtitan_cp.attention.handles import plan_of
+from torchtitan_cp.attention.handles import KEPT_PLANS, plan_of
 from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.plan import Plan
@@ -171,6 +171,25 @@ def test_cu_seqlens_become_a_mask_and_each_rank_gets_its_own_back() -> None:
         AttentionMask.from_cu_seqlens([1, 5])
     with pytest.raises(PlanError, match=r"a document of batch row 0 uses 9 of 8 rows"):
         make_plan(8, mask=AttentionMask.from_cu_seqlens([0, 9], [0, 8]))
+
+
+def test_a_plan_is_found_by_its_number_as_long_as_it_or_its_equal_lives() -> None:
+    def masked(number: int) -> Plan:
+        return make_plan(8192, mask=AttentionMask(document_lengths=((number, 8192 - number),)))
+
+    plans = [masked(number) for number in range(1, KEPT_PLANS + 100)]
+    assert all(plan_of(plan.handle) is plan for plan in plans)
+    others = [masked(number) for number in range(1, 50)]
+    assert [int(plan.handle) for plan in others] == [int(plan.handle) for plan in plans[:49]]
+    handles = [plan.handle for plan in plans]
+    del plans
+    assert all(plan_of(plan.handle) == plan for plan in others)
+    assert plan_of(handles[-1]) == masked(KEPT_PLANS + 99)
+    for number in range(3000, 3000 + KEPT_PLANS):
+        masked(number)
+    with pytest.raises(PlanError, match=f"plan {int(handles[60])} is no longer kept"):
+        plan_of(handles[60])
+    assert all(plan_of(plan.handle) == plan for plan in others)
 
 
 def test_a_plan_that_was_pickled_is_equal_and_keeps_its_steps() -> None:

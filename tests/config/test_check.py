@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from torchtitan_cp.config.sections import (
     Passkey,
     Rope,
     Stage,
+    StageActivation,
     StageData,
     Tokenizer,
     Training,
@@ -135,6 +137,10 @@ def test_no_stage_is_refused() -> None:
             "CUDA graphs use the memory again before it is copied\n  fix: use compile.mode = 'default'",
         ),
         (
+            {"parallel": Parallel(fsdp_cpu_offload=True), "optimizer": Optimizer(name="muon")},
+            "parallel.fsdp_cpu_offload does not go with optimizer.name = 'muon'",
+        ),
+        (
             {"parallel": Parallel(tp=2, dp_shard=1)},
             "seq_len = 1025 leaves a context-parallel rank 1025 tokens, which tp = 2 does not divide\n  fix: use 1028",
         ),
@@ -146,6 +152,34 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
     odd = dataclasses.replace(STAGE, seq_len=1025, global_batch_tokens=1025)
     stages = (odd,) if "1025" in wanted else ()
     assert wanted in refuse(config_with(*stages, **sections), 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections", "wanted"),
+    [
+        (
+            {"activation": StageActivation(offload=True)},
+            {"compile": Compile(enable=True, mode="reduce-overhead")},
+            "CUDA graphs use the memory again",
+        ),
+        ({"tp": 2}, {"training": Training(float8="rowwise")}, "training.float8 does not go with parallel.tp above 1"),
+        (
+            {"tp": 1},
+            {"parallel": Parallel(tp=2, async_tp=True), "compile": Compile(enable=True)},
+            "parallel.async_tp is",
+        ),
+    ],
+)
+def test_what_a_stage_sets_for_itself_is_checked_too(
+    stage: dict[str, Any], sections: dict[str, object], wanted: str
+) -> None:
+    own = dataclasses.replace(STAGE, seq_len=1024, global_batch_tokens=4096, **stage)
+    assert wanted in refuse(config_with(own, **sections), 2)
+
+
+def test_what_only_stages_have_is_enough_for_what_overlaps_products() -> None:
+    split = dataclasses.replace(STAGE, seq_len=1024, global_batch_tokens=4096, tp=2)
+    check_config(config_with(split, parallel=Parallel(async_tp=True), compile=Compile(enable=True)), 2)
 
 
 def test_interleaved_schedules_want_whole_rounds() -> None:

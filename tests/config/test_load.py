@@ -48,6 +48,7 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
     [
         ("[training]\nseed = 1.5", "training.seed must be an integer, got 1.5"),
         ("[training]\nseed = true", "training.seed must be an integer, got True"),
+        ("[data]\nmixture = {code = '1'}", "data.mixture.code must be a number, got '1'"),
         ("[training]\nmax_grad_norm = 'one'", "training.max_grad_norm must be a number, got 'one'"),
         ("[checkpoint]\nenable = 1", "checkpoint.enable must be true or false, got 1"),
         ("[job]\ndump_folder = 3", "job.dump_folder must be a string, got 3"),

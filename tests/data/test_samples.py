@@ -92,6 +92,19 @@ def test_a_source_ends_with_its_epochs_and_a_stage_that_is_too_long_is_refused()
         stage(replace(EVEN, weights={"c": 1.0}))
 
 
+def test_in_place_of_steps_that_were_passed_over_at_the_end_the_first_come_again() -> None:
+    limited = replace(EVEN, max_epochs={"a": 1.0, "b": 1.0})
+    whole = stage(limited, steps=8).mixture.samples // 4
+    exact, passing = (StageSamples(streams(), S, limited, 0, 0, 4, {}, whole, passed) for passed in (0, 2))
+    first, last = 4 * whole, exact.mixture.samples
+    for number in range(4 * (whole + 2)):
+        assert passing.sequence(number).pieces == exact.sequence(number % last).pieces
+        assert passing.document_lengths(number) == exact.document_lengths(number % last)
+    assert last < first + 8, "text came again"
+    assert passing.tokens_after(whole + 2)["a"] <= streams()["a"].store.tokens
+    assert passing.epochs_after(whole)["a"] == exact.epochs_after(whole)["a"]
+
+
 def test_held_out_text_comes_from_the_stages_sources_that_have_some() -> None:
     held = streams()
     assert held_out_samples({}, S, {"a": 1.0}, BEST, 2) is None

@@ -23,13 +23,14 @@ def test_spans_cover_what_any_of_them_covers(spans: list[tuple[int, int]]) -> No
 def test_messages_beside_kernels_are_hidden_and_the_others_exposed() -> None:
     def kernel(name: str, start: float, end: float, device: str = "DeviceType.CUDA") -> SimpleNamespace:
         times = SimpleNamespace(start=start * 1e6, end=end * 1e6)
-        return SimpleNamespace(name=name, time_range=times, device_type=device)
+        return SimpleNamespace(name=name, time_range=times, device_type=device, is_user_annotation="::" in name)
 
     events = [
         kernel("gemm", 0, 4),
         kernel("ncclDevKernel_SendRecv", 2, 7),
         kernel("flash_fwd", 6, 9),
         kernel("aten::mm", 0, 10, "DeviceType.CPU"),
+        kernel("FSDP::all_gather", 2, 10),
     ]
     shares = on_a_gpu(events, 10.0, waited=1.5, in_flight=5.0)
     assert shares == pytest.approx(

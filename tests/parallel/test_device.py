@@ -1,8 +1,10 @@
 """Random numbers of a step follow from the step and the rank's role."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks import RankPool
 from tests.runs import TINY, prepared, write_run
 from torchtitan_cp.parallel import seed_step
+from torchtitan_cp.parallel.stopwatch import Stopwatch
 
 
 def drawn(*step: object) -> float:
@@ -75,3 +78,40 @@ def many_in_flight(rounds: int) -> bool:
 
 def test_many_collectives_in_flight_damage_nothing(ranks: Callable[[int], RankPool]) -> None:
     assert all(ranks(4)(many_in_flight, 60))
+
+
+def group_over(interface: str) -> str:
+    """On a rank: what a gloo group says of a network interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        dist.new_group(backend="gloo")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    return "made"
+
+
+def test_gloo_goes_by_the_interface_that_the_environment_names(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1)(group_over, "lo") == ["made"]
+    assert "nosuch0" in ranks(1)(group_over, "nosuch0")[0]
+    assert ranks(1)(group_over, "") == ["made"]
+
+
+def test_a_stretch_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """Ends when it is asked the second time."""
+
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+        def elapsed_time(self, stop: object) -> float:
+            return 1000.0
+
+    watch = Stopwatch(torch.device("cpu"))
+    watch.on_cuda = True
+    watch.stretches = [(Event(), Event())]
+    assert (watch.take(), watch.take(), watch.take()) == (0.0, 1.0, 0.0)

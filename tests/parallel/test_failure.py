@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailure, RankPool
@@ -184,3 +185,14 @@ def test_ranks_with_different_code_are_refused(
     (sources[1] / "a.py").write_text("x = 1\n")
     (sources[1] / "a.py").rename(sources[1] / "b.py")
     assert code_version([sources[0]]) != code_version([sources[1]])
+
+
+def test_what_nccl_recorded_is_written_where_its_groups_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders = torch._C._distributed_c10d
+    monkeypatch.setattr(recorders, "_dump_fr_trace_json", lambda: b"gloo", raising=False)
+    monkeypatch.setattr(recorders, "_dump_nccl_trace_json", lambda: b"nccl", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for backend in ("gloo", "nccl"):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        failure.dump_flight_recorder(tmp_path, 3)
+        assert (tmp_path / "flight_recorder" / "rank-3.json").read_text() == backend

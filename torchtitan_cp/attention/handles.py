@@ -5,51 +5,61 @@ checkpointing finds the plan that its own forward was given.
 """
 
 from collections import OrderedDict
-from threading import Lock
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 
-# Micro-batches in flight times the layers' different masks stay far below this.
+# Those made or used last are found though nobody holds them any more.
 KEPT_PLANS = 1024
 
-_plans: OrderedDict[int, Any] = OrderedDict()
-_numbers: dict[Any, int] = {}
-_lock = Lock()  # a loader's thread makes plans too
+_newest: OrderedDict[int, Any] = OrderedDict()
+_plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_lock = RLock()  # a loader's thread makes plans too, and plans end wherever memory is collected
 _last_number = 0
 
 
-def keep(plan: Any) -> Tensor:
-    """The number of a plan in this process, int64 on CPU; equal plans have one number."""
+def keep(plan: Any) -> tuple[Tensor, Any]:
+    """The number of a plan in this process, int64 on CPU, and the plan that is found under it.
+
+    Equal plans have one number, and the first of them is the one that is found: while it lives. So the others hold it.
+    """
     global _last_number
     with _lock:
-        number = _numbers.get(plan)
-        if number is None:
+        first = _plans.get(_numbers.get(plan, 0))
+        if first is None:
             _last_number += 1
-            number = _numbers[plan] = _last_number
-            _plans[number] = plan
-            if len(_plans) > KEPT_PLANS:
-                oldest, forgotten = _plans.popitem(last=False)
-                if _numbers.get(forgotten) == oldest:
-                    del _numbers[forgotten]
-        return torch.tensor(number)
+            _numbers[plan], _plans[_last_number], first = _last_number, plan, plan
+        number = _numbers[first]
+        _use(number, first)
+        return torch.tensor(number), first
+
+
+def _use(number: int, plan: Any) -> None:
+    _newest[number] = plan
+    _newest.move_to_end(number)
+    if len(_newest) > KEPT_PLANS:
+        _newest.popitem(last=False)
 
 
 def plan_of(handle: Tensor) -> Any:
     """The plan under a number.
 
     Raises:
-        PlanError: more than 1,024 other plans were made or used since it was.
+        PlanError: nobody holds it, and more than 1,024 other plans were made or used since it was.
     """
     number = int(handle)
     with _lock:
-        if number not in _plans:
+        plan = _plans.get(number)
+        if plan is None:
             raise PlanError(
                 f"plan {number} is no longer kept",
-                fix=f"make it again, or run a micro-batch's backward before {KEPT_PLANS} other plans are made",
+                fix=f"hold it until its backward has run, or make fewer than {KEPT_PLANS} others before",
             )
-        _plans.move_to_end(number)
-        return _plans[number]
+        _use(number, plan)
+        return plan

@@ -53,7 +53,11 @@ def _call(
     )
 
 
-@torch.library.custom_op("torchtitan_cp::attention", mutates_args=())
+# A CUDA graph that is replayed would run the plan it was recorded with: the plan is found in Python, by its number.
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("torchtitan_cp::attention", mutates_args=(), tags=UNSAFE)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -107,7 +111,7 @@ def _(
     return out, lse, kept
 
 
-@torch.library.custom_op("torchtitan_cp::attention_backward", mutates_args=())
+@torch.library.custom_op("torchtitan_cp::attention_backward", mutates_args=(), tags=UNSAFE)
 def attention_backward(
     dout: Tensor,
     residuals: list[Tensor],

@@ -83,7 +83,9 @@ class Plan:
     groups: Groups | None = None
 
     def __post_init__(self) -> None:
-        self.__dict__["handle"] = keep(self)
+        self.__dict__["handle"], first = keep(self)
+        if first is not self:
+            self.__dict__["first"] = first
 
     @property
     def ranks(self) -> int:
@@ -172,7 +174,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         # The number is this process's own; the steps that a loader's worker has found go with the plan.
-        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("handle", "first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

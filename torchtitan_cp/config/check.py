@@ -40,7 +40,6 @@ def check_config(config: Config, ranks: int) -> Degrees:
     _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
-    _check_products(config, degrees)
     if config.checkpoint.export != "no" and not config.checkpoint.enable:
         raise ConfigError(
             "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
@@ -48,6 +47,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
         )
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
+    _check_products(config)
     for index, stage in enumerate(config.curriculum.stages):
         where, own = (
             f"curriculum.stages[{index}]",
@@ -73,19 +73,28 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-def _check_products(config: Config, degrees: Degrees) -> None:
-    """What overlaps or narrows matrix products has its conditions."""
-    if config.parallel.async_tp and not (config.compile.enable and degrees.tp > 1):
+def _check_products(config: Config) -> None:
+    """What overlaps or narrows matrix products has its conditions, in each stage."""
+    stages = config.curriculum.stages
+    split = any(stage_parallel(config.parallel, stage).tp > 1 for stage in stages)
+    own = (stage.activation.offload for stage in stages)
+    offload = any(config.activation.offload if offload is None else offload for offload in own)
+    if config.parallel.async_tp and not (config.compile.enable and split):
         raise ConfigError(
             "parallel.async_tp is done by the compiler, between tensor-parallel ranks",
             fix="set compile.enable = true and parallel.tp above 1, or leave it out",
         )
-    if config.training.float8 != "none" and degrees.tp > 1:
+    if config.training.float8 != "none" and split:
         raise ConfigError(
             "training.float8 does not go with parallel.tp above 1: torchao's layers take whole weights",
             fix="use dp_shard or cp for these ranks, or float8 = 'none'",
         )
-    if config.activation.offload and config.compile.mode in CUDA_GRAPHS and config.compile.enable:
+    if config.parallel.fsdp_cpu_offload and config.optimizer.name == "muon":
+        raise ConfigError(
+            "parallel.fsdp_cpu_offload does not go with optimizer.name = 'muon', whose ranks trade whole matrices",
+            fix="use adamw, or optimizer.offload_state = true in place of parallel.fsdp_cpu_offload",
+        )
+    if offload and config.compile.mode in CUDA_GRAPHS and config.compile.enable:
         raise ConfigError(
             f"activation.offload does not go with compile.mode = {config.compile.mode!r}: CUDA graphs use the memory "
             "again before it is copied",

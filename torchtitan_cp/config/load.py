@@ -110,6 +110,9 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
             fix = f"write it as [[{where}]] tables" if dataclasses.is_dataclass(item) else "write it in brackets"
             raise ConfigError(f"{file}: {where} must be a list, got {value!r}", fix=fix)
         return tuple(build(item, entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
+    if origin is dict and isinstance(value, dict) and typing.get_args(kind)[1] is not Any:
+        item = typing.get_args(kind)[1]
+        return {name: build(item, entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
     if plain is float and type(value) is int:
         return float(value)

@@ -49,6 +49,8 @@ class StageSamples:
         step_sequences: sequences of one optimizer step.
         first_tokens: of each source, how much of its stream earlier stages took.
         steps: optimizer steps that the stage has at most.
+        passed: steps of text beyond those, as so many were passed over. Where sources have ended, what the stage began
+            with comes again in their place.
 
     Raises:
         DataError: the weights name no source that there is, or the sources end before the stage does.
@@ -64,8 +66,9 @@ class StageSamples:
         step_sequences: int,
         first_tokens: Mapping[str, int],
         steps: int,
+        passed: int = 0,
     ) -> None:
-        self._made_of = (streams, seq_len, sampling, seed, stage, step_sequences, dict(first_tokens), steps)
+        self._made_of = (streams, seq_len, sampling, seed, stage, step_sequences, dict(first_tokens), steps, passed)
         _check_names(sampling, streams)
         self.seq_len, self.sampling, self.step_sequences = seq_len, sampling, step_sequences
         self.first_tokens = dict(first_tokens)
@@ -91,7 +94,7 @@ class StageSamples:
                 first_token=self.first_tokens.get(name, 0),
                 samples=count,
             )
-            for name, count in self.mixture.counts(samples).items()
+            for name, count in self._counts(steps + passed).items()
         }
 
     def __reduce__(self) -> Any:
@@ -99,24 +102,28 @@ class StageSamples:
 
     def sequence(self, number: int) -> PackedSequence:
         """Sequence `number` of the stage."""
-        source, index = self.mixture.sample(number)
+        source, index = self.mixture.sample(number % self.mixture.samples)
         sequence = self.packed[source].sequence(index)
         return replace(sequence, document_lengths=self._cut(number, sequence.document_lengths))
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
         """What attends to itself only, in tokens, as of `sequence(number)`; no token is read."""
-        source, index = self.mixture.sample(number)
+        source, index = self.mixture.sample(number % self.mixture.samples)
         return self._cut(number, self.packed[source].document_lengths(index))
 
     def tokens_after(self, steps: int) -> dict[str, int]:
         """How much of each source's stream was taken after so many steps of the stage, and by stages before it."""
-        counts = self.mixture.counts(steps * self.step_sequences)
+        counts = self._counts(steps)
         return self.first_tokens | {name: self.packed[name].cursor_after(count) for name, count in counts.items()}
 
     def epochs_after(self, steps: int) -> dict[str, float]:
         """How often each of the stage's sources was read after so many steps of the stage."""
-        counts = self.mixture.counts(steps * self.step_sequences)
+        counts = self._counts(steps)
         return {name: self.packed[name].epochs(count) for name, count in counts.items()}
+
+    def _counts(self, steps: int) -> dict[str, int]:
+        """Sequences of each source in so many steps of the stage."""
+        return self.mixture.counts(min(steps * self.step_sequences, self.mixture.samples))
 
     def _cut(self, number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Lengths of documents that are also cut at every `block` tokens of the sequence."""

@@ -97,7 +97,8 @@ def on_a_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight: fl
 
 def on_a_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
     """The same on CUDA, from the times of kernels: messages are those of NCCL."""
-    kernels = [e for e in events if "CUDA" in str(e.device_type)]
+    # The ranges that torch and FSDP2 name are there too, as long as all that they hold.
+    kernels = [e for e in events if "CUDA" in str(e.device_type) and not getattr(e, "is_user_annotation", False)]
     spans = {
         is_message: [
             (e.time_range.start, e.time_range.end) for e in kernels if ("nccl" in e.name.lower()) == is_message

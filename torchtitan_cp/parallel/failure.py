@@ -273,8 +273,11 @@ def _is_gone(pid: int) -> bool:
 
 def dump_flight_recorder(folder: Path, rank: int) -> None:
     """Write the collectives that this rank has begun and ended lately, where torch records them, as JSON."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dist.is_available() and dump:
+    # NCCL's groups record in a place of their own.
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")[0 if nccl else 1 :]
+    found = (getattr(torch._C._distributed_c10d, name, None) for name in names)
+    if dump := next(filter(None, found), None):
         with suppress(OSError, RuntimeError):
             (folder / "flight_recorder").mkdir(parents=True, exist_ok=True)
             (folder / "flight_recorder" / f"rank-{rank}.json").write_bytes(dump())

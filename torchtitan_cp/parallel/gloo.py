@@ -5,6 +5,7 @@ compiled blocks have, they race inside gloo, and sooner or later the heap is dam
 or of "malloc(): unaligned tcache chunk" (torch 2.13, within seconds in a loop; never with one thread).
 """
 
+import os
 from typing import Any
 
 from torch.distributed import distributed_c10d
@@ -22,7 +23,9 @@ def use_one_thread() -> None:
         def __call__(cls, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> Any:
             options = made_by_torch._Options()
             options._threads, options._timeout = 1, timeout
-            options._devices = [made_by_torch.create_default_device()]
+            names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+            chosen = [made_by_torch.create_device(interface=name) for name in names]
+            options._devices = chosen or [made_by_torch.create_default_device()]
             for name, value in others.items():  # enable_reconfigure, from torch 2.15 on
                 setattr(options, name, value)
             return made_by_torch(store, rank, size, options)

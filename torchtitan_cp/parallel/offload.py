@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -75,7 +76,7 @@ class HostMemory:
             return nullcontext()
         if source is not None:
             self.stream.wait_stream(torch.cuda.current_stream(source.device))
-            source.record_stream(self.stream)
+            _plain(source).record_stream(self.stream)
         return torch.cuda.stream(self.stream)
 
     def wait_for(self, tensor: Tensor) -> None:
@@ -83,7 +84,7 @@ class HostMemory:
         if self.stream is not None:
             current = torch.cuda.current_stream(tensor.device)
             current.wait_stream(self.stream)
-            tensor.record_stream(current)
+            _plain(tensor).record_stream(current)
 
     def park(self, tensor: Tensor) -> Any:
         """A Parked in the tensor's place, or the tensor itself where it is small."""
@@ -120,6 +121,11 @@ class HostMemory:
             return _Keep(operator, self.park, outputs), _Recall(operator, outputs)
 
         return contexts
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """This rank's shard, of what tensor parallelism has made a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def taken(parked: Any) -> Any:

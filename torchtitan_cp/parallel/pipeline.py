@@ -267,9 +267,11 @@ class Pipeline:
             gradients[1].copy_(gradients[0])
         elif gradients:
             peer = self.stages.owner[0] if self.closes else self.stages.owner[-1]
-            other = torch.empty_like(gradients[0])
-            send = dist.P2POp(dist.isend, gradients[0].clone(), group=self.group, group_peer=peer)
+            # Of weights in host memory too, which NCCL does not send.
+            own = gradients[0].to(self.device, copy=True)
+            other = torch.empty_like(own)
+            send = dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
             receive = dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
-            gradients[0].add_(other)
+            gradients[0].add_(other.to(gradients[0].device))

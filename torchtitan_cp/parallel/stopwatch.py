@@ -38,5 +38,8 @@ class Stopwatch:
         stretches, self.stretches = self.stretches, []
         if not self.on_cuda:
             return sum(stop - start for start, stop in stretches)
-        self.stretches = [(start, stop) for start, stop in stretches if not stop.query()]
-        return sum(start.elapsed_time(stop) for start, stop in stretches if stop.query()) / 1000
+        ended = [stop.query() for _, stop in stretches]  # asked once: one may end meanwhile
+        self.stretches = [stretch for stretch, over in zip(stretches, ended, strict=True) if not over]
+        return (
+            sum(start.elapsed_time(stop) for (start, stop), over in zip(stretches, ended, strict=True) if over) / 1000
+        )

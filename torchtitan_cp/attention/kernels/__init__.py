@@ -16,14 +16,15 @@ from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel
 
 logger = logging.getLogger(__name__)
 
-# In the order in which `auto` asks them: flash first, since it takes windows whole and grouped heads as they are.
+# In the order in which `auto` asks them: flash first, since it takes windows whole and grouped heads as they are, and
+# last what holds every score.
 KERNELS: dict[str, Kernel] = {
     "flash": flash.KERNEL,
     "cudnn": cudnn.KERNEL,
     "efficient": efficient.KERNEL,
     "cpu": cpu.KERNEL,
-    "reference": reference.KERNEL,
     "flex": flex.KERNEL,
+    "reference": reference.KERNEL,
 }
 
 

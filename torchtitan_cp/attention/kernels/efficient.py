@@ -30,7 +30,8 @@ def backward(
     # Without dropout the kernel never reads the random state, but the schema wants one.
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     lse = F.pad(lse.transpose(1, 2), (0, -q.shape[1] % LSE_ROWS)).contiguous()
-    kept = (out.transpose(1, 2), lse, seed, offset)
+    # Of out it is told the strides of B and H alone, and counts on rows that lie side by side.
+    kept = (out.contiguous().transpose(1, 2), lse, seed, offset)
     dq, dk, dv, _ = _BACKWARD(*rows, None, *kept, 0.0, [True, True, True, False], band != FULL, scale=scale)
     return dq.transpose(1, 2), sum_groups(dk.transpose(1, 2), heads), sum_groups(dv.transpose(1, 2), heads)
 

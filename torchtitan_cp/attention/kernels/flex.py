@@ -119,7 +119,9 @@ def _attend(*rows: Tensor, **options: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _compile() -> Any:
-    # Whole or not at all: what it falls back to beyond the limit of recompilations holds every score.
+    # Whole or not at all: what it falls back to beyond the limit of recompilations holds every score. The limit is 8,
+    # which two numbers of sequences at once reach, forward and backward, with and without documents.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     return torch.compile(flex.flex_attention, fullgraph=True)
 
 
