@@ -185,7 +185,7 @@ def prompts(path: Path) -> list[Prompt]:
         assert (best - second)[asked].min() > 1e-3, "no rounding decides"
         labels = torch.full((64,), IGNORED)
         labels[asked] = (logits.argmax(-1)[asked] + (torch.arange(4) < number)) % 257
-        made.append(Prompt(tokens.numpy(), labels.numpy(), 0.0))
+        made.append(Prompt(tokens.numpy(), labels.numpy()))
     return made
 
 

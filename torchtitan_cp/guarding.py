@@ -131,7 +131,7 @@ class Guarding:
                 "injected": inject.due(step) and not inject.settings.transient,
                 "struck": inject.module,
             }
-            bundle = keep(found, self.network, self.world, read, run, about)
+            bundle = keep(found, self.network, read, run, about)
             folder = Path(self.config.job.dump_folder) / "health" / f"step-{step}"
             if self.world.rank == (found.ranks[0] if found.ranks else 0):
                 try:

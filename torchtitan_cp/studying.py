@@ -207,7 +207,7 @@ def locate(event: Event, micro_batches: tuple[MicroBatch, ...], network: Network
 
 
 def keep(
-    found: Study, network: Network, world: World, micro_batches: tuple[MicroBatch, ...], run: Run, about: dict[str, Any]
+    found: Study, network: Network, micro_batches: tuple[MicroBatch, ...], run: Run, about: dict[str, Any]
 ) -> Bundle:
     """The tensors of what a study found, whole whatever ranks they are spread over. Collective.
 

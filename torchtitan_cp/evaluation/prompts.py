@@ -61,12 +61,10 @@ class Prompt:
     Attributes:
         tokens: `[L]` int64.
         labels: `[L]` int64, the next token where that belongs to the answer, else IGNORED.
-        depth: where the needle begins, as a fraction of the room there is.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
-    depth: float
 
 
 class PromptWriter:
@@ -113,7 +111,7 @@ class PromptWriter:
         tokens = np.concatenate([*pieces, filler[before:room], asked, told]).astype(np.int64)
         labels = np.full(length, IGNORED, dtype=np.int64)
         labels[-len(told) - 1 : -1] = told
-        return Prompt(tokens, labels, depth)
+        return Prompt(tokens, labels)
 
     def secrets(self, draw: np.random.Generator, filler: np.ndarray, count: int) -> list[Secret]:
         """With names that differ by their first letters too, and that the filler does not hold, as far as can be."""

@@ -24,15 +24,12 @@ MOST_WRITTEN_CELLS = 150  # a heat map of more has colours only
 NOBODY = -1
 
 
-def loss_against_position(
-    curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], *, where: str = "position in the sequence"
-) -> np.ndarray:
+def loss_against_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> np.ndarray:
     """Loss against position on a logarithmic axis, one line per stage: does more context help?
 
     Args:
         curves: by name of the stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin
             without tokens has NaN. See `metrics.positions`.
-        where: what the position counts in.
     """
     figure, axes = _figure(7.0, 4.2)
     for index, (name, (starts, losses)) in enumerate(curves.items()):
@@ -41,7 +38,7 @@ def loss_against_position(
         axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda place, _: in_k(round(place)))
-    axes.set(xlabel=f"{where}, from", ylabel="loss, nats a token")
+    axes.set(xlabel="position in the sequence, from", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if curves:
