@@ -164,6 +164,19 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
         ),
         ({"tp": 2}, {"training": Training(float8="rowwise")}, "training.float8 does not go with parallel.tp above 1"),
         (
+            {},
+            {"parallel": Parallel(tp=-1, dp_shard=1), "training": Training(float8="rowwise")},
+            "training.float8 does not go with parallel.tp above 1",
+        ),
+        (
+            {},
+            {
+                "parallel": Parallel(pp=-1, dp_shard=1, pp_schedule="zbv_zero_bubble"),
+                "compile": Compile(enable=True),
+            },
+            "takes the backward of a block apart",
+        ),
+        (
             {"tp": 1},
             {"parallel": Parallel(tp=2, async_tp=True), "compile": Compile(enable=True)},
             "parallel.async_tp is",

@@ -34,7 +34,6 @@ def check_config(config: Config, ranks: int) -> Degrees:
     Raises:
         ConfigError: the first thing found wrong, with the way to mend it.
     """
-    _check_pipeline(config)
     _check_groups(config)
     _check_inject(config)
     _check_passkey(config.evaluation.passkey)
@@ -47,19 +46,18 @@ def check_config(config: Config, ranks: int) -> Degrees:
         )
     if not config.curriculum.stages:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
-    _check_products(config)
+    _check_products(config, ranks)
     for index, stage in enumerate(config.curriculum.stages):
-        where, own = (
-            f"curriculum.stages[{index}]",
-            dataclasses.replace(config, parallel=stage_parallel(config.parallel, stage)),
-        )
-        if own != config and not config.checkpoint.enable:
+        where, parallel = f"curriculum.stages[{index}]", stage_parallel(config.parallel, stage)
+        if parallel != config.parallel and not config.checkpoint.enable:
             raise ConfigError(
                 f"{where} changes tp or pp, which goes by a checkpoint, and checkpoint.enable = false",
                 fix="enable checkpoints, or keep one tp and pp",
             )
+        of_stage = resolve_degrees(parallel, ranks)
+        own = dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp=of_stage.tp, pp=of_stage.pp))
         _check_pipeline(own)
-        _check_stage(own, stage, where, resolve_degrees(own.parallel, ranks))
+        _check_stage(own, stage, where, of_stage)
     return degrees
 
 
@@ -73,10 +71,10 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-def _check_products(config: Config) -> None:
+def _check_products(config: Config, ranks: int) -> None:
     """What overlaps or narrows matrix products has its conditions, in each stage."""
     stages = config.curriculum.stages
-    split = any(stage_parallel(config.parallel, stage).tp > 1 for stage in stages)
+    split = any(resolve_degrees(stage_parallel(config.parallel, stage), ranks).tp > 1 for stage in stages)
     own = (stage.activation.offload for stage in stages)
     offload = any(config.activation.offload if offload is None else offload for offload in own)
     if config.parallel.async_tp and not (config.compile.enable and split):
