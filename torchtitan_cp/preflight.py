@@ -6,13 +6,14 @@ only training needs is not imported here.
 
 import argparse
 import sys
+from typing import Any
 
 from models import ARCHITECTURES
 from torchtitan_cp import registry
 from torchtitan_cp.attention import ContextParallelError, make_plan
 from torchtitan_cp.config import Config, UserError, complaint, load_config
 from torchtitan_cp.config.check import check_config, check_dump_folder
-from torchtitan_cp.curriculum import check_head_dim, resolve_stages
+from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.export import check_exportable
 from torchtitan_cp.metrics import layer_costs
@@ -39,25 +40,34 @@ def preflight(config: Config, ranks: int) -> str:
     check_head_dim(stages, shape.head_dim)
     check_exportable(config, shape)
     costs = layer_costs(shape, max(stage.seq_len for stage in stages))
-    settings = config.context_parallel
     for stage in stages:
-        registry.check_support(config, stage)
-        check_shape(shape, stage.tp)
+        check_stage(config, shape, stage)
         plan_stages(config.parallel, stage.pp, costs)
-        make_plan(
-            stage.seq_len,
-            ranks=stage.cp,
-            strategy=stage.strategy,
-            kernel=settings.kernel,
-            layout=settings.layout,
-            all_to_all_ranks=stage.all_to_all_ranks,
-            kv_transfer=settings.kv_transfer,
-        )
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
     return f"{sum(stage.steps for stage in stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
+
+
+def check_stage(config: Config, shape: Any, stage: StagePlan) -> None:
+    """Refuse a stage that its model or its attention cannot be dealt out for.
+
+    Raises:
+        UserError, ContextParallelError: what a run would refuse.
+    """
+    registry.check_support(config, stage)
+    check_shape(shape, stage.tp)
+    settings = config.context_parallel
+    make_plan(
+        stage.seq_len,
+        ranks=stage.cp,
+        strategy=stage.strategy,
+        kernel=settings.kernel,
+        layout=settings.layout,
+        all_to_all_ranks=stage.all_to_all_ranks,
+        kv_transfer=settings.kv_transfer,
+    )
 
 
 def main(arguments: list[str]) -> int:

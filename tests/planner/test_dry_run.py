@@ -100,10 +100,14 @@ def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
     assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
 
 
-def test_weights_and_optimizer_state_are_the_shards_of_the_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides", [("--parallel.tp=2",), ("--optimizer.name=muon",), (*EXPERTS, "--optimizer.name=muon")]
+)
+def test_weights_and_optimizer_state_are_the_shards_of_the_plan(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     path = write_run(tmp_path)
-    walked = walk(path, 4, *LONGER, "--parallel.tp=2", "--curriculum.stages[0].global_batch_tokens=65536")
-    config = load_config(path, [*LONGER, "--parallel.tp=2", "--curriculum.stages[0].global_batch_tokens=65536"])
+    options = (*LONGER, *overrides, "--curriculum.stages[0].global_batch_tokens=65536")
+    walked = walk(path, 4, *options)
+    config = load_config(path, options)
     (planned,) = plan_config(config, make_cluster("cpu", 2))
     # 257 rows of the vocabulary do not divide by 4, and a shard is as long as the longest.
     assert walked.by_kind["weights"] == pytest.approx(planned.memory.weights, rel=2e-2)
@@ -116,6 +120,17 @@ def test_the_rings_messages_are_those_of_the_planner(tmp_path: Path) -> None:
     (volumes,) = plan_volumes(load_config(path, options), make_cluster("cpu", 2))
     by_rank = [sent(walk(path, 4, *options, rank=rank), "send") for rank in range(4)]
     assert max(by_rank) == volumes["ring"].step_bytes
+
+
+def test_of_a_pipeline_a_rank_sends_the_messages_of_its_own_layers(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    options = ["--context_parallel.strategy=ring", "--curriculum.stages[0].seq_len=512", "--curriculum.stages[0].cp=4"]
+    options.append("--curriculum.stages[0].global_batch_tokens=4096")
+    plans = (load_config(path, [*options, f"--parallel.pp={pp}"]) for pp in (1, 2))
+    whole, halved = (plan_volumes(config, make_cluster("cpu", 4))[0] for config in plans)
+    # Half as many ranks share the sequences of a step, and each has half of the layers.
+    assert halved["ring"].step_bytes == whole["ring"].step_bytes
+    assert halved["ring"].layer_bytes == whole["ring"].layer_bytes
 
 
 def test_a_pipeline_rank_of_a_large_job_is_walked_with_its_stages_layers_alone(tmp_path: Path) -> None:

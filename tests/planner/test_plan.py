@@ -1,6 +1,7 @@
 """The command as a user meets it, and estimates that follow from what changes."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +107,37 @@ def test_shards_shrink_with_the_ranks_and_the_pipelines_bubble_with_the_micro_ba
     )
     share = [estimate.seconds["pipeline bubble"] / estimate.step_seconds for estimate in (few, many)]
     assert share[1] < share[0]
+
+
+def test_state_that_waits_on_the_host_is_back_for_the_update() -> None:
+    tight = ("--activation.checkpoint=full", "--activation.mlp_tiles=8", "--model.flavor=70B")
+    stages = [f"--curriculum.stages[{index}].cp=8" for index in range(6)]
+    waiting, there = (
+        estimates(LONG, *tight, *stages, f"--optimizer.offload_state={offload}", nodes=1)[0]
+        for offload in ("true", "false")
+    )
+    bytes_of_all = 16 * there.parameters / 8
+    assert waiting.memory.moment == "update, with the state back from the host"
+    assert waiting.memory.total == pytest.approx(bytes_of_all, rel=0.01)
+    assert there.memory.total > bytes_of_all
+
+
+def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_often() -> None:
+    pipe = "--parallel.pp=2"
+    auto, always = (estimates(LONG, pipe, f"--parallel.fsdp_reshard={how}", nodes=16)[0] for how in ("auto", "always"))
+    assert always.memory.total == auto.memory.total
+    assert always.step_seconds >= auto.step_seconds
+
+
+def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8", "--data.document_mask=true"]) == 0
+    said = "4K is planned as one causal sequence: document_mask makes it cheaper"
+    assert said in capsys.readouterr().out
+
+
+def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.toml"
+    path.write_text('[tokenizer]\nkind = "bytes"\n')
+    for device in ("h100-80g", "here"):
+        assert main([str(path), "--device", device]) == 2
+        assert "there is no stage to train" in capsys.readouterr().err

@@ -44,8 +44,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
             "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
             fix='enable checkpoints, or set checkpoint.export = "no"',
         )
-    if not config.curriculum.stages:
-        raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
+    check_stages(config)
     _check_products(config, ranks)
     for index, stage in enumerate(config.curriculum.stages):
         where, parallel = f"curriculum.stages[{index}]", stage_parallel(config.parallel, stage)
@@ -59,6 +58,12 @@ def check_config(config: Config, ranks: int) -> Degrees:
         _check_pipeline(own)
         _check_stage(own, stage, where, of_stage)
     return degrees
+
+
+def check_stages(config: Config) -> None:
+    """Refuse a config without a stage."""
+    if not config.curriculum.stages:
+        raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
 
 
 def _check_pipeline(config: Config) -> None:

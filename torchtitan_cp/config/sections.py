@@ -45,7 +45,7 @@ class Job:
     description: str = key("", "one line about the run, shown at start")
     timeout_seconds: float = key(300.0, "a step, validation or final save that takes longer ends the job", least=1)
     startup_timeout_seconds: float = key(
-        1800.0, "the same of what comes before: joining, reading the corpus, loading, each stage's first step", least=1
+        1800.0, "the same of what comes before: joining, building, loading, each stage's first step", least=1
     )
     max_restarts: int = key(3, "times that run_train.sh starts the ranks again after one died or hung", least=0)
 

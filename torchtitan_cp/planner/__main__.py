@@ -9,6 +9,7 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError, UserError, complaint, load_config, to_toml
+from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
 from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
 from torchtitan_cp.planner.plan import plan_config, plan_volumes, shape_of
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
 
 def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool:
     """Print what a config takes, or what a search makes of it. Returns whether it fits."""
+    check_stages(config)
     cluster = cluster_of(options, config)
     if options.search:
         found = search(config, cluster)

@@ -1,6 +1,7 @@
 """A stage of a config on a cluster: FLOPs, memory, messages, the time of a step and what limits it."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -131,8 +132,10 @@ def stage_memory(config: Config, shape: Any, degrees: Degrees, stage: StagePlan,
 def stage_volumes(
     config: Config, shape: Any, degrees: Degrees, stage: StagePlan, cluster: Cluster
 ) -> dict[str, Volume]:
-    """What the busiest rank sends for attention under each possible strategy, all layers in one pipeline rank."""
-    return _Attention(config, shape, degrees, stage, cluster).volumes()
+    """What the rank that sends most sends for attention under each possible strategy."""
+    stages = stages_of(config, shape, degrees, stage)
+    windows = [layer_windows_of(shape, stages, rank) for rank in range(degrees.pp)]
+    return _Attention(config, shape, degrees, stage, cluster).volumes(windows)
 
 
 def setting_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan, cluster: Cluster) -> Setting:
@@ -155,6 +158,12 @@ def stages_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan) ->
     """Which layers each pipeline rank has; they are dealt out by their cost at the longest length."""
     longest = max([stage.seq_len, *(other.seq_len for other in config.curriculum.stages)])
     return _stages(config.parallel, degrees.pp, shape, longest)
+
+
+def layer_windows_of(shape: Any, stages: Stages, pipeline_rank: int) -> list[int]:
+    """The window of each layer that a pipeline rank has."""
+    numbers = stages.of(pipeline_rank)
+    return [window for number in numbers for window in shape.layer_windows[slice(*stages.layers[number])]]
 
 
 def model_flops(shape: Any, seq_len: int, mask: AttentionMask | None = None) -> tuple[float, float]:
@@ -246,8 +255,8 @@ class _Attention:
             self.rates,
         )
 
-    def volumes(self) -> dict[str, Volume]:
-        """See stage_volumes."""
+    def volumes(self, windows: Sequence[Sequence[int]]) -> dict[str, Volume]:
+        """See stage_volumes. windows: of each pipeline rank's layers."""
         found, times = {}, self.stage.micro_batches * self.stage.micro_batch_sequences
         for strategy in STRATEGIES:
             inner = _inner(strategy, self.stage.cp, self._hybrid_ranks())
@@ -255,9 +264,12 @@ class _Attention:
                 continue
             layers = {window: self.layer(strategy, inner, window) for window in set(self.shape.layer_windows)}
             every = [layers[window] for window in self.shape.layer_windows]
-            step = sum(self.forwards * layer.forward_bytes + layer.backward_bytes for layer in every) * times
             mean = sum(layer.forward_bytes + layer.backward_bytes for layer in every) / len(every)
-            found[strategy] = Volume(mean, step)
+            sent = {
+                window: self.forwards * layer.forward_bytes + layer.backward_bytes for window, layer in layers.items()
+            }
+            step = max(sum(sent[window] for window in own) for own in windows)
+            found[strategy] = Volume(mean, step * times)
         return found
 
     def _hybrid_ranks(self) -> int:
@@ -276,8 +288,7 @@ def _rank_seconds(
 ) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage = setting.config, attention.stage
-    numbers = stages.of(pipeline_rank)
-    windows = [window for number in numbers for window in shape.layer_windows[slice(*stages.layers[number])]]
+    numbers, windows = stages.of(pipeline_rank), layer_windows_of(shape, stages, pipeline_rank)
     part = parts_of(stages, config, stage, degrees.pp)[pipeline_rank]
     total: dict[str, float] = {}
     for window in set(windows):
@@ -354,11 +365,12 @@ def _fsdp_exposed(
     reduce = cluster.collective_seconds(parameters * setting.reduce_bytes, degrees.fsdp, degrees.tp)
     shard = parameters * setting.reduce_bytes / degrees.fsdp
     reduce += 2 * cluster.collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
-    parallel = setting.config.parallel
-    gathered_again = parallel.fsdp_reshard == "always" or (parallel.fsdp_reshard == "auto" and parallel.pp == 1)
+    how = setting.config.parallel.fsdp_reshard
     if degrees.pp > 1:
-        return (max(0.0, gather - forward) + max(0.0, reduce - backward)) / setting.micro_batches
-    twice = gather if gathered_again else 0.0
+        # Freed by each forward, its weights are gathered again for the next one.
+        gathers = 1.0 if how == "always" else 1 / setting.micro_batches
+        return max(0.0, gather - forward) * gathers + max(0.0, reduce - backward) / setting.micro_batches
+    twice = gather if how != "never" else 0.0
     return max(0.0, gather - forward) + max(0.0, twice + reduce - backward)
 
 

@@ -196,7 +196,7 @@ def memory_of(shape: Any, part: Part, setting: Setting) -> Memory:
     counts = count_parameters(shape, setting.tp)
     ends = counts.ends(part.opens, part.closes, shape.tie_embeddings)
     own = part.layers * counts.block + ends
-    always = _always(setting, own)
+    always = _always(setting, own, part.layers * counts.muon)
     weights_at_hand = _weights_at_hand(setting, part, counts.block, ends)
     block = block_of(shape, setting)
     inputs, attention, mlp = kept(block, shape, setting)
@@ -209,6 +209,7 @@ def memory_of(shape: Any, part: Part, setting: Setting) -> Memory:
         *_loss_moments(shape, setting, part, weights_at_hand),
         *_block_moments(shape, setting, part, block, counts.block, weights_at_hand),
         _last_moment(setting, ends, weights_at_hand),
+        ("update, with the state back from the host", 1.0, {"optimizer": always.pop("parked")}),
     ]
     fullest = Memory()
     for moment, gone, extra in moments:
@@ -225,22 +226,28 @@ def memory_of(shape: Any, part: Part, setting: Setting) -> Memory:
     return fullest
 
 
-def _always(setting: Setting, own: int) -> dict[str, float]:
-    """Shards of weights, gradients and optimizer state."""
+def _always(setting: Setting, own: int, muon: int) -> dict[str, float]:
+    """Shards of weights, gradients and optimizer state; `parked` is what of that is on the host between updates.
+
+    Args:
+        own: parameters before they are sharded; muon: those of them that Muon takes, where it is chosen.
+    """
     config, shard = setting.config, own / setting.fsdp
     if config.parallel.fsdp_cpu_offload:
-        return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
+        return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "parked": 0.0}
     moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * WIDE
-    if config.optimizer.name == "muon":
-        moments = WIDE  # the matrices, which are nearly all, have a momentum alone
-    optimizer = 0.0 if config.optimizer.offload_state else shard * moments
-    return {"weights": shard * WIDE, "gradients": shard * WIDE, "optimizer": optimizer}
+    # Muon has a momentum alone.
+    by_muon = muon / setting.fsdp if config.optimizer.name == "muon" else 0.0
+    state = (shard - by_muon) * moments + by_muon * WIDE
+    parked = state if config.optimizer.offload_state else 0.0
+    return {"weights": shard * WIDE, "gradients": shard * WIDE, "optimizer": state - parked, "parked": parked}
 
 
 def _weights_at_hand(setting: Setting, part: Part, block: int, ends: int) -> float:
     """Gathered weights: the ends' for the whole step, and of the layers those at work, or all in a pipeline."""
     parallel = setting.config.parallel
-    again = parallel.fsdp_reshard == "always" or (parallel.fsdp_reshard == "auto" and parallel.pp == 1)
+    # A pipeline's backward leaves all of them gathered, whatever a forward does.
+    again = parallel.fsdp_reshard != "never" and parallel.pp == 1
     # At work: one, those gathered ahead, and the buffer a gather arrives in.
     blocks = min(part.layers, 2 + parallel.fsdp_prefetch) if again else part.layers + 1
     gathered = (blocks * block + ends) * setting.element_bytes

@@ -13,6 +13,7 @@ class Parameters:
 
     Attributes:
         block_matrices: of one layer; block_norms: its norms, biases and sinks.
+        muon: of block_matrices, those that are matrices by themselves, as experts in one tensor are not.
         token_matrices: of block_matrices, those that a token meets: of experts, only some.
         embedding: V E; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
@@ -20,6 +21,7 @@ class Parameters:
 
     block_matrices: int
     block_norms: int
+    muon: int
     token_matrices: int
     embedding: int
     output: int
@@ -46,7 +48,9 @@ def count_parameters(shape: Any, tp: int = 1) -> Parameters:
     small = 2 * shape.dim + 2 * shape.head_dim * shape.qk_norm
     small += (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tp * shape.qkv_bias
     small += shape.n_heads // tp * shape.sinks
-    return Parameters(matrices, small, met, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
+    # Experts lie in one tensor of three dims.
+    alone = met - 3 * shape.dim * shape.token_ffn_dim // tp if shape.token_copies else matrices
+    return Parameters(matrices, small, alone, met, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
 
 
 def total_parameters(shape: Any) -> int:

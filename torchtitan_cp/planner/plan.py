@@ -1,4 +1,4 @@
-"""A whole config on a cluster: every check a run makes, then an estimate of each stage."""
+"""A whole config on a cluster: the checks that a run makes of it, then an estimate of each stage."""
 
 import dataclasses
 from dataclasses import dataclass, replace
@@ -9,10 +9,10 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
-from torchtitan_cp.parallel import check_shape
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, Volume, estimate_stage, stage_volumes
 from torchtitan_cp.planner.parameters import vocabulary_of
+from torchtitan_cp.preflight import check_stage
 
 
 def shape_of(config: Config) -> Any:
@@ -36,20 +36,22 @@ class StageToPlan:
     cluster: Cluster
 
 
-def stages_to_plan(config: Config, cluster: Cluster) -> tuple[StageToPlan, ...]:
+def stages_to_plan(config: Config, cluster: Cluster, shape: Any = None) -> tuple[StageToPlan, ...]:
     """The stages of a config on all ranks of a cluster.
+
+    Args:
+        shape: what `shape_of` gives, if it is at hand.
 
     Raises:
         UserError, ContextParallelError: what a run on so many ranks would refuse.
     """
     check_config(config, cluster.ranks)
-    shape = shape_of(config)
+    shape = shape or shape_of(config)
     stages = resolve_stages(config, cluster.ranks)
     check_head_dim(stages, shape.head_dim)
     planned = []
     for stage in stages:
-        registry.check_support(config, stage)
-        check_shape(shape, stage.tp)
+        check_stage(config, shape, stage)
         parallel = replace(config.parallel, tp=stage.tp, pp=stage.pp)
         own = replace(config, parallel=parallel, activation=stage.activation)
         planned.append(StageToPlan(own, shape, resolve_degrees(parallel, cluster.ranks), stage, cluster))

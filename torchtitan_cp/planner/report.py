@@ -9,6 +9,8 @@ from torchtitan_cp.planner.devices import ACCELERATORS, USABLE_MEMORY, Cluster
 from torchtitan_cp.planner.estimate import Estimate, Volume
 
 GIB = 2**30
+# Keys of a stage's [data] that leave pairs of attention out.
+CUTTING = ("document_mask", "short_share", "growth_from")
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 
@@ -31,6 +33,10 @@ def print_estimates(
     )
     for table in (memory_table(estimates), volume_table(estimates, volumes), time_table(estimates)):
         console.print(table)
+    for estimate in estimates:
+        if cheaper := [key for key in CUTTING if getattr(estimate.stage.data, key)]:
+            keys = ", ".join(cheaper)
+            console.print(f"{estimate.stage.name} is planned as one causal sequence: {keys} makes it cheaper")
     days = sum(estimate.days for estimate in estimates)
     console.print(f"{days:.3g} days in all")
     for estimate in estimates:

@@ -7,14 +7,11 @@ from typing import Any
 
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.sections import Stage
-from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.parallel import check_shape
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, estimate_stage
-from torchtitan_cp.planner.plan import shape_of
-from torchtitan_cp.registry import check_support
+from torchtitan_cp.planner.plan import plan_config, shape_of, stages_to_plan
 
 MODES = ("none", "selective", "attention_saved", "full")
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -62,16 +59,20 @@ def search(config: Config, cluster: Cluster) -> Found:
 
     What the config says of everything else stays. Replicas are not tried: dp_replicate becomes 1.
 
+    A stage's own tp, pp and mode are left out: what is chosen holds for the whole run.
+
     Raises:
-        ConfigError: nothing fits.
+        UserError, ContextParallelError: nothing fits, or a run would refuse whatever was tried, and why.
     """
-    shape = shape_of(config)
-    tried = {choice: stage_options(config, shape, choice, cluster) for choice in choices(shape, cluster)}
+    shape, refused = shape_of(config), list[Exception]()
+    tried = {choice: stage_options(config, shape, choice, cluster, refused) for choice in choices(shape, cluster)}
     totals = {
         choice: sum(best(options).seconds for options in stages)
         for choice, stages in tried.items()
         if stages and all(any(option.estimate.fits for option in options) for options in stages)
     }
+    if not totals and not any(tried.values()) and refused:
+        raise refused[-1]
     if not totals:
         raise ConfigError(
             f"nothing fits on {cluster.ranks} x {cluster.name}",
@@ -82,13 +83,10 @@ def search(config: Config, cluster: Cluster) -> Found:
     reasons = _choice_reasons(chosen, totals, tried)
     reasons += [_stage_reason(option, options) for option, options in zip(picked, tried[chosen], strict=True)]
     stages = tuple(option.stage for option in picked)
-    return Found(
-        dataclasses.replace(
-            with_choice(config, chosen, cluster), curriculum=dataclasses.replace(config.curriculum, stages=stages)
-        ),
-        tuple(option.estimate for option in picked),
-        tuple(reasons),
+    found = dataclasses.replace(
+        with_choice(config, chosen, cluster), curriculum=dataclasses.replace(config.curriculum, stages=stages)
     )
+    return Found(found, plan_config(found, cluster), tuple(reasons))
 
 
 def choices(shape: Any, cluster: Cluster) -> Iterator[Choice]:
@@ -120,8 +118,14 @@ def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
     )
 
 
-def stage_options(config: Config, shape: Any, choice: Choice, cluster: Cluster) -> list[list[Option]]:
-    """Every way to run each stage under a choice; none where some stage has no way that a run would accept."""
+def stage_options(
+    config: Config, shape: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
+) -> list[list[Option]]:
+    """Every way to run each stage under a choice; none where some stage has no way that a run would accept.
+
+    Args:
+        refused: takes why a run would refuse what it would.
+    """
     chosen = with_choice(config, choice, cluster)
     ranks = cluster.ranks // (choice.tp * choice.pp)
     found = []
@@ -129,7 +133,9 @@ def stage_options(config: Config, shape: Any, choice: Choice, cluster: Cluster) 
         options: list[Option] = []
         for cp in _powers(ranks):
             for strategy in EXCHANGES if cp > 1 else ("ring",):
-                option = _try(chosen, shape, dataclasses.replace(stage, cp=cp, strategy=strategy), cluster)
+                own = dataclasses.replace(stage.activation, checkpoint=None)
+                way = dataclasses.replace(stage, cp=cp, strategy=strategy, tp=None, pp=None, activation=own)
+                option = _try(chosen, shape, way, cluster, refused)
                 options += [option] if option else []
         if not options:
             return []
@@ -137,18 +143,27 @@ def stage_options(config: Config, shape: Any, choice: Choice, cluster: Cluster) 
     return found
 
 
-def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster) -> Option | None:
+def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster, refused: list[Exception]) -> Option | None:
     """One way to run a stage; None where a run would refuse it."""
     inner = config.context_parallel.all_to_all_ranks
     if stage.strategy == "hybrid" and not 1 < inner < (stage.cp or 1):
         return None
-    alone = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=(stage,)))
+    # Its gate looks at other stages, which are not there.
+    alone = dataclasses.replace(
+        config, curriculum=dataclasses.replace(config.curriculum, stages=(_to_its_limit(stage),))
+    )
     try:
-        check_support(alone, alone.parallel)
-        degrees = check_config(alone, cluster.ranks)
-        return Option(stage, estimate_stage(alone, shape, degrees, resolve_stages(alone, cluster.ranks)[0], cluster))
-    except (ConfigError, ContextParallelError):
+        [planned] = stages_to_plan(alone, cluster, shape)
+        return Option(stage, estimate_stage(**vars(planned)))
+    except (ConfigError, ContextParallelError) as error:
+        refused.append(error)
         return None
+
+
+def _to_its_limit(stage: Stage) -> Stage:
+    """The stage without a gate, as long as it may be at most."""
+    most = stage.until.get("max_tokens")
+    return dataclasses.replace(stage, until={}, tokens=int(most)) if most else stage
 
 
 def best(options: list[Option]) -> Option:
