@@ -87,6 +87,8 @@ def test_what_is_found_is_planned_as_it_is_written_whatever_stages_had(tmp_path:
     found = search(config, cluster)
     assert found.estimates == plan_config(found.config, cluster)
     assert all(estimate.fits for estimate in found.estimates)
+    said = "curriculum.stages [0]: their own tp, pp and activation.checkpoint are left out"
+    assert (said in found.reasons) == bool(own)
     for stage in found.config.curriculum.stages:
         assert (stage.tp, stage.pp, stage.activation.checkpoint) == (None, None, None)
 

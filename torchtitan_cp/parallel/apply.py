@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
@@ -73,10 +74,8 @@ def host_memory(device_type: str) -> HostMemory | None:
 
 def compile_blocks(model: nn.Module, mode: str) -> None:
     """Compile each block whole; blocks of one kind share what is compiled, and another length makes it dynamic."""
-    # torch ends a run at 8: three windows, in training and evaluation, at a fixed length and at any are 12.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     for layer in model.layers.values():  # type: ignore[operator]
-        layer.forward = torch.compile(layer.forward, fullgraph=True, mode=mode)
+        layer.forward = compile_whole(layer.forward, mode)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> None:

@@ -38,8 +38,10 @@ class Stopwatch:
         stretches, self.stretches = self.stretches, []
         if not self.on_cuda:
             return sum(stop - start for start, stop in stretches)
-        ended = [stop.query() for _, stop in stretches]  # asked once: one may end meanwhile
-        self.stretches = [stretch for stretch, over in zip(stretches, ended, strict=True) if not over]
-        return (
-            sum(start.elapsed_time(stop) for (start, stop), over in zip(stretches, ended, strict=True) if over) / 1000
-        )
+        seconds = 0.0
+        for start, stop in stretches:
+            if stop.query():  # asked once: it may end meanwhile
+                seconds += start.elapsed_time(stop) / 1000
+            else:
+                self.stretches.append((start, stop))
+        return seconds

@@ -81,6 +81,9 @@ def search(config: Config, cluster: Cluster) -> Found:
     chosen = min(totals, key=lambda choice: totals[choice])
     picked = [best(options) for options in tried[chosen]]
     reasons = _choice_reasons(chosen, totals, tried)
+    own = [index for index, stage in enumerate(config.curriculum.stages) if _chosen_alone(stage)]
+    if own:
+        reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
     reasons += [_stage_reason(option, options) for option, options in zip(picked, tried[chosen], strict=True)]
     stages = tuple(option.stage for option in picked)
     found = dataclasses.replace(
@@ -158,6 +161,11 @@ def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster, refused: li
     except (ConfigError, ContextParallelError) as error:
         refused.append(error)
         return None
+
+
+def _chosen_alone(stage: Stage) -> bool:
+    """Whether a stage has something of its own that the search chooses for the whole run."""
+    return any(value is not None for value in (stage.tp, stage.pp, stage.activation.checkpoint))
 
 
 def _to_its_limit(stage: Stage) -> Stage:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, any_band
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
@@ -119,10 +120,8 @@ def _attend(*rows: Tensor, **options: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _compile() -> Any:
-    # Whole or not at all: what it falls back to beyond the limit of recompilations holds every score. The limit is 8,
-    # which two numbers of sequences at once reach, forward and backward, with and without documents.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
-    return torch.compile(flex.flex_attention, fullgraph=True)
+    # What it would fall back to holds every score.
+    return compile_whole(flex.flex_attention)
 
 
 @lru_cache(maxsize=256)
