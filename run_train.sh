@@ -24,5 +24,5 @@ source "$ROOT/launch/environment.sh"
 case " $* " in
     *" -h "* | *" --help "*) exec "$PYTHON" "$ROOT/train.py" --help ;;
 esac
-exec "$PYTHON" -m torchtitan_cp.launch "${CONFIG_FILE:-$ROOT/train_configs/quickstart.toml}" ${NPROC:+--nproc "$NPROC"} \
+exec "$PYTHON" -m torchtitan_cp.cli.train "${CONFIG_FILE:-$ROOT/train_configs/quickstart.toml}" ${NPROC:+--nproc "$NPROC"} \
     --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" ${RDZV_ENDPOINT:+--rdzv-endpoint "$RDZV_ENDPOINT"} "$@"

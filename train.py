@@ -12,18 +12,18 @@ from rich.console import Console
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.checkpoint import hold_folder
-from torchtitan_cp.config import Config, UserError, complaint, load_config
+from torchtitan_cp.checkpoint import run_dir_lock
+from torchtitan_cp.cli.train import RELAUNCH_FILE, add_parity_argument
+from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.health import NonFiniteError
-from torchtitan_cp.launch import RELAUNCH_FILE, add_parity_argument
-from torchtitan_cp.parallel import World, start_ranks, stop_ranks
-from torchtitan_cp.parallel.agreement import check_same_job
-from torchtitan_cp.parallel.failure import LOST_RANK, LostRankError, RankWatch, doing, name_lost_ranks
-from torchtitan_cp.parity import verify_parity
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
-from torchtitan_cp.registry import register
-from torchtitan_cp.trainer import Trainer
+from torchtitan_cp.runtime import World, start_ranks, stop_ranks
+from torchtitan_cp.runtime.consistency import check_same_job
+from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
+from torchtitan_cp.training.parity import verify_parity
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
 
 BAD_INPUT, HALTED, PARITY_BROKEN = 2, 3, 5
 ROOT = Path(__file__).parent
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
             return PARITY_BROKEN
         stop_ranks()
     except (UserError, ContextParallelError) as error:
-        return _complain(rank, complaint(options.config, error), BAD_INPUT)
+        return _complain(rank, format_error(options.config, error), BAD_INPUT)
     except NonFiniteError as error:
         return _complain(rank, f"error: {error}", HALTED)
     except LostRankError:
@@ -80,11 +80,11 @@ def main(arguments: list[str]) -> int:
 def run(config: Config, world: World) -> None:
     """Train, watched over, as the only job on the run's folder."""
     settings = config.job
-    doing("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
+    set_activity("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
     beat_seconds = min(LONGEST_BEAT_SECONDS, settings.timeout_seconds / BEATS)
-    with RankWatch(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, name_lost_ranks(watch):
+    with Watchdog(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, name_lost_ranks(watch):
         check_same_job(config, SOURCES)
-        with hold_folder(settings.dump_folder):
+        with run_dir_lock(settings.dump_folder):
             trainer = Trainer(config, world)
             trainer.run()
             if trainer.relaunches and os.environ.get("LOCAL_RANK") == "0" and RELAUNCH_FILE in os.environ:
@@ -132,7 +132,7 @@ def _entry() -> int:
     return code
 
 
-def be_rank() -> None:
+def worker_main() -> None:
     """Be the rank that the environment says, with the arguments in sys.argv; after a failure it does not return."""
     with suppress(OSError):  # in top and ps; on Linux only
         Path("/proc/self/comm").write_text(f"rank {os.environ.get('RANK', '0')}")
@@ -144,4 +144,4 @@ def be_rank() -> None:
 
 
 if __name__ == "__main__":
-    be_rank()
+    worker_main()

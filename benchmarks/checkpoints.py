@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import start_ranks
-from models.llama import SHARDING, Llama, LlamaShape
+from models.llama import SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import attend
-from torchtitan_cp.checkpoint import Checkpoints, Progress
+from torchtitan_cp.checkpoint import CheckpointManager, Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Checkpoint
@@ -25,7 +25,7 @@ HEAD_DIM = 64
 
 def make_state(dim: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """On a rank: a model of this width with moments."""
-    shape = LlamaShape(dim, 8, dim // HEAD_DIM, dim // HEAD_DIM, HEAD_DIM, 3 * dim, vocab_size=16384)
+    shape = LlamaArgs(dim, 8, dim // HEAD_DIM, dim // HEAD_DIM, HEAD_DIM, 3 * dim, vocab_size=16384)
     with torch.device("meta"):
         model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
     parallelize(model, Meshes("cpu", Degrees(1, 1, dist.get_world_size(), 1, 1)), SHARDING, Config())
@@ -42,7 +42,7 @@ def saves(dim: int, folder: Path) -> Callable[[], dict[str, Any]]:
     model, optimizer = make_state(dim)
     # The first save of each, which takes the memory, is not counted.
     kinds = {
-        name: Checkpoints(folder / name, Checkpoint(asynchronous=name == "asynchronous", keep=1))
+        name: CheckpointManager(folder / name, Checkpoint(asynchronous=name == "asynchronous", keep=1))
         for name in ("synchronous", "asynchronous")
     }
     step = 0
@@ -68,7 +68,7 @@ def loads(dim: int, folder: Path) -> Callable[[], tuple[float, float]]:
     model, optimizer = make_state(dim)
 
     def run() -> tuple[float, float]:
-        checkpoints = Checkpoints(folder)
+        checkpoints = CheckpointManager(folder)
         dist.barrier()
         begun = time.perf_counter()
         saved = checkpoints.read_progress()

@@ -20,11 +20,11 @@ from models import ARCHITECTURES
 from models.llama import FLAVORS
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.parallel import World
-from torchtitan_cp.parallel import start_ranks as join_ranks
-from torchtitan_cp.parallel.device import find_device
-from torchtitan_cp.registry import register
-from torchtitan_cp.trainer import Trainer
+from torchtitan_cp.runtime import World
+from torchtitan_cp.runtime import start_ranks as join_ranks
+from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
 
 CORES, VOCABULARY, STEP_TOKENS, PATIENCE_SECONDS = 2, 4096, 8192, 3600.0
 ENDLESS = 1000  # steps: a run is over when no turn is left

@@ -8,9 +8,9 @@ from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config.sections import Data, Tokenizer
 from torchtitan_cp.data import TokenStream, prepare
-from torchtitan_cp.data.loader import StepShape, read_step
-from torchtitan_cp.data.packing import Packing
-from torchtitan_cp.data.samples import Sampling, StageSamples
+from torchtitan_cp.data.batches.loader import BatchLayout, read_step
+from torchtitan_cp.data.batches.packing import Packing
+from torchtitan_cp.data.batches.samples import Sampling, StageSamples
 
 PACKINGS = {
     "concat": Packing("concat", 1, document_mask=False, restart_positions=False),
@@ -34,7 +34,7 @@ def measure(lengths: list[int], cp: int, tokens: int, cache: str) -> Iterator[Ro
             steps = max(2, tokens // length)
             sampling = Sampling({name: 1.0 for name in streams}, packing, 0, 0, 0, 0, {})
             samples = StageSamples(streams, length, sampling, 0, 0, 1, {}, steps + 1)
-            shape = StepShape(length, 1, 1, 1, 0, partial(make_plan, ranks=cp))
+            shape = BatchLayout(length, 1, 1, 1, 0, partial(make_plan, ranks=cp))
             read_step(samples, shape, steps)  # what is made once
             begun = time.perf_counter()
             for step in range(steps):

@@ -14,7 +14,7 @@ from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Run, start_ranks
 from benchmarks.strategies import HEAD_DIM, HEADS
 from torchtitan_cp.attention import ContextParallel
-from torchtitan_cp.parallel.device import find_device
+from torchtitan_cp.runtime.device import find_device
 
 
 def on_ranks(strategy: str, seq_len: int, kv_heads: int) -> Run:

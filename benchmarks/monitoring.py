@@ -22,15 +22,15 @@ from benchmarks.benchmark import Benchmark, Row
 from models import ARCHITECTURES
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import build
-from torchtitan_cp.data.loader import MicroBatch, read_step
-from torchtitan_cp.health.watch import FIRST_BLOCK, largest, read
-from torchtitan_cp.network import Network
-from torchtitan_cp.optimizer import square_norms
-from torchtitan_cp.parallel import World
-from torchtitan_cp.parallel.device import find_device
-from torchtitan_cp.registry import register
-from torchtitan_cp.telling import Telling
-from torchtitan_cp.trainer import Trainer
+from torchtitan_cp.data.batches.loader import MicroBatch, read_step
+from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read
+from torchtitan_cp.optim import square_norms
+from torchtitan_cp.runtime import World
+from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.metrics_logger import MetricsLogger
+from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
 
 CONFIG = """
 job.dump_folder = "{folder}/run"
@@ -52,42 +52,42 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     config = build(Config, tomli.loads(text), where="", file="benchmark")
     world = World(0, 1, find_device())
     trainer = Trainer(config, world)
-    bare = Network(config, world, trainer.meshes, trainer.network.shape, trainer.stages[0], length)
+    bare = ParallelModel(config, world, trainer.meshes, trainer.model.args, trainer.stages[0], length)
     shape = trainer.enter_stage(trainer.stages[0])
     bare.enter(trainer.stages[0])
-    batches = read_step(trainer.reading.samples, shape, 0)
+    batches = read_step(trainer.data_pipeline.samples, shape, 0)
 
     def guarded() -> None:
         report = trainer.gradients(batches)
-        trainer.guarding.is_bad(report)
-        trainer.guarding.passed_well(report)
-        trainer.network.update(1e-6, report.grad_norm)
+        trainer.health_monitor.is_bad(report)
+        trainer.health_monitor.record_healthy_step(report)
+        trainer.model.update(1e-6, report.grad_norm)
 
-    hidden = torch.randn(1, length, trainer.network.shape.dim)
-    parameters = list(trainer.network.parts.parameters())
+    hidden = torch.randn(1, length, trainer.model.args.dim)
+    parameters = list(trainer.model.parts.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    blocks = trainer.network.shape.n_layers
+    blocks = trainer.model.args.n_layers
     rows = np.ones((1, FIRST_BLOCK + 2 * blocks + 1))
 
     def more() -> None:
         outputs = [largest(hidden) for _ in range(blocks + 1)]
         torch.stack(outputs).double()
-        square_norms(trainer.guarding.counted)
-        trainer.guarding.spikes.healthy(read(rows).judged(trainer.guarding.spikes.judge))
+        square_norms(trainer.health_monitor.counted)
+        trainer.health_monitor.spikes.healthy(read(rows).judged(trainer.health_monitor.spikes.judge))
 
     stage, report, losses = trainer.stages[0], trainer.gradients(batches), torch.rand(batches[0].labels.shape)
-    telling = Telling(config, world, trainer.network, 1, 0)
-    telling.console.terminal.quiet = True
-    telling.begin(trainer.reading)
-    telling.enter(stage, 0, batches[0])
-    progress = trainer.guarding.told(trainer.progress)
+    metrics_logger = MetricsLogger(config, world, trainer.model, 1, 0)
+    metrics_logger.console.terminal.quiet = True
+    metrics_logger.begin(trainer.data_pipeline)
+    metrics_logger.enter(stage, 0, batches[0])
+    progress = trainer.health_monitor.with_health_state(trainer.progress)
 
     def tell() -> None:
-        telling.before(stage, 1, batches)
-        assert trainer.network.observe is not None
-        trainer.network.observe(batches[0], losses)
-        telling.step(stage, progress, report, lr=1e-6, waited=0.0, seconds=1.0, skipped=False, total_steps=1)
+        metrics_logger.before(stage, 1, batches)
+        assert trainer.model.observe is not None
+        trainer.model.observe(batches[0], losses)
+        metrics_logger.step(stage, progress, report, lr=1e-6, waited=0.0, seconds=1.0, skipped=False, total_steps=1)
 
     return guarded, lambda: unguarded(bare, batches), more, tell
 
@@ -99,14 +99,14 @@ def cpu_seconds(step: Callable[[], None]) -> float:
     return time.process_time() - begun
 
 
-def unguarded(network: Network, batches: tuple[MicroBatch, ...]) -> None:
+def unguarded(model: ParallelModel, batches: tuple[MicroBatch, ...]) -> None:
     """A step that exchanges three numbers."""
-    sums = network.gradients(batches)
-    norm = square_norms([list(network.parts.parameters())])[0]
+    sums = model.gradients(batches)
+    norm = square_norms([list(model.parts.parameters())])[0]
     own = torch.stack([sums.loss.double(), sums.tokens.double(), norm])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    network.update(1e-6, torch.stack(gathered).sum(0).tolist()[2] ** 0.5)
+    model.update(1e-6, torch.stack(gathered).sum(0).tolist()[2] ** 0.5)
 
 
 def measure(lengths: list[int], rounds: int) -> Iterator[Row]:

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import seconds
-from models.llama import Llama, LlamaShape
+from models.llama import Llama, LlamaArgs
 from torchtitan_cp.config import sections
-from torchtitan_cp.optimizer import build_optimizer
+from torchtitan_cp.optim import build_optimizer
 
 OPTIMIZERS = {
     "AdamW, fused": sections.Optimizer(implementation="fused"),
@@ -22,7 +22,7 @@ OPTIMIZERS = {
 }
 
 
-def stepper(name: str, shape: LlamaShape, device: torch.device) -> torch.optim.Optimizer:
+def stepper(name: str, shape: LlamaArgs, device: torch.device) -> torch.optim.Optimizer:
     """An optimizer whose parameters have gradients and whose state exists."""
     torch.manual_seed(0)
     with device:
@@ -39,7 +39,7 @@ def measure(dim: int, layers: int, optimizers: list[str], rounds: int) -> Iterat
     """fp32, a Llama of this width without its attention: the optimizers in turn, medians beside the first's."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = dataclasses.replace(
-        LlamaShape(dim, layers, dim // 64, dim // 128, 64, 4 * dim), vocab_size=4096, tie_embeddings=True
+        LlamaArgs(dim, layers, dim // 64, dim // 128, 64, 4 * dim), vocab_size=4096, tie_embeddings=True
     )
     steppers = {name: stepper(name, shape, device) for name in optimizers}
 

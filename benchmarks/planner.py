@@ -18,14 +18,14 @@ from benchmarks.ranks import Run, start_ranks
 from benchmarks.training_memory import M_MMAP_THRESHOLD
 from models import ARCHITECTURES
 from torchtitan_cp.config import load_config
-from torchtitan_cp.parallel import start_ranks as join_ranks
-from torchtitan_cp.parallel.device import find_device
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.measure import measure_accelerator
-from torchtitan_cp.planner.plan import plan_config, shape_of
-from torchtitan_cp.registry import register
-from torchtitan_cp.trainer import Trainer
+from torchtitan_cp.planner.plan import model_args_of, plan_config
+from torchtitan_cp.runtime import start_ranks as join_ranks
+from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
 
 CORES = 2
 MODES = {
@@ -64,7 +64,7 @@ def train(length: int, steps: int, mode: str, cache: str) -> Run:
 
     def plan() -> Estimate:
         dist.barrier()  # the ranks share what the cores share
-        measured = measure_accelerator(config, shape_of(config), ranks)
+        measured = measure_accelerator(config, model_args_of(config), ranks)
         return plan_config(config, make_cluster("here", 1, ranks, measured=measured))[0]
 
     # What a process that trains holds beside a step's tensors is there after a short step.

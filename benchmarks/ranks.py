@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_cp.parallel.gloo import use_one_thread
+from torchtitan_cp.runtime.gloo import use_one_thread
 
 Run = Callable[[], Any]
 PIPES: list[Connection] = []  # of this rank to the process that asks, once there is one
 # Imported once by the fork server; every rank starts from there.
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torchtitan_cp.trainer", "benchmarks.strategies"])
+FORK.set_forkserver_preload(["torchtitan_cp.training.trainer", "benchmarks.strategies"])
 
 
 def seconds(run: Run) -> float:

@@ -43,11 +43,11 @@ def measure(config: str, ranks: int, cache: str, rounds: int) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             overrides = [f"--job.dump_folder={folder / 'run'}", f"--data.cache_folder={cache}"]
-            check = [sys.executable, "-m", "torchtitan_cp.preflight", config, "--ranks", str(ranks), *overrides]
+            check = [sys.executable, "-m", "torchtitan_cp.cli.check", config, "--ranks", str(ranks), *overrides]
             begun = time.perf_counter()
             subprocess.run(check, cwd=ROOT, check=True, capture_output=True)
             checked = time.perf_counter() - begun
-            launch = [sys.executable, "-m", "torchtitan_cp.launch", config, "--nproc", str(ranks), *overrides]
+            launch = [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *overrides]
             yield {"ranks": ranks, "to_step_1_s": to_first_step(launch, folder), "check_s": checked}
 
 

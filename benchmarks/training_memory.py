@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import Run, start_ranks
-from models.llama import SHARDING, Llama, LlamaShape
+from models.llama import SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.optimizer import chunked_cross_entropy
+from torchtitan_cp.optim import chunked_cross_entropy
 from torchtitan_cp.parallel import Meshes, parallelize
-from torchtitan_cp.parallel.device import find_device
+from torchtitan_cp.runtime.device import find_device
 
-SHAPE = LlamaShape(128, 4, 4, 2, 32, 352, vocab_size=8192, windows=(1024,))
+SHAPE = LlamaArgs(128, 4, 4, 2, 32, 352, vocab_size=8192, windows=(1024,))
 CHUNK = 1024
 M_MMAP_THRESHOLD = -3  # of malloc.h
 

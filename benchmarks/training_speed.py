@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.benchmark import Benchmark, Row
-from models.llama import FLAVORS, SHARDING, Llama, LlamaShape
+from models.llama import FLAVORS, SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.metrics import find_peak, flops_per_token
-from torchtitan_cp.optimizer import chunked_cross_entropy
+from torchtitan_cp.optim import chunked_cross_entropy
 from torchtitan_cp.parallel import Meshes, parallelize
-from torchtitan_cp.parallel.device import Device, find_device
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import estimate_stage
 from torchtitan_cp.planner.measure import measure_accelerator
+from torchtitan_cp.runtime.device import Device, find_device
 
 CHUNK = 2048
 
 
-def step_seconds(shape: LlamaShape, seq_len: int, config: Config, device: Device, rounds: int) -> tuple[float, int]:
+def step_seconds(shape: LlamaArgs, seq_len: int, config: Config, device: Device, rounds: int) -> tuple[float, int]:
     """(seconds of the fastest step, peak bytes); raises torch.OutOfMemoryError where it does not fit."""
     with torch.device("meta"):
         model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
@@ -62,7 +62,7 @@ def step_seconds(shape: LlamaShape, seq_len: int, config: Config, device: Device
     return best, device.peak_memory_bytes()
 
 
-def plan_step(shape: LlamaShape, seq_len: int, config: Config) -> tuple[float, float]:
+def plan_step(shape: LlamaArgs, seq_len: int, config: Config) -> tuple[float, float]:
     """(seconds, bytes) that the planner gives such a step, which has no optimizer."""
     stages = (Stage(seq_len=seq_len, steps=1, global_batch_tokens=seq_len),)
     config = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=stages))

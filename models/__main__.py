@@ -23,14 +23,14 @@ def _table(architecture: Architecture) -> str:
 
 
 def _rows(architecture: Architecture) -> Iterator[str]:
-    for name, shape in architecture.flavors.items():
-        sizes = [shape.dim, shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.ffn_dim]
-        options = [option for option in ("tie_embeddings", "qkv_bias", "qk_norm", "sinks") if getattr(shape, option)]
-        options += [f"windows = {list(shape.windows)}"] if any(shape.windows) else []
-        if hasattr(shape, "n_experts"):
-            options.append(f"{shape.n_experts} experts, {shape.experts_per_token} a token")
+    for name, args in architecture.flavors.items():
+        sizes = [args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.head_dim, args.ffn_dim]
+        options = [option for option in ("tie_embeddings", "qkv_bias", "qk_norm", "sinks") if getattr(args, option)]
+        options += [f"windows = {list(args.windows)}"] if any(args.windows) else []
+        if hasattr(args, "n_experts"):
+            options.append(f"{args.n_experts} experts, {args.experts_per_token} a token")
         rope = ", ".join(f"{key} = {_toml(value)}" for key, value in architecture.published_rope.get(name, {}).items())
-        cells = [f"`{name}`", *map(str, sizes), str(shape.vocab_size or "the tokenizer's"), ", ".join(options)]
+        cells = [f"`{name}`", *map(str, sizes), str(args.vocab_size or "the tokenizer's"), ", ".join(options)]
         yield f"| {' | '.join(cells)} | {f'`{{{rope}}}`' if rope else ''} |"
 
 

@@ -13,8 +13,8 @@ class Hub:
 
     Attributes:
         names: our parameter -> theirs; `*` stands for the layer's number in both.
-        sizes: config.json -> values of the shape; ValueError says why it is none of this architecture.
-        config: shape -> config.json, without rotary embedding, length and tokens; ValueError says what it cannot say.
+        sizes: config.json -> values of the args; ValueError says why it is none of this architecture.
+        config: args -> config.json, without rotary embedding, length and tokens; ValueError says what it cannot say.
     """
 
     names: Mapping[str, str]
@@ -30,7 +30,7 @@ class Architecture:
         flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
             `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`; for the planner also
             `matrix_parameters()`, `token_ffn_dim` and `token_copies` (see LlamaShape).
-        build: (shape, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
+        build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to some layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
             plan, window) and may be given `sinks=`; `attend.sum_ranks(x, plan)` sums a tensor without gradient

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from models import ARCHITECTURES
-from tests.ranks import RankPool
-from torchtitan_cp.registry import register
+from tests.support.rank_pool import RankPool
+from torchtitan_cp.training.registry import register
 
 register(ARCHITECTURES)
 

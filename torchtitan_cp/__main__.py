@@ -5,16 +5,16 @@ import sys
 
 # What each command is the main() of; imported when it is asked for, as the launcher needs no torch.
 COMMANDS = {
-    "train": ("torchtitan_cp.launch", "train a config, on this node's ranks"),
-    "check": ("torchtitan_cp.preflight", "say whether a config would run, or what is wrong with it"),
+    "train": ("torchtitan_cp.cli.train", "train a config, on this node's ranks"),
+    "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),
     "plan": (
-        "torchtitan_cp.planner.__main__",
+        "torchtitan_cp.cli.plan",
         "memory, messages and time of a config on a cluster, without running it",
     ),
-    "evaluate": ("torchtitan_cp.evaluation.__main__", "what a checkpoint finds again, at which length and depth"),
-    "generate": ("torchtitan_cp.generate", "go on with a text"),
-    "export": ("torchtitan_cp.checkpoint.export", "write a checkpoint for transformers"),
-    "replay": ("torchtitan_cp.health.replay", "run again what made a step's numbers ill"),
+    "evaluate": ("torchtitan_cp.cli.evaluate", "what a checkpoint finds again, at which length and depth"),
+    "generate": ("torchtitan_cp.cli.generate", "go on with a text"),
+    "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),
+    "replay": ("torchtitan_cp.cli.replay", "run again what made a step's numbers ill"),
 }
 
 

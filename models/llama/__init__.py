@@ -1,11 +1,11 @@
 """The Llama family: shapes by name, and the network."""
 
 from models.architecture import Architecture
-from models.llama.flavors import FLAVORS, PUBLISHED_ROPE, LlamaShape
+from models.llama.flavors import FLAVORS, PUBLISHED_ROPE, LlamaArgs
 from models.llama.hub import HUB
 from models.llama.model import Llama
 from models.llama.sharding import SHARDING
 
 ARCHITECTURE = Architecture("llama", FLAVORS, Llama, SHARDING, PUBLISHED_ROPE, HUB)
 
-__all__ = ["ARCHITECTURE", "FLAVORS", "SHARDING", "Llama", "LlamaShape"]
+__all__ = ["ARCHITECTURE", "FLAVORS", "SHARDING", "Llama", "LlamaArgs"]

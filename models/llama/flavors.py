@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class LlamaShape:
+class LlamaArgs:
     """Sizes of a Llama network, and the options in which its relatives differ.
 
     Attributes:
@@ -78,42 +78,42 @@ class LlamaShape:
         return f"head_dim = {self.head_dim} is odd, and RoPE turns pairs" if self.head_dim % 2 else None
 
 
-def _qwen2(shape: LlamaShape, norm_eps: float = 1e-6) -> LlamaShape:
-    return replace(shape, norm_eps=norm_eps, qkv_bias=True)
+def _qwen2(args: LlamaArgs, norm_eps: float = 1e-6) -> LlamaArgs:
+    return replace(args, norm_eps=norm_eps, qkv_bias=True)
 
 
-def _qwen3(shape: LlamaShape) -> LlamaShape:
-    return replace(shape, norm_eps=1e-6, qk_norm=True)
+def _qwen3(args: LlamaArgs) -> LlamaArgs:
+    return replace(args, norm_eps=1e-6, qk_norm=True)
 
 
 # E, layers, Hq, Hkv, D, SwiGLU, V. Names without a family are Llama 3 (3.1 and 3.2 where it has that size).
 FLAVORS = {
-    "debug": LlamaShape(192, 4, 6, 2, 32, 512, tie_embeddings=True),
-    "60M": LlamaShape(512, 8, 8, 4, 64, 1408, tie_embeddings=True),
-    "1B": LlamaShape(2048, 16, 32, 8, 64, 8192, 128256, tie_embeddings=True),
-    "3B": LlamaShape(3072, 28, 24, 8, 128, 8192, 128256, tie_embeddings=True),
-    "8B": LlamaShape(4096, 32, 32, 8, 128, 14336, 128256),
-    "70B": LlamaShape(8192, 80, 64, 8, 128, 28672, 128256),
-    "405B": LlamaShape(16384, 126, 128, 8, 128, 53248, 128256),
-    "llama2-7B": LlamaShape(4096, 32, 32, 32, 128, 11008, 32000),
-    "llama2-13B": LlamaShape(5120, 40, 40, 40, 128, 13824, 32000),
-    "llama2-70B": LlamaShape(8192, 80, 64, 8, 128, 28672, 32000),
-    "mistral-7B": LlamaShape(4096, 32, 32, 8, 128, 14336, 32000, windows=(4096,)),
-    "mistral-7B-v0.3": LlamaShape(4096, 32, 32, 8, 128, 14336, 32768),
+    "debug": LlamaArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True),
+    "60M": LlamaArgs(512, 8, 8, 4, 64, 1408, tie_embeddings=True),
+    "1B": LlamaArgs(2048, 16, 32, 8, 64, 8192, 128256, tie_embeddings=True),
+    "3B": LlamaArgs(3072, 28, 24, 8, 128, 8192, 128256, tie_embeddings=True),
+    "8B": LlamaArgs(4096, 32, 32, 8, 128, 14336, 128256),
+    "70B": LlamaArgs(8192, 80, 64, 8, 128, 28672, 128256),
+    "405B": LlamaArgs(16384, 126, 128, 8, 128, 53248, 128256),
+    "llama2-7B": LlamaArgs(4096, 32, 32, 32, 128, 11008, 32000),
+    "llama2-13B": LlamaArgs(5120, 40, 40, 40, 128, 13824, 32000),
+    "llama2-70B": LlamaArgs(8192, 80, 64, 8, 128, 28672, 32000),
+    "mistral-7B": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32000, windows=(4096,)),
+    "mistral-7B-v0.3": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32768),
     # Qwen2 and Qwen2.5 have the same sizes, but for 3B, 14B and 32B, which only Qwen2.5 has.
-    "qwen2-0.5B": _qwen2(LlamaShape(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True)),
-    "qwen2-1.5B": _qwen2(LlamaShape(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True)),
-    "qwen2-3B": _qwen2(LlamaShape(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True)),
-    "qwen2-7B": _qwen2(LlamaShape(3584, 28, 28, 4, 128, 18944, 152064)),
-    "qwen2-14B": _qwen2(LlamaShape(5120, 48, 40, 8, 128, 13824, 152064), norm_eps=1e-5),
-    "qwen2-32B": _qwen2(LlamaShape(5120, 64, 40, 8, 128, 27648, 152064), norm_eps=1e-5),
-    "qwen2-72B": _qwen2(LlamaShape(8192, 80, 64, 8, 128, 29568, 152064), norm_eps=1e-5),
-    "qwen3-0.6B": _qwen3(LlamaShape(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True)),
-    "qwen3-1.7B": _qwen3(LlamaShape(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True)),
-    "qwen3-4B": _qwen3(LlamaShape(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True)),
-    "qwen3-8B": _qwen3(LlamaShape(4096, 36, 32, 8, 128, 12288, 151936)),
-    "qwen3-14B": _qwen3(LlamaShape(5120, 40, 40, 8, 128, 17408, 151936)),
-    "qwen3-32B": _qwen3(LlamaShape(5120, 64, 64, 8, 128, 25600, 151936)),
+    "qwen2-0.5B": _qwen2(LlamaArgs(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True)),
+    "qwen2-1.5B": _qwen2(LlamaArgs(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True)),
+    "qwen2-3B": _qwen2(LlamaArgs(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True)),
+    "qwen2-7B": _qwen2(LlamaArgs(3584, 28, 28, 4, 128, 18944, 152064)),
+    "qwen2-14B": _qwen2(LlamaArgs(5120, 48, 40, 8, 128, 13824, 152064), norm_eps=1e-5),
+    "qwen2-32B": _qwen2(LlamaArgs(5120, 64, 40, 8, 128, 27648, 152064), norm_eps=1e-5),
+    "qwen2-72B": _qwen2(LlamaArgs(8192, 80, 64, 8, 128, 29568, 152064), norm_eps=1e-5),
+    "qwen3-0.6B": _qwen3(LlamaArgs(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True)),
+    "qwen3-1.7B": _qwen3(LlamaArgs(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True)),
+    "qwen3-4B": _qwen3(LlamaArgs(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True)),
+    "qwen3-8B": _qwen3(LlamaArgs(4096, 36, 32, 8, 128, 12288, 151936)),
+    "qwen3-14B": _qwen3(LlamaArgs(5120, 40, 40, 8, 128, 17408, 151936)),
+    "qwen3-32B": _qwen3(LlamaArgs(5120, 64, 64, 8, 128, 25600, 151936)),
 }
 
 _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.architecture import Hub
-from models.llama.flavors import LlamaShape
+from models.llama.flavors import LlamaArgs
 
 # Ours -> theirs; `*` is the layer's number. RoPE turns halves in both, so no row changes its place.
 NAMES = {
@@ -85,27 +85,27 @@ def _windows(family: str, filled: Mapping[str, Any], config: Mapping[str, Any]) 
     return next(tuple(windows[:length]) for length in periods if windows[:length] * (layers // length) == windows)
 
 
-def config(shape: LlamaShape) -> dict[str, Any]:
-    """A config.json of this shape, without its rotary embedding, length and tokens.
+def config(args: LlamaArgs) -> dict[str, Any]:
+    """A config.json of this args, without its rotary embedding, length and tokens.
 
     Raises:
         ValueError: no family has these options together; the message names them.
     """
-    if shape.sinks or (shape.qkv_bias and shape.qk_norm):
-        options = [name for name in ("sinks", "qkv_bias", "qk_norm") if getattr(shape, name)]
+    if args.sinks or (args.qkv_bias and args.qk_norm):
+        options = [name for name in ("sinks", "qkv_bias", "qk_norm") if getattr(args, name)]
         raise ValueError(f"no published family of this block has {' and '.join(options)}")
-    windows = set(shape.layer_windows)
-    family = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "mistral" if any(windows) else "llama"
+    windows = set(args.layer_windows)
+    family = "qwen2" if args.qkv_bias else "qwen3" if args.qk_norm else "mistral" if any(windows) else "llama"
     if len(windows - {0}) > 1 or (family == "mistral" and 0 in windows):
-        raise ValueError(f"{family} has one window in every layer, and windows = {list(shape.windows)}")
-    found: dict[str, Any] = {key: getattr(shape, name) for name, key in KEYS.items()}
+        raise ValueError(f"{family} has one window in every layer, and windows = {list(args.windows)}")
+    found: dict[str, Any] = {key: getattr(args, name) for name, key in KEYS.items()}
     found |= {"architectures": [f"{CLASSES[family]}ForCausalLM"], "model_type": family, "hidden_act": "silu"}
     if family == "llama" or family == "qwen3":
         found["attention_bias"] = False
     if family == "mistral":
         found["sliding_window"] = max(windows)
     if family.startswith("qwen"):
-        kinds = ["sliding_attention" if window else "full_attention" for window in shape.layer_windows]
+        kinds = ["sliding_attention" if window else "full_attention" for window in args.layer_windows]
         found |= {"use_sliding_window": any(windows), "sliding_window": max(windows) or None, "layer_types": kinds}
     return found
 

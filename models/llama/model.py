@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.flavors import LlamaShape
+from models.llama.flavors import LlamaArgs
 
 Attend = Callable[..., Tensor]
 Head = Callable[[Tensor, nn.Linear], Any]
@@ -22,41 +22,41 @@ class Llama(nn.Module):
     """A decoder over tokens whose global positions are given, so that a shard of a sequence is enough.
 
     Args:
-        shape: sizes; vocab_size must be set.
+        args: sizes; vocab_size must be set.
         attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan, window)
-            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. A shape with sinks calls it
+            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. A args with sinks calls it
             with `sinks=` `[Hq]` besides.
     """
 
-    def __init__(self, shape: LlamaShape, attend: Attend) -> None:
+    def __init__(self, args: LlamaArgs, attend: Attend) -> None:
         super().__init__()
-        self.shape = shape
-        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # By number, so that a stage of a pipeline keeps the names of the layers it has.
-        windows = enumerate(shape.layer_windows)
-        self.layers = nn.ModuleDict({str(number): self.block(shape, attend, window) for number, window in windows})
-        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        if shape.tie_embeddings:
+        windows = enumerate(args.layer_windows)
+        self.layers = nn.ModuleDict({str(number): self.block(args, attend, window) for number, window in windows})
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.rope: tuple[Tensor, float] | None = None
         self.opens = self.closes = True
 
-    def block(self, shape: Any, attend: Attend, window: int) -> nn.Module:
+    def block(self, args: Any, attend: Attend, window: int) -> nn.Module:
         """A layer; what a relative of Llama has instead, it makes here."""
-        return Block(shape, attend, window)
+        return Block(args, attend, window)
 
     def keep(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
 
         An output tied to the embedding keeps the embedding's weight, under the embedding's name.
         """
-        for number in [*range(first), *range(stop, self.shape.n_layers)]:
+        for number in [*range(first), *range(stop, self.args.n_layers)]:
             del self.layers[str(number)]
-        self.opens, self.closes = first == 0, stop == self.shape.n_layers
+        self.opens, self.closes = first == 0, stop == self.args.n_layers
         if not self.closes:
             del self.norm, self.output
-        if not self.opens and not (self.closes and self.shape.tie_embeddings):
+        if not self.opens and not (self.closes and self.args.tie_embeddings):
             del self.tok_embeddings
 
     def set_rope(self, inverse_frequencies: Sequence[float], attention_factor: float, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Llama(nn.Module):
             attention_factor: multiplies cos and sin (1 except with scalings that say otherwise).
             device: where the model computes.
         """
-        assert len(inverse_frequencies) == self.shape.head_dim // 2
+        assert len(inverse_frequencies) == self.args.head_dim // 2
         self.rope = (torch.tensor(inverse_frequencies, dtype=torch.float64, device=device), attention_factor)
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
@@ -111,18 +111,18 @@ class Llama(nn.Module):
         if parameter.endswith((".bias", "sinks.weight")):
             return 0.0
         into_residual = parameter.endswith(("wo.weight", "w2.weight"))
-        return 0.02 * (2 * self.shape.n_layers) ** -0.5 if into_residual else 0.02
+        return 0.02 * (2 * self.args.n_layers) ** -0.5 if into_residual else 0.02
 
 
 class Block(nn.Module):
     """One layer: attention and SwiGLU, each behind its norm, each added to the residual stream."""
 
-    def __init__(self, shape: LlamaShape, attend: Attend, window: int) -> None:
+    def __init__(self, args: LlamaArgs, attend: Attend, window: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape, attend, window)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.feed_forward = FeedForward(shape)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, attend, window)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         return self.mlp(hidden + self.attention(self.attention_norm(hidden), cos, sin, plan))
@@ -135,16 +135,16 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Projections and rotation around the attention that was handed in."""
 
-    def __init__(self, shape: LlamaShape, attend: Attend, window: int) -> None:
+    def __init__(self, args: LlamaArgs, attend: Attend, window: int) -> None:
         super().__init__()
-        self.head_dim, self.attend, self.window = shape.head_dim, attend, window
-        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=shape.qkv_bias)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.sinks = Sinks(shape.n_heads) if shape.sinks else None
-        self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
+        self.head_dim, self.attend, self.window = args.head_dim, attend, window
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.sinks = Sinks(args.n_heads) if args.sinks else None
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
@@ -170,11 +170,11 @@ class Sinks(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU. Source: Shazeer, 2020."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -1,7 +1,7 @@
-"""A mixture of experts on Llama's attention, in the shape of Qwen3-MoE and OLMoE: shapes by name, and the network."""
+"""A mixture of experts on Llama's attention, in the args of Qwen3-MoE and OLMoE: shapes by name, and the network."""
 
 from models.architecture import Architecture
-from models.moe.flavors import FLAVORS, PUBLISHED_ROPE, MoeShape
+from models.moe.flavors import FLAVORS, PUBLISHED_ROPE, MoeArgs
 from models.moe.hub import HUB
 from models.moe.model import Moe
 
@@ -14,4 +14,4 @@ LACKS = {
 
 ARCHITECTURE = Architecture("moe", FLAVORS, Moe, {}, PUBLISHED_ROPE, HUB, LACKS)
 
-__all__ = ["ARCHITECTURE", "FLAVORS", "Moe", "MoeShape"]
+__all__ = ["ARCHITECTURE", "FLAVORS", "Moe", "MoeArgs"]

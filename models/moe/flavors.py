@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.llama.flavors import LlamaShape
+from models.llama.flavors import LlamaArgs
 
 
 @dataclass(frozen=True)
-class MoeShape(LlamaShape):
+class MoeArgs(LlamaArgs):
     """Sizes of a Llama network whose MLPs are experts; `ffn_dim` is the width of one.
 
     Attributes:
@@ -55,8 +55,8 @@ class MoeShape(LlamaShape):
 
 
 FLAVORS = {
-    "debug": MoeShape(192, 4, 6, 2, 32, 192, tie_embeddings=True, n_experts=8, experts_per_token=2),
-    "qwen3-30B-A3B": MoeShape(
+    "debug": MoeArgs(192, 4, 6, 2, 32, 192, tie_embeddings=True, n_experts=8, experts_per_token=2),
+    "qwen3-30B-A3B": MoeArgs(
         *(2048, 48, 32, 4, 128, 768, 151936),
         norm_eps=1e-6,
         qk_norm=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 from models.architecture import Hub
 from models.llama import hub as llama
-from models.moe.flavors import MoeShape
+from models.moe.flavors import MoeArgs
 
 # Each layer's experts are one parameter of ours: the second `*` is the expert.
 NAMES = {name: theirs for name, theirs in llama.NAMES.items() if ".feed_forward." not in name} | {
@@ -41,23 +41,23 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config(shape: MoeShape) -> dict[str, Any]:
-    """A config.json of this shape, without its rotary embedding, length and tokens.
+def config(args: MoeArgs) -> dict[str, Any]:
+    """A config.json of this args, without its rotary embedding, length and tokens.
 
     Raises:
         ValueError: Qwen3-MoE has not these options; the message names them.
     """
-    if not shape.qk_norm or any(shape.layer_windows):
+    if not args.qk_norm or any(args.layer_windows):
         raise ValueError("Qwen3-MoE has qk_norm, and no windows")
     return {
-        **llama.config(shape),
+        **llama.config(args),
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "moe_intermediate_size": shape.ffn_dim,
-        "num_experts": shape.n_experts,
-        "num_experts_per_tok": shape.experts_per_token,
-        "norm_topk_prob": shape.normalize_shares,
-        "router_aux_loss_coef": shape.balance,
+        "moe_intermediate_size": args.ffn_dim,
+        "num_experts": args.n_experts,
+        "num_experts_per_tok": args.experts_per_token,
+        "norm_topk_prob": args.normalize_shares,
+        "router_aux_loss_coef": args.balance,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

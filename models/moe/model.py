@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.llama.model import Attend, Attention, Head, Llama
-from models.moe.flavors import MoeShape
+from models.moe.flavors import MoeArgs
 
 
 class Moe(Llama):
@@ -25,15 +25,15 @@ class Moe(Llama):
     depend on how sequences are dealt out over ranks and micro-batches. Tokens whose label is ignored count in it.
 
     Args:
-        shape: sizes; vocab_size must be set.
+        args: sizes; vocab_size must be set.
         attend: as Llama's; where a sequence lies on several ranks it has `sum_ranks(x, plan)`, the sum over these.
     """
 
-    shape: MoeShape
+    args: MoeArgs
 
-    def block(self, shape: Any, attend: Attend, window: int) -> nn.Module:
+    def block(self, args: Any, attend: Attend, window: int) -> nn.Module:
         """See Llama."""
-        return MoeBlock(shape, attend, window)
+        return MoeBlock(args, attend, window)
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
         """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the balance loss."""
@@ -50,7 +50,7 @@ class Moe(Llama):
         if not self.training:
             return result
         loss_sum, *others = result
-        return (loss_sum + self.shape.balance * balance, *others)
+        return (loss_sum + self.args.balance * balance, *others)
 
     def init_std(self, parameter: str) -> float | None:
         """See Llama."""
@@ -60,13 +60,13 @@ class Moe(Llama):
 class MoeBlock(nn.Module):
     """One layer: Llama's attention, then the experts of each token."""
 
-    def __init__(self, shape: MoeShape, attend: Attend, window: int) -> None:
+    def __init__(self, args: MoeArgs, attend: Attend, window: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.attention = Attention(shape, attend, window)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.router = Router(shape)
-        self.experts = Experts(shape)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args, attend, window)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.router = Router(args)
+        self.experts = Experts(args)
         self.sum_ranks = getattr(attend, "sum_ranks", None)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
@@ -97,10 +97,10 @@ class MoeBlock(nn.Module):
 class Router(nn.Module):
     """Which experts a token goes to."""
 
-    def __init__(self, shape: MoeShape) -> None:
+    def __init__(self, args: MoeArgs) -> None:
         super().__init__()
-        self.experts_per_token, self.normalize_shares = shape.experts_per_token, shape.normalize_shares
-        self.gate = nn.Linear(shape.dim, shape.n_experts, bias=False)
+        self.experts_per_token, self.normalize_shares = args.experts_per_token, args.normalize_shares
+        self.gate = nn.Linear(args.dim, args.n_experts, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities `[B, s, X]` fp32 over all experts, and the K chosen ones `[B, s, K]` int64."""
@@ -111,11 +111,11 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLUs, of which a token sees a few: w1, w3 `[X, F, E]`, w2 `[X, E, F]`."""
 
-    def __init__(self, shape: MoeShape) -> None:
+    def __init__(self, args: MoeArgs) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(shape.n_experts, shape.ffn_dim, shape.dim))
-        self.w3 = nn.Parameter(torch.empty(shape.n_experts, shape.ffn_dim, shape.dim))
-        self.w2 = nn.Parameter(torch.empty(shape.n_experts, shape.dim, shape.ffn_dim))
+        self.w1 = nn.Parameter(torch.empty(args.n_experts, args.ffn_dim, args.dim))
+        self.w3 = nn.Parameter(torch.empty(args.n_experts, args.ffn_dim, args.dim))
+        self.w2 = nn.Parameter(torch.empty(args.n_experts, args.dim, args.ffn_dim))
 
     def forward(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """The shared sum of what a token's experts give.

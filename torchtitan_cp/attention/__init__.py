@@ -5,14 +5,14 @@ says which tiles it computes and which keys must travel, a kernel computes one t
 """
 
 from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
+from torchtitan_cp.attention.collectives import watch_messages
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
-from torchtitan_cp.attention.intercept import context_parallel
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.sdpa_context import context_parallel
 from torchtitan_cp.attention.simulate import Simulation, simulate
 from torchtitan_cp.attention.strategies import choose_strategy
-from torchtitan_cp.attention.transfer import watch_messages
 
 __all__ = [
     "OPERATOR",

@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cp.attention import transfer
+from torchtitan_cp.attention import collectives
 from torchtitan_cp.attention.codec import find_codec
+from torchtitan_cp.attention.collectives import Groups, open_groups
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.layout import make_layout
-from torchtitan_cp.attention.logits import largest_logits
 from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.max_logits import largest_logits
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import check_strategy, choose_strategy
-from torchtitan_cp.attention.transfer import Groups, open_groups
 
 
 class ContextParallel:
@@ -227,7 +227,7 @@ def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
         x: of one shape on all ranks.
         plan: of any layer.
     """
-    return transfer.sum_ranks(x, plan.groups, plan.ranks, plan.all_to_all_ranks)
+    return collectives.sum_ranks(x, plan.groups, plan.ranks, plan.all_to_all_ranks)
 
 
 def _formats(name: str) -> tuple[Any, Any]:

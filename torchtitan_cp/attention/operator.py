@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.handles import KEPT_PLANS, plan_of
+from torchtitan_cp.attention.collectives import Groups, find_groups
 from torchtitan_cp.attention.kernels import choose_kernel
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import wide
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan_registry import KEPT_PLANS, plan_of
 from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals, choose_strategy, explain_strategy
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
-from torchtitan_cp.attention.transfer import Groups, find_groups
 
 logger = logging.getLogger(__name__)
 

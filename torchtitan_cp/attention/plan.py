@@ -16,12 +16,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import Groups, find_groups, gather
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.handles import keep
 from torchtitan_cp.attention.layout import Layout, chunk_areas
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span
+from torchtitan_cp.attention.plan_registry import keep
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
-from torchtitan_cp.attention.transfer import Groups, find_groups, gather
 
 
 class Piece(NamedTuple):

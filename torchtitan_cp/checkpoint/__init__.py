@@ -4,9 +4,9 @@
 running any code of it. Imports `config` at most.
 """
 
-from torchtitan_cp.checkpoint.lock import hold_folder
+from torchtitan_cp.checkpoint.lock import run_dir_lock
+from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.checkpoint.schedule import SaveSchedule
-from torchtitan_cp.checkpoint.store import Checkpoints
 
-__all__ = ["Checkpoints", "Progress", "SaveSchedule", "check_identity", "hold_folder"]
+__all__ = ["CheckpointManager", "Progress", "SaveSchedule", "check_identity", "run_dir_lock"]

@@ -17,7 +17,7 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def hold_folder(folder: str | Path) -> Iterator[None]:
+def run_dir_lock(folder: str | Path) -> Iterator[None]:
     """Hold a run's folder for this job; the system lets it go when the first rank ends, however it ends. Collective.
 
     Raises:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from torchtitan_cp.checkpoint.manager import PROGRESS_FILE, CheckpointManager, first_failure
 from torchtitan_cp.checkpoint.manifest import read_manifest
 from torchtitan_cp.checkpoint.reader import CheckpointPlanner, CheckpointReader, read_table
-from torchtitan_cp.checkpoint.store import PROGRESS_FILE, Checkpoints, first_failure
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.sections import Stage
 
@@ -61,7 +61,7 @@ class SavedModel:
             _load(self, values, no_dist=True)
         return values
 
-    def shape(self, kind: type) -> Any:
+    def model_args(self, kind: type) -> Any:
         """The sizes as a shape of this kind."""
         return kind(**{name: tuple(size) if isinstance(size, list) else size for name, size in self.sizes.items()})
 
@@ -77,7 +77,7 @@ def open_saved_model(path: Path) -> SavedModel:
     """
     path = path.absolute()
     if not (path / PROGRESS_FILE).is_file():
-        complete = Checkpoints(path / "checkpoints").complete()
+        complete = CheckpointManager(path / "checkpoints").complete()
         if not complete:
             raise ConfigError(
                 f"{path} is no checkpoint and has none", fix="give a run's folder, or .../checkpoints/step-N"

@@ -18,7 +18,7 @@ class ConfigError(UserError):
     """The TOML file, or an override on the command line, is wrong."""
 
 
-def complaint(config: str, error: Exception) -> str:
+def format_error(config: str, error: Exception) -> str:
     """What an entry point prints of an error: the config it was given, once, and what is wrong.
 
     Args:

@@ -72,7 +72,12 @@ def as_text() -> str:
 
 def as_markdown() -> str:
     """Every key as tables, for the docs."""
-    lines = ["# Every key of the TOML file", "", "Made by `python -m torchtitan_cp.config > docs/config.md`.", ""]
+    lines = [
+        "# Every key of the TOML file",
+        "",
+        "Made by `python -m torchtitan_cp.config.reference > docs/config.md`.",
+        "",
+    ]
     for header, about, keys in sections():
         lines += [f"## `{header}`", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
         escaped = [(key, key.help.replace("|", "\\|")) for key in keys]

@@ -11,7 +11,7 @@ from torchtitan_cp.config.sections import Activation, Data, Rope, Stage, StageLR
 
 
 @dataclass(frozen=True)
-class StageText:
+class ResolvedStageData:
     """[data] and a stage's own keys, put together; see config.sections.StageData."""
 
     mixture: dict[str, float]
@@ -25,10 +25,10 @@ class StageText:
     growth_steps: int
 
 
-def stage_text(data: Data, stage: Stage) -> StageText:
+def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     """The stage's keys where it has them, else [data]'s."""
     own = dataclasses.asdict(stage.data)
-    return StageText(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
+    return ResolvedStageData(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
 
 
 def stage_activation(activation: Activation, stage: Stage) -> Activation:
@@ -77,7 +77,7 @@ class StagePlan:
     activation: Activation
     rope: Rope
     lr: StageLR | None
-    data: StageText
+    data: ResolvedStageData
     resets_optimizer: bool = False
     until: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -115,7 +115,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
                 activation=stage_activation(config.activation, stage),
                 rope=stage.rope,
                 lr=stage.lr,
-                data=stage_text(config.data, stage),
+                data=resolve_stage_data(config.data, stage),
                 resets_optimizer=stage.optimizer_state == "reset",
             )
         )

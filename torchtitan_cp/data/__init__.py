@@ -4,14 +4,14 @@ May import `config` and `attention` at most; ranks and degrees come in as intege
 imports torch, and it is not imported here, so that a check of a config stays cheap.
 """
 
-from torchtitan_cp.data.cache import PreparedCorpus, PreparedSource, prepare
-from torchtitan_cp.data.corpus import Corpus, Document, check_corpus
+from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.corpus.cache import PreparedCorpus, PreparedSource, prepare
+from torchtitan_cp.data.corpus.documents import Corpus, Document, check_corpus
+from torchtitan_cp.data.corpus.statistics import SourceStatistics, statistics_table
+from torchtitan_cp.data.corpus.store import TokenStore
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from torchtitan_cp.data.corpus.vocabulary import train_sentencepiece
 from torchtitan_cp.data.errors import DataError
-from torchtitan_cp.data.statistics import SourceStatistics, statistics_table
-from torchtitan_cp.data.store import TokenStore
-from torchtitan_cp.data.stream import SeparatedStore, TokenStream
-from torchtitan_cp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from torchtitan_cp.data.vocabulary import train_sentencepiece
 
 __all__ = [
     "Corpus",

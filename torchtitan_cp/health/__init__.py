@@ -4,8 +4,16 @@ Imports `config` and `attention` at most.
 """
 
 from torchtitan_cp.health.inject import Injector
-from torchtitan_cp.health.ladder import Ladder, NonFiniteError
+from torchtitan_cp.health.monitor import BlockWatch, StepReport, all_gather_report
+from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 from torchtitan_cp.health.spikes import SpikeDetector
-from torchtitan_cp.health.watch import BlockWatch, StepReport, exchange
 
-__all__ = ["BlockWatch", "Injector", "Ladder", "NonFiniteError", "SpikeDetector", "StepReport", "exchange"]
+__all__ = [
+    "BlockWatch",
+    "Injector",
+    "RecoveryPolicy",
+    "NonFiniteError",
+    "SpikeDetector",
+    "StepReport",
+    "all_gather_report",
+]

@@ -106,7 +106,7 @@ class Injector:
         finally:
             strike.end()
 
-    def spoil(self, step: int, labels: Tensor, *, again: bool = False) -> Tensor:
+    def corrupt(self, step: int, labels: Tensor, *, again: bool = False) -> Tensor:
         """The labels `[B, s]` of a step's first micro-batch, with a fault where = data in them if the step is due.
 
         Every rank that reads these tokens is to call. A NaN or infinity is one label that is no token, which makes its
@@ -136,13 +136,13 @@ class Strike:
     def at(self, module: nn.Module, where: str, weight: str | None, *, prepend: bool) -> None:
         """Lie in wait at a module, before its other hooks or after them."""
         if where == "weight":
-            spoil_(getattr(module, str(weight)), self.kind)
+            corrupt_(getattr(module, str(weight)), self.kind)
         elif where == "backward":
-            self.handles.append(module.register_forward_pre_hook(self._spoil_input_gradient, prepend=prepend))
+            self.handles.append(module.register_forward_pre_hook(self._corrupt_input_gradient, prepend=prepend))
         elif where == "gradient":
-            self.handles.append(module.register_forward_pre_hook(partial(self._spoil_weight_gradient, str(weight))))
+            self.handles.append(module.register_forward_pre_hook(partial(self._corrupt_weight_gradient, str(weight))))
         else:
-            self.handles.append(module.register_forward_hook(self._spoil_output, prepend=prepend))
+            self.handles.append(module.register_forward_hook(self._corrupt_output, prepend=prepend))
 
     def end(self) -> None:
         """Wait no longer."""
@@ -153,28 +153,28 @@ class Strike:
         first, self.waiting = self.waiting, False
         return first
 
-    def _spoil_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _corrupt_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or not self._first():
             return output
-        return (self._spoiled(output[0]), *output[1:]) if isinstance(output, tuple) else self._spoiled(output)
+        return (self._corrupted(output[0]), *output[1:]) if isinstance(output, tuple) else self._corrupted(output)
 
-    def _spoil_input_gradient(self, module: nn.Module, inputs: Any) -> None:
+    def _corrupt_input_gradient(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() and self._first():
-            self.handles.append(inputs[0].register_hook(self._spoiled))
+            self.handles.append(inputs[0].register_hook(self._corrupted))
 
-    def _spoil_weight_gradient(self, weight: str, module: nn.Module, inputs: Any) -> None:
+    def _corrupt_weight_gradient(self, weight: str, module: nn.Module, inputs: Any) -> None:
         # Within the forward it is the gathered weight, whose gradient no other rank has touched yet.
         if torch.is_grad_enabled() and self._first():
-            self.handles.append(getattr(module, weight).register_hook(self._spoiled))
+            self.handles.append(getattr(module, weight).register_hook(self._corrupted))
 
-    def _spoiled(self, x: Tensor) -> Tensor:
+    def _corrupted(self, x: Tensor) -> Tensor:
         copy = x.clone()
-        spoil_(copy, self.kind)
+        corrupt_(copy, self.kind)
         return copy
 
 
 @torch.no_grad()
-def spoil_(x: Tensor, kind: str) -> None:
+def corrupt_(x: Tensor, kind: str) -> None:
     """Make the middle value of a tensor (of this rank's part) NaN or infinite, or all of them large, in place."""
     own, place, ranks = x, 0, 1
     if isinstance(x, DTensor):

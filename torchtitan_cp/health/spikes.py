@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_cp.health.watch import StepReport
+from torchtitan_cp.health.monitor import StepReport
 
 # MADs of a normal distribution in a standard deviation.
 MAD_TO_STD = 1.4826

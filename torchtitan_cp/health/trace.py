@@ -147,7 +147,7 @@ class Trace:
 
     def _look(self, order: tuple[int, ...], micro_batch: int, direction: str, name: str, what: str, x: Tensor) -> None:
         if self.first is None or order < self.first.order:
-            found = find_ill(x)
+            found = find_nonfinite(x)
             if found:
                 self.first = Event(order, micro_batch, direction, name, what, *found)
 
@@ -205,7 +205,7 @@ def _recomputes() -> bool:
 
 
 @torch.no_grad()
-def find_ill(x: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+def find_nonfinite(x: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
     """(value, shape, index) of the first value of this rank's part that is not finite."""
     own = (x.to_local() if isinstance(x, DTensor) else x).detach()
     ill = ~own.isfinite()
@@ -229,17 +229,17 @@ def modules_that_run(parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def find_ill_weight(parts: Iterable[nn.Module]) -> Event | None:
+def find_nonfinite_weight(parts: Iterable[nn.Module]) -> Event | None:
     """The first weight of which this rank's shard is ill."""
     for part in parts:
         for place, (name, parameter) in enumerate(part.named_parameters()):
-            if found := find_ill(parameter):
+            if found := find_nonfinite(parameter):
                 module, _, own = name.rpartition(".")
                 return Event((WEIGHT, place), -1, FORWARD, module, f"parameter {own}", *found)
     return None
 
 
-def find_ill_data(batches: Iterable[dict[str, Tensor]], vocabulary: int, ignored: int) -> Event | None:
+def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int, ignored: int) -> Event | None:
     """The first token or label of this rank that is none.
 
     Args:

@@ -43,14 +43,14 @@ class Meshes:
         return self.parameters["pp"]
 
     @property
-    def counts_losses(self) -> bool:
+    def owns_loss(self) -> bool:
         """Whether this rank's losses go into sums over the job: its peers in tp have the same ones."""
         return self.parameters.get_local_rank("tp") == 0
 
     @property
-    def counts_tokens(self) -> bool:
+    def owns_tokens(self) -> bool:
         """The same of its tokens, which its peers in pp read as well."""
-        return self.counts_losses and self.parameters.get_local_rank("pp") == 0
+        return self.owns_loss and self.parameters.get_local_rank("pp") == 0
 
     def for_cp(self, degree: int) -> DeviceMesh:
         """The mesh (pp, dp, cp, tp) with this CP degree. Collective."""

@@ -86,7 +86,7 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def check_shape(shape: Any, tp: int) -> None:
+def check_tensor_parallel(shape: Any, tp: int) -> None:
     """Refuse sizes that tensor parallelism cannot deal out evenly.
 
     Args:

@@ -21,14 +21,15 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
-from torchtitan_cp.data.loader import MicroBatch
-from torchtitan_cp.data.tokenizer import usable_cores
-from torchtitan_cp.network import Network
-from torchtitan_cp.parallel import Meshes, World, check_shape
-from torchtitan_cp.parallel.device import Device
+from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.corpus.tokenizer import usable_cores
+from torchtitan_cp.parallel import Meshes, check_tensor_parallel
 from torchtitan_cp.planner.fake import Ledger, Message, WithoutData, fake_job, real
-from torchtitan_cp.planner.plan import shape_of
-from torchtitan_cp.registry import check_support
+from torchtitan_cp.planner.plan import model_args_of
+from torchtitan_cp.runtime import World
+from torchtitan_cp.runtime.device import Device
+from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.registry import check_support
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,14 @@ class StageWalk:
     messages: Counter[Message]
 
 
-class DryNetwork(Network):
+class DryModel(ParallelModel):
     """A network whose tensors have no data, and whose steps read nothing."""
 
     def __init__(self, config: Config, world: World, ledger: Ledger, begins: StagePlan) -> None:
         degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
-        shape, stages = shape_of(config), resolve_stages(config, world.size)
+        shape, stages = model_args_of(config), resolve_stages(config, world.size)
         check_support(config, begins)
-        check_shape(shape, degrees.tp)
+        check_tensor_parallel(shape, degrees.tp)
         check_head_dim(stages, shape.head_dim)
         with real():
             meshes = Meshes(world.device.device.type, degrees)
@@ -81,7 +82,7 @@ class DryNetwork(Network):
                 for value in state.values():
                     if isinstance(value, Tensor):
                         self.ledger.storages.name(local(value), "optimizer")
-        self.forget_gradients()
+        self.zero_grad()
 
     def walk(self, stage: StagePlan) -> StageWalk:
         """A whole optimizer step of a stage."""
@@ -102,7 +103,7 @@ class DryNetwork(Network):
         self.gradients(batches)
         for optimizer in self.optimizers:
             optimizer.step()
-        self.forget_gradients()
+        self.zero_grad()
         storages = self.ledger.storages
         messages = Counter(self.ledger.messages)
         return StageWalk(stage, len(batches), storages.peak, dict(storages.at_peak), messages)
@@ -179,7 +180,7 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
 
 def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
     """Of a stage: about how many blocks of one rank see a micro-batch."""
-    layers = shape_of(config).n_layers
+    layers = model_args_of(config).n_layers
     return lambda stage: layers / stage.pp * min(stage.micro_batches, max(stage.pp, 2))
 
 
@@ -193,7 +194,7 @@ class Walker:
     def __init__(self, config: Config, ranks: int, rank: int) -> None:
         self.config, self.ranks, self.rank = config, ranks, rank
         self.ledger, self.held = Ledger(), ExitStack()
-        self.network: DryNetwork | None = None
+        self.model: DryModel | None = None
 
     def __enter__(self) -> "Walker":
         for context in (fake_job(self.ranks, self.rank), WithoutData(), self.ledger.watching()):
@@ -201,17 +202,17 @@ class Walker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.network = None
+        self.model = None
         self.held.close()
 
     def walk(self, stage: StagePlan) -> StageWalk:
         """One step of a stage."""
-        if self.network and (stage.tp, stage.pp) != self.network.tp_and_pp:
-            self.network = None  # its memory goes before the next mesh's, as in a job that starts anew
-        if self.network is None:
+        if self.model and (stage.tp, stage.pp) != self.model.tp_and_pp:
+            self.model = None  # its memory goes before the next mesh's, as in a job that starts anew
+        if self.model is None:
             world = World(self.rank, self.ranks, Device(torch.device("cpu"), "fake"))
-            self.network = DryNetwork(self.config, world, self.ledger, stage)
-        return self.network.walk(stage)
+            self.model = DryModel(self.config, world, self.ledger, stage)
+        return self.model.walk(stage)
 
 
 _walker: Walker

@@ -14,8 +14,8 @@ from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.metrics.throughput import find_peak
-from torchtitan_cp.parallel.device import Device, find_device
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accelerator
+from torchtitan_cp.runtime.device import Device, find_device
 
 TOKENS = 4096  # at most, of the tensors that kernels are given here
 SECONDS = 0.3  # that each kernel runs, once at least

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.data.tokenizer import load_tokenizer, trains_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, trains_tokenizer
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_cp import registry
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
@@ -12,16 +11,17 @@ from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, Volume, estimate_stage, stage_volumes
 from torchtitan_cp.planner.parameters import vocabulary_of
-from torchtitan_cp.preflight import check_stage
+from torchtitan_cp.training import registry
+from torchtitan_cp.training.resolve import check_stage
 
 
-def shape_of(config: Config) -> Any:
+def model_args_of(config: Config) -> Any:
     """The config's shape with its vocabulary set.
 
     Raises:
         UserError: an unknown flavor or override, or a tokenizer that cannot be read.
     """
-    shape = registry.shape_of(config.model)
+    shape = registry.model_args_of(config.model)
     return dataclasses.replace(shape, vocab_size=vocabulary_of(config, shape))
 
 
@@ -46,7 +46,7 @@ def stages_to_plan(config: Config, cluster: Cluster, shape: Any = None) -> tuple
         UserError, ContextParallelError: what a run on so many ranks would refuse.
     """
     check_config(config, cluster.ranks)
-    shape = shape or shape_of(config)
+    shape = shape or model_args_of(config)
     stages = resolve_stages(config, cluster.ranks)
     check_head_dim(stages, shape.head_dim)
     planned = []

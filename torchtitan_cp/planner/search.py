@@ -8,10 +8,10 @@ from typing import Any
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Stage
-from torchtitan_cp.parallel import check_shape
+from torchtitan_cp.parallel import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, estimate_stage
-from torchtitan_cp.planner.plan import plan_config, shape_of, stages_to_plan
+from torchtitan_cp.planner.plan import model_args_of, plan_config, stages_to_plan
 
 MODES = ("none", "selective", "attention_saved", "full")
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -64,7 +64,7 @@ def search(config: Config, cluster: Cluster) -> Found:
     Raises:
         UserError, ContextParallelError: nothing fits, or a run would refuse whatever was tried, and why.
     """
-    shape, refused = shape_of(config), list[Exception]()
+    shape, refused = model_args_of(config), list[Exception]()
     tried = {choice: stage_options(config, shape, choice, cluster, refused) for choice in choices(shape, cluster)}
     totals = {
         choice: sum(best(options).seconds for options in stages)
@@ -96,7 +96,7 @@ def choices(shape: Any, cluster: Cluster) -> Iterator[Choice]:
     """Degrees and modes worth a look: tensor parallelism inside a node, powers of two."""
     for tp in _powers(min(cluster.ranks_per_node, cluster.ranks)):
         try:
-            check_shape(shape, tp)
+            check_tensor_parallel(shape, tp)
         except ConfigError:
             continue
         for pp in _powers(min(cluster.ranks // tp, shape.n_layers, MOST_PIPELINE_RANKS)):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.codec import find_codec
+from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient, wide
 from torchtitan_cp.attention.plan import Plan, RingStep, in_global_order
@@ -24,7 +25,6 @@ from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 from torchtitan_cp.attention.tiles import Tile
-from torchtitan_cp.attention.transfer import Pending
 
 HEAD_GROUPS = 4
 

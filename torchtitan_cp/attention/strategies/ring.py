@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.codec import CODECS, find_codec
+from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.mask import Span
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
 from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
 from torchtitan_cp.attention.strategies.strategy import ALL_HEADS, Call, Residuals, Strategy
-from torchtitan_cp.attention.transfer import Pending
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:

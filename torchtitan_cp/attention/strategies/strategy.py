@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import Group
 from torchtitan_cp.attention.kernels import Alibi, Kernel
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.transfer import Group
 
 ALL_HEADS = slice(None)
 

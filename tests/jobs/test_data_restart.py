@@ -1,0 +1,81 @@
+"""A pass over a corpus that is killed goes on from its last commit, and gives the same files bit for bit."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.half_made import BYTES, COMMIT_TOKENS, data_of, files, rows, shrink_until_the_end
+from tests.support.texts import REPOSITORY, text_corpus
+from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_until_the_end(monkeypatch)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.support import half_made
+from torchtitan_cp.data import prepare, tokenizing
+corpus, cache, source, document, last = sys.argv[1:]
+half_made.shrink()
+write, written = tokenizing._SplitsWriter.write, 0
+def write_or_die(*arguments):
+    global written
+    write(*arguments)
+    written += 1
+    if written == int(last):
+        os.kill(os.getpid(), signal.SIGKILL)
+tokenizing._SplitsWriter.write = write_or_die
+prepare(half_made.data_of(Path(corpus), Path(cache), source, document), half_made.BYTES)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "document", "last"),
+    [("jsonl", "file", 2), ("jsonl", "file", 150), ("text", "file", 61), ("text", "folder", 4)],
+)
+def test_a_killed_pass_goes_on_where_it_committed(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, source: str, document: str, last: int
+) -> None:
+    corpus = rows(tmp_path / "corpus") if source == "jsonl" else text_corpus(tmp_path / "corpus", files=80)
+    straight = data_of(corpus, tmp_path / "straight", source, document)
+    encoded = record_encoded(monkeypatch)
+    fingerprint = prepare(straight, BYTES).fingerprint
+    whole = list(encoded)
+    encoded.clear()
+
+    arguments = [str(corpus), str(tmp_path / "killed"), source, document, str(last)]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = (tmp_path / "killed").glob("*.partial")
+    committed = last > 2
+    assert (left / "journal.json").exists() == committed
+
+    data = data_of(corpus, tmp_path / "killed", source, document)
+    assert prepare(data, BYTES).fingerprint == fingerprint
+    assert files(tmp_path / "killed") == files(tmp_path / "straight")
+    assert encoded == whole[len(whole) - len(encoded) :], "what is done again is the end of the pass"
+    again = sum(map(len, encoded)) + len(encoded) - (sum(map(len, whole[last:])) + len(whole[last:]))
+    assert again < COMMIT_TOKENS + 1000, "no more than since the last commit"
+    assert (len(encoded) < len(whole)) == committed
+
+
+def record_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is tokenized from now on."""
+    encoded: list[str] = []
+    encode = ByteTokenizer.encode_batch
+
+    def encode_batch(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
+        encoded.extend(texts)
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
+    return encoded

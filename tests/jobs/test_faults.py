@@ -1,0 +1,319 @@
+"""Full disks, killed and stopped ranks, signals: nothing is poisoned, lost or repeated."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, kill_at, lines_of, steps_taken
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.runs import TINY, losses, prepared, train, write_run
+from torchtitan_cp.checkpoint import writer
+from torchtitan_cp.cli.train import children, ranks_of
+
+pytestmark = pytest.mark.jobs
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("faults"))
+
+
+# A disk that fails -------------------------------------------------------------------------------------------
+
+
+def train_on_a_full_disk(path: Path, *overrides: str) -> tuple[list[float], list[str]]:
+    """On a rank: a run in which rank 1 has no room from step 4 to step 11, at two of the saves."""
+    trainer = prepared(path, *overrides)
+    create = writer.SummingFileSystem.create_stream
+
+    def create_stream(self: writer.SummingFileSystem, name: object, mode: str) -> object:
+        if trainer.world.rank == 1 and 4 <= trainer.progress.step <= 11:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(self, name, mode)  # type: ignore[arg-type]
+
+    writer.SummingFileSystem.create_stream = create_stream  # type: ignore[method-assign, assignment]
+    try:
+        trainer.run()
+    finally:
+        writer.SummingFileSystem.create_stream = create  # type: ignore[method-assign]
+    lines = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    return losses(lines), sorted(path.name for path in trainer.checkpoints.folder.iterdir())
+
+
+def test_training_goes_on_over_a_full_disk_and_saves_again_when_there_is_room(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    settings = ("--checkpoint.interval=5", "--checkpoint.keep=9", "--checkpoint.asynchronous=false")
+    straight = losses(ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'room'}")[0])
+    full = ranks(2)(train_on_a_full_disk, run_toml, f"--job.dump_folder={run_toml.parent / 'full'}", *settings)
+    assert full[0] == (straight, ["step-15", "step-20"])
+
+
+def fail_at_the_end(path: Path, *overrides: str) -> None:
+    trainer = prepared(path, *overrides)
+    writer.SummingFileSystem.create_stream = None  # type: ignore[method-assign, assignment]
+    trainer.run()
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_could(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / 'no-last'}"
+    with pytest.raises(RankFailure, match=r"the last checkpoint, of step 20, could not be written to .*no-last"):
+        ranks(2)(fail_at_the_end, run_toml, folder)
+
+
+# Processes ---------------------------------------------------------------------------------------------------
+
+# 20 steps at 128 tokens, then 20 at 256; saved at every second step, so that most moments lie in or beside a save.
+LONG = (
+    TINY
+    + """
+[[curriculum.stages]]
+seq_len = 256
+steps = 20
+global_batch_tokens = 512
+cp = -1
+
+[checkpoint]
+interval = 2
+"""
+)
+STEPS = 40
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., LaunchedJob]]:
+    """Starts jobs, which do not outlive the test."""
+    jobs: list[LaunchedJob] = []
+    yield lambda *arguments: (jobs.append(LaunchedJob(*arguments)), jobs[-1])[1]  # type: ignore[func-returns-value]
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture(scope="module")
+def long_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("long"), LONG)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks: Callable[[int], RankPool], long_toml: Path) -> list[float]:
+    return losses(ranks(2)(train, long_toml, f"--job.dump_folder={long_toml.parent / 'straight'}")[0])
+
+
+def check_whole(folder: Path, uninterrupted: list[float]) -> None:
+    """Every step once, with the losses of the run that nobody disturbed, and every token once."""
+    lines = lines_of(folder)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert losses(lines) == uninterrupted
+    assert [line["tokens"] for line in lines] == [512 * step for step in range(1, STEPS + 1)]
+
+
+def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_itself(
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
+) -> None:
+    """torchrun starts the ranks again; tests/jobs/test_kills.py has many more such moments."""
+    folder, draw = long_toml.parent / "storm", random.Random(1)
+    # After step 5 a save under way is of step 4 at least, and waited for the first to be whole.
+    kills = [Kill(5, "save"), Kill(STEPS // 2, "transition"), Kill(30, "step")]
+    job = start(long_toml, f"--job.dump_folder={folder}", f"--job.max_restarts={len(kills)}")
+    for kill in kills:
+        assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()
+    assert job.wait() == 0, job.log.read_text()
+    check_whole(folder, uninterrupted)
+    told = job.log.read_text()
+    assert told.count("resumed from") == len(kills)
+    assert told.count("is dead, stopped or cut off. Last heard on") == len(kills), told
+    assert told.count("sendBytes failed") <= 3 * len(kills), "a store that is gone is asked no more"
+
+
+def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
+) -> None:
+    """They arrive while a checkpoint is being written, and on the launcher, as a scheduler sends them."""
+    folder, taken = long_toml.parent / "signals", 0
+    checkpoints = folder / "checkpoints"
+    for which in (signal.SIGTERM, signal.SIGUSR1):
+        job = start(long_toml, f"--job.dump_folder={folder}", "--checkpoint.interval=1")
+        job.wait_for(
+            lambda wanted=taken + 3: steps_taken(folder) >= wanted and bool(list(checkpoints.glob("*.partial")))  # type: ignore[misc]
+        )
+        job.process.send_signal(which)
+        assert job.wait() == 0, job.log.read_text()
+        taken = steps_taken(folder)
+        assert 3 <= taken < STEPS
+        assert f"stopped by a signal after step {taken} of {STEPS}; the state is saved" in job.log.read_text()
+        assert (checkpoints / f"step-{taken}" / "manifest.json").exists()
+        assert not list(checkpoints.glob("*.partial"))
+    job = start(long_toml, f"--job.dump_folder={folder}")
+    assert job.wait() == 0, job.log.read_text()
+    assert f"step-{taken}: {taken} of {STEPS} steps are done" in job.log.read_text()
+    check_whole(folder, uninterrupted)
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
+) -> None:
+    """One after another hangs, in two jobs that wait side by side. The first rank holds the store of ranks' news."""
+    limits = ("--job.timeout_seconds=15", "--job.startup_timeout_seconds=120", "--job.max_restarts=1")
+    folders = [long_toml.parent / f"hang-{hung}" for hung in range(2)]
+    jobs = []
+    for hung, folder in enumerate(folders):
+        jobs.append(start(long_toml, f"--job.dump_folder={folder}", *limits))
+        jobs[-1].wait_for(lambda folder=folder: steps_taken(folder) >= 7)  # type: ignore[misc]
+        jobs[-1].signal_rank(hung, signal.SIGSTOP)
+    for hung, (job, folder) in enumerate(zip(jobs, folders, strict=True)):
+        assert job.wait() == 0, job.log.read_text()
+        output, other = job.log.read_text(), 1 - hung
+        assert re.search(rf"no progress in 15 s: rank {other} was \w.*; the job is ended", output), output
+        # Beats are seconds apart: its last one may be older than its first step.
+        where = r"Last heard on \S+, pid \d+: (step \d+|before its first step), \w+"
+        assert re.search(rf"rank {hung} is dead, stopped or cut off\. {where}", output), output
+        recorded = json.loads((folder / "flight_recorder" / f"rank-{other}.json").read_text())
+        assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
+        check_whole(folder, uninterrupted)
+
+
+def test_ctrl_c_ends_a_job_whole_with_one_line_and_the_code_of_the_signal(
+    start: Callable[..., LaunchedJob], long_toml: Path
+) -> None:
+    folder = long_toml.parent / "interrupted"
+    job = start(long_toml, f"--job.dump_folder={folder}")
+    job.wait_for(lambda: steps_taken(folder) >= 2)
+    agent = children(job.process.pid)[0]
+    ranks = ranks_of(agent)
+    assert len(ranks) == 2
+    for process in [job.process.pid, agent, *ranks]:  # as a terminal sends it
+        os.kill(process, signal.SIGINT)
+    assert job.wait() == 128 + signal.SIGINT, job.log.read_text()
+    assert job.says("SIGINT: the ranks were ended; the same command goes on from the last checkpoint")
+    assert not job.says("torchtitan_cp/runtime/agent.py")
+    assert not any(Path(f"/proc/{process}").exists() for process in [agent, *ranks])
+
+
+def test_with_gpus_ranks_are_programs_and_not_forks(
+    start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what nvidia-smi says: a node that has it is taken to have GPUs, here without one."""
+    (tmp_path / "nvidia-smi").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    folder = tmp_path / "run"
+    job = start(long_toml, f"--job.dump_folder={folder}", "--curriculum.stages[0].steps=2")
+    job.wait_for(lambda: steps_taken(folder) >= 1)
+    agent = children(job.process.pid)[0]
+    assert ranks_of(agent) == children(agent)
+    assert job.wait() == 0, job.log.read_text()
+    assert [line["step"] for line in lines_of(folder)] == list(range(1, 23))
+
+
+def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
+) -> None:
+    folder = long_toml.parent / "twice"
+    first = start(long_toml, f"--job.dump_folder={folder}")
+    first.wait_for(lambda: steps_taken(folder) >= 2)
+    first.signal_rank(0, signal.SIGSTOP)
+    second = start(long_toml, f"--job.dump_folder={folder}")
+    assert second.wait() == 2
+    output = second.log.read_text()
+    assert output.count(f"another job is training in job.dump_folder = '{folder}'") == 1, output
+    assert 'Traceback (most recent call last):\n  File "' + str(REPOSITORY) not in output
+    first.signal_rank(0, signal.SIGCONT)
+    assert first.wait() == 0, first.log.read_text()
+    check_whole(folder, uninterrupted)
+
+
+@pytest.fixture
+def small_disk(long_toml: Path) -> Iterator[Path]:
+    """A run's folder on a file system of its own, with room for four checkpoints."""
+    folder = long_toml.parent / "small-disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may mount no file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no room, or one that has grown so."""
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return ballast
+
+
+def newest(checkpoints: Path) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    return max((int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]")), default=0)
+
+
+def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_start_while_there_is_none(
+    small_disk: Path, long_toml: Path, uninterrupted: list[float]
+) -> None:
+    checkpoints = small_disk / "checkpoints"
+    settings = (f"--job.dump_folder={small_disk}", "--checkpoint.keep=1", "--metrics.tensorboard=true")
+    job = ForkedJob(2, long_toml, *settings)
+    job.wait_for(lambda: newest(checkpoints) >= 2)
+    ballast = fill(small_disk)
+    # The last page of each file has room for some lines yet.
+    job.wait_for(lambda: job.says("metrics.jsonl: No space left on device. Training goes on, and its lines wait"))
+    job.wait_for(lambda: job.says("TensorBoard stands still until the run's next start"))
+    good, taken = newest(checkpoints), steps_taken(small_disk)
+    ballast.unlink()
+    job.wait_for(lambda: steps_taken(small_disk) > taken + 1)
+    job.wait_for(lambda: newest(checkpoints) > good)
+    fill(small_disk)
+    job.forget()
+    job.wait_for(lambda: job.says("NO CHECKPOINT"))
+    good = newest(checkpoints)
+    job.signal_rank(1, signal.SIGKILL)
+    job.end()
+    told = job.log.read_text()
+    assert "TensorBoard stands still until the run's next start" in told
+    assert all("No space left on device" in line for line in told.splitlines() if "NO CHECKPOINT" in line)
+    assert steps_taken(small_disk) < STEPS, "killed before the end"
+
+    # What a save had written before there was no room was cleared away.
+    fill(small_disk)
+    refused = ForkedJob(2, long_toml, *settings)
+    assert refused.wait() == [2, 2], refused.log.read_text()
+    assert f"job.dump_folder = '{small_disk}' cannot be written: No space left on device" in refused.log.read_text()
+    assert newest(checkpoints) == good
+
+    ballast.unlink()
+    again = ForkedJob(2, long_toml, *settings)
+    assert again.wait() == [0, 0], again.log.read_text()
+    assert again.says(f"resumed from {checkpoints}/step-{good}:"), again.log.read_text()
+    check_whole(small_disk, uninterrupted)
+    assert newest(checkpoints) == STEPS
+
+
+def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
+    long_toml: Path, uninterrupted: list[float]
+) -> None:
+    folder = long_toml.parent / "removed"
+    checkpoints = folder / "checkpoints"
+    job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+
+    def remove_in_a_save() -> bool:
+        if steps_taken(folder) >= 5 and list(checkpoints.glob("*.partial")):
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        return job.says("NO CHECKPOINT")
+
+    job.wait_for(remove_in_a_save)
+    assert job.wait() == [0, 0], job.log.read_text()
+    assert re.search(r"NO CHECKPOINT of step \d+ was written.*(No such file|is not there)", job.log.read_text())
+    check_whole(folder, uninterrupted)
+    assert newest(checkpoints) == STEPS

@@ -1,0 +1,185 @@
+"""The trainings, jobs under Slurm and benchmarks of the pages, given to a shell as they stand there, but cut short.
+
+Words that cut them stand behind their own: fewer steps, shorter sequences, --quick. A command without a cut fails here.
+tests/ranks/docs/test_pages.py runs the other commands.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import zstandard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.hub_models import SIZES
+from tests.support.jobs import PATIENCE_SECONDS, lines_of
+from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
+from tests.support.runs import write_run
+from torchtitan_cp.data.corpus.vocabulary import train_sentencepiece
+
+pytestmark = pytest.mark.jobs
+
+# What stands in a reader's folder for the programs of the pages. CUT: words behind the command's own.
+PROGRAMS = {
+    "run_train.sh": f'exec "{REPOSITORY}/run_train.sh" "$@" $CUT',
+    "bin/python": f'exec "{sys.executable}" "$@" $CUT',
+    # Two nodes that are this machine, of one rank each.
+    "bin/sbatch": """
+        while [[ "$1" == --* ]]; do case "$1" in *=*) shift ;; *) shift 2 ;; esac; done
+        export SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=localhost NPROC=1 SLURM_JOB_ID=$$
+        exec bash "$@"
+    """,
+    "bin/scontrol": "echo localhost",
+    "bin/srun": """
+        [[ "$1" == --kill-on-bad-exit=1 ]] && shift
+        SLURM_NODEID=1 "$@" & second=$!
+        SLURM_NODEID=0 "$@" && wait $second
+    """,
+}
+
+
+def stages(number: int, seq_len: int = 0, tokens: int = 0, steps: int = 1) -> tuple[str, ...]:
+    """Cuts of a curriculum's first stages; the lengths of each are twice those of the one before."""
+    cuts = []
+    for index in range(number):
+        stage = f"--curriculum.stages[{index}]"
+        cuts.append(f"{stage}.steps={steps}")
+        if seq_len:
+            cuts.append(f"{stage}.seq_len={seq_len << index}")
+        if tokens:
+            cuts.append(f"{stage}.global_batch_tokens={tokens}")
+    return tuple(cuts)
+
+
+# Of each config that the pages train, the words that cut it.
+RUNS = {
+    "train_configs/quickstart.toml": (
+        *stages(3, tokens=4096),
+        "--model.overrides.n_layers=1",
+        "--evaluation.tokens=4096",
+    ),
+    "train_configs/six_stages_on_cpu.toml": stages(6),
+    "train_configs/1m_on_cpu.toml": stages(1, seq_len=2048, tokens=2048),
+    "train_configs/4k_to_1m_on_cpu.toml": stages(5, seq_len=512, tokens=8192),
+    # A model of the same kind that a test makes: that of the command does not fit here.
+    "train_configs/yarn_128k.toml": (
+        *stages(2, seq_len=4096, tokens=8192),
+        "--data.validation_fraction=0.2",
+        *("--model.flavor=debug", "--model.overrides.dim=48", "--model.overrides.n_layers=4"),
+        *("--model.overrides.n_heads=4", "--model.overrides.n_kv_heads=2", "--model.overrides.head_dim=12"),
+        *("--model.overrides.ffn_dim=96", "--model.overrides.norm_eps=1e-6"),
+        "--model.overrides.tie_embeddings=false",
+    ),
+    "my.toml": stages(1, tokens=1024, steps=2),
+}
+TRACED = "./run_train.sh '--profiling.steps=[20]' '--profiling.ranks=[0,1]'"
+# Of each option of a benchmark that asks for long work, what is asked instead.
+SMALL = {
+    "--lengths": "1024",
+    "--seq-len": "2048",
+    "--rounds": "2",
+    "--ranks": "2",
+    "--steps": "2",
+}
+# All benchmarks take minutes though each is quick: here are those that no other command of the pages runs.
+REST = ("optimizer", "training_speed")
+
+
+def cut_of(command: str) -> tuple[str, ...]:
+    """Words behind the command's own.
+
+    Raises:
+        KeyError: this command of the pages has none yet.
+    """
+    if "python -m benchmarks" in command:
+        if command.endswith("--help"):
+            return ()
+        alone = REST if command == "python -m benchmarks" else ()
+        return (
+            *alone,
+            "--quick",
+            *(word for option, few in SMALL.items() if option in command for word in (option, few)),
+        )
+    if "--verify-parity" in command:
+        return ("--curriculum.stages[0].global_batch_tokens=8192",)
+    config = re.match(r"CONFIG_FILE=(\S+)", command)
+    cut = RUNS[config[1] if config else "train_configs/quickstart.toml"]
+    return (*cut, *stages(1, tokens=2048, steps=20)) if command == TRACED else cut
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers and tokens of all runs, made once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def desk(tmp_path: Path, cache: Path) -> Path:
+    """A reader's folder, with all that the pages tell him to have: configs, texts, a model, its tokenizer."""
+    for name, program in PROGRAMS.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{textwrap.dedent(program)}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    for name in ("train_configs", "launch"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "cache").symlink_to(cache)
+    write_run(tmp_path).rename(tmp_path / "my.toml")
+    (tmp_path / "my_texts").mkdir()
+    for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:40]:
+        (tmp_path / "my_texts" / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def give_checkpoint(folder: Path) -> None:
+    """What the YaRN recipe starts from, of a size for tests: a Llama of transformers, a tokenizer.model and books."""
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 512})).save_pretrained(folder / "llama2-7b")
+    texts = [path.read_bytes().decode("ascii", "ignore") for path in sorted((folder.parent / "corpus").glob("*.py"))]
+    train_sentencepiece(iter(texts), 512, folder / "llama2-7b" / "tokenizer.model")
+    (folder / "books").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "books" / "all.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+
+
+@pytest.mark.parametrize(
+    "command", sorted({c.partition(" #")[0].strip() for _, c in COMMANDS if RUN_BY_OTHERS.search(c)})
+)
+def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path) -> None:
+    cut = cut_of(command)
+    if "/data/" in command:
+        give_checkpoint(desk / "data")
+        command = command.replace("/data/", f"{desk}/data/")
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=desk,
+        env={
+            **os.environ,
+            "CUT": " ".join(cut),
+            "PATH": f"{desk / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "VENV": sys.prefix,
+        },
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "benchmarks" in command:
+        assert "--help" in command or re.search(r"^\|-+\|", done.stdout, re.MULTILINE), done.stdout
+        assert (desk / "scale.json").exists() == ("scale.json" in command)
+    elif "--verify-parity" in command:
+        assert "parity holds" in done.stdout
+    else:
+        [metrics] = desk.rglob("metrics.jsonl")
+        lines, wanted = lines_of(metrics.parent), dict(word.split("=") for word in cut)
+        assert len(lines) == sum(int(value) for name, value in wanted.items() if name.endswith(".steps"))
+        assert all(math.isfinite(line["loss"]) for line in lines)

@@ -1,0 +1,157 @@
+"""The entry point as a user meets it: bad input, a killed rank, a finished run."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from tests.support.rank_pool import RankPool
+from tests.support.runs import prepared, write_run
+from torchtitan_cp.cli import check as preflight
+from torchtitan_cp.runtime import watchdog as failure
+from torchtitan_cp.training import trainer
+
+pytestmark = pytest.mark.jobs
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["--training.sed=1"], "unknown key training.sed\n  fix: did you mean seed?"),
+        (["--training.seed=one"], "training.seed must be an integer, got 'one'"),
+        (["--curriculum.stages[0].seq_len=130", "--curriculum.stages[0].cp=2"], "not divisible by 2 x cp = 4"),
+        (["--parallel.cp=3"], "3 does not divide them"),
+        (["--curriculum.stages[0].cp=3"], "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 2"),
+        (["--tokenizer.kind=sentencepiece", "--tokenizer.path=/none.model"], "/none.model"),
+        (["--data.path=/none"], "/none"),
+        (["--job.dump_folder=/proc/run"], "job.dump_folder = '/proc/run' cannot be written"),
+        (["--model.flavor=9B"], "model.flavor = '9B' is not known\n  fix: use one of debug, 60M"),
+        (["--model.overrides.layers=9"], "model.overrides.layers is no size of llama\n  fix: did you mean n_layers?"),
+        (["--model.overrides.n_kv_heads=3"], "n_heads = 4 is not a multiple of n_kv_heads = 3"),
+        (["--model.architecture=rnn"], "model.architecture = 'rnn' is not known"),
+        (
+            ["--parallel.cp=2", "--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=3"],
+            "all_to_all_ranks = 3 does not fit strategy 'hybrid' on 2 ranks",
+        ),
+        (
+            ["--parallel.tp=2", "--model.overrides.n_kv_heads=1"],
+            "parallel.tp = 2 does not divide the model's n_kv_heads",
+        ),
+        (
+            ["--parallel.pp=2", "--model.overrides.n_layers=1"],
+            "a pipeline of 2 ranks x 1 stages is longer than the model",
+        ),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], wanted: str
+) -> None:
+    path = write_run(tmp_path)
+    assert preflight.main([str(path), "--ranks", "2", *overrides]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {path}: ")
+    assert errors.count(str(path)) == 1
+    assert wanted in errors
+    assert "Traceback" not in errors
+
+
+def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[job]\ndump_folder = \n")
+    assert preflight.main([str(path)]) == 2
+    assert f"{path}, line 2" in capsys.readouterr().err
+
+
+def test_a_good_config_says_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight.main([str(write_run(tmp_path)), "--ranks", "2"]) == 0
+    assert "20 steps on 2 ranks: 128 (cp 1)" in capsys.readouterr().out
+
+
+def start(path: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, str(REPOSITORY / "train.py"), str(path), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process that the launcher started as this rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"\0RANK={rank}\0" in "\0" + (folder / "environ").read_text():
+                return int(folder.name)
+        except (OSError, ValueError):
+            continue
+    raise AssertionError(f"rank {rank} not found")
+
+
+def test_a_killed_rank_ends_the_job_by_name_within_a_minute_and_the_next_run_resumes(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    settings = ("--parallel.cp=2", "--checkpoint.interval=4", "--curriculum.stages[0].steps=400")
+    job = start(path, *settings)
+    deadline = time.monotonic() + 90
+    while not list((tmp_path / "run" / "checkpoints").glob("step-[0-9]")):
+        assert job.poll() is None, job.stdout.read() if job.stdout else ""
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.05)
+    os.kill(rank_process(job.pid, 1), signal.SIGKILL)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert re.search(r"rank\s*: 1 .*\n\s*exitcode\s*: -9", output), output
+    taken = len(metrics.read_text().splitlines())
+    assert 0 < taken < 400
+
+    again = start(path, *settings, f"--curriculum.stages[0].steps={taken + 4}")
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+    assert re.search(r"resumed from .*step-\d+: \d+ of", output)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, taken + 5))
+
+
+def test_a_world_size_without_a_dry_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--world-size", "8"])
+    assert caught.value.code == 2
+    assert "--world-size goes with --dry-run" in capsys.readouterr().err
+
+
+def limits_of_preparing(path: Path) -> tuple[float, float]:
+    """On a rank: how long it may prepare the corpus, and how long what comes after."""
+    limits, prepare = [], trainer.prepare
+
+    def watched(*arguments: Any) -> Any:
+        limits.append(failure._now.limit_seconds)
+        return prepare(*arguments)
+
+    trainer.prepare = watched  # type: ignore[assignment]
+    try:
+        prepared(path, "--job.startup_timeout_seconds=77")
+    finally:
+        trainer.prepare = prepare
+    return limits[0], failure._now.limit_seconds
+
+
+def test_a_corpus_may_take_longer_to_prepare_than_a_start_may_hang(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(limits_of_preparing, write_run(tmp_path))[0] == (math.inf, 77.0)

@@ -1,0 +1,332 @@
+"""Models that know nothing of context parallelism, trained under it: plain torch and Hugging Face."""
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention  # imported before any block, as models do
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.rank_pool import RankPool
+from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError, context_parallel
+
+S, VOCABULARY = 48, 64
+
+
+@lru_cache
+def make_cp(strategy: str = "ring", layout: str = "auto") -> ContextParallel:
+    return ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)), strategy, layout=layout)
+
+
+def hugging_face(kind: str, attention: str = "sdpa") -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attn_implementation": attention,
+    }
+    if kind == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    else:
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, head_dim=8))
+    return model.double().train()
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """ids, the token after each, positions."""
+    text = torch.randint(VOCABULARY, (2, S + 1), generator=torch.Generator().manual_seed(3))
+    return text[:, :-1].clone(), text[:, 1:].clone(), torch.arange(S).repeat(2, 1)
+
+
+def loss_of(model: nn.Module, ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    ones = torch.ones_like(ids)
+    return model(
+        ids, attention_mask=ones, position_ids=positions, labels=labels, shift_labels=labels, num_items_in_batch=2 * S
+    ).loss
+
+
+def train(model: nn.Module, strategy: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps, and the first step's gradients, over all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gradients = [], {}
+    for step in range(3):
+        ids, labels, positions = batch()
+        if strategy is None:
+            loss = loss_of(model, ids, labels, positions)
+            loss.backward()
+        else:
+            with context_parallel(make_cp(strategy), [ids, labels, positions], [1, 1, 1], model=model):
+                loss = loss_of(model, ids, labels, positions)
+                loss.backward()
+            assert ids.shape == (2, S)
+            loss = loss.detach()
+            for x in (loss, *(p.grad for p in model.parameters())):
+                dist.all_reduce(x)
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def run_hugging_face(kind: str, strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    return train(hugging_face(kind), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_hugging_face_model_trains_unmodified(ranks: Callable[[int], RankPool], kind: str, strategy: str) -> None:
+    pytest.importorskip("transformers")
+    losses, gradients = train(hugging_face(kind), None)
+    for split_losses, split_gradients in ranks(2)(run_hugging_face, kind, strategy):
+        # The models are fp64, their loss is made in fp32 (logits.float()).
+        assert split_losses == pytest.approx(losses, rel=1e-6)
+        assert split_gradients.keys() == gradients.keys()
+        for name, want in gradients.items():
+            assert (split_gradients[name] - want).norm() < 1e-6 * want.norm(), name
+
+
+def run_never_reached() -> str:
+    model = hugging_face("llama", "eager")
+    ids, labels, positions = batch()
+    with (
+        pytest.raises(PlanError) as error,
+        context_parallel(make_cp(), [ids, labels, positions], [1, 1, 1], model=model),
+    ):
+        loss_of(model, ids, labels, positions)
+    return str(error.value)
+
+
+def test_a_model_whose_attention_never_reaches_sdpa_is_named(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    message = ranks(2)(run_never_reached)[0]
+    assert "LlamaAttention ran and never called scaled_dot_product_attention (its attn_implementation is 'ea" in message
+
+
+def run_nothing_called() -> str:
+    model, x = nn.Linear(S // 2, 4), torch.zeros(1, S)
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(), [x], [1], model=model):
+        model(x)
+    return str(error.value)
+
+
+def test_a_block_without_any_attention_names_its_model(ranks: Callable[[int], RankPool]) -> None:
+    assert "Linear never called scaled_dot_product_attention" in ranks(2)(run_nothing_called)[0]
+
+
+def run_gap(gap: str, layout: str) -> str:
+    """What would be silently wrong on a shard; the message that says so, or how far off the loss is."""
+    hf = pytest.importorskip("transformers")
+    model = hugging_face("llama")
+    if gap == "window":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 36}
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, **heads)).double()
+    if gap == "one layer eager":
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = "eager"  # type: ignore[union-attr]
+        model.model.layers[1].self_attn.config = config  # type: ignore[union-attr, index]
+
+    def loss_of_all(ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "position_ids": positions}
+        options |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": 2 * S}
+        for name in {"no positions": ["position_ids"], "no shift": ["shift_labels"]}.get(gap, []):
+            del options[name]
+        return model(ids, **options).loss
+
+    buffers = batch()
+    try:
+        with context_parallel(make_cp(layout=layout), list(buffers), [1, 1, 1]):
+            loss_of_all(*buffers)
+    except PlanError as error:
+        return str(error)
+    return "silent"
+
+
+@pytest.mark.parametrize(
+    ("gap", "message"),
+    [
+        ("one layer eager", "LlamaAttention ran and never called scaled_dot_product_attention"),
+        (
+            "no positions",
+            "arange counted 24 tokens before attention: positions within a rank's shard; put position ids",
+        ),
+        ("no shift", "shifts or cuts a buffer along its sequence, which is wrong at the edges of a shard"),
+        ("window", "MistralAttention has sliding_window = 36, and the mask of this block none"),
+    ],
+)
+def test_what_would_be_silently_wrong_on_a_shard_is_refused_by_name(
+    ranks: Callable[[int], RankPool], gap: str, message: str
+) -> None:
+    for answer in ranks(2)(run_gap, gap, "zigzag"):
+        assert message in answer
+
+
+def run_one_refuses() -> str:
+    """Only rank 0 makes a mask, as transformers may where a shard's position ids jump."""
+    q, x = torch.zeros(1, 2, S // 2, 8), torch.zeros(1, S)
+    own = torch.ones(S // 2, S // 2, dtype=torch.bool) if dist.get_rank() == 0 else None
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(layout="zigzag"), [x], [1]):
+        scaled_dot_product_attention(q, q, q, own, is_causal=own is None)
+    return str(error.value)
+
+
+def test_what_one_rank_refuses_ends_the_others_too(ranks: Callable[[int], RankPool]) -> None:
+    first, last = ranks(2)(run_one_refuses, timeout=60.0)
+    assert "attention_mask=torch.ones_like(input_ids)" in first
+    assert "another rank refused this call" in last
+
+
+def run_mistral() -> list[float]:
+    """A window told to the block equals the model's own on one process."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 36}
+    model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, **heads)).double()
+    want = loss_of(model, *batch()).item()
+    ids, labels, positions = batch()
+    with context_parallel(make_cp(), [ids, labels, positions], [1, 1, 1], mask=AttentionMask(window=(35, -1))):
+        loss = loss_of(model, ids, labels, positions).detach()
+    dist.all_reduce(loss)
+    return [loss.item(), want]
+
+
+def test_a_window_given_to_the_block_is_the_models_own(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    got, want = ranks(2)(run_mistral)[0]
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+def run_own_mask() -> str:
+    """A padding mask that transformers folds into a mask of the shard's own rows."""
+    model = hugging_face("llama")
+    ids, _, positions = batch()
+    padded = torch.ones_like(ids)
+    padded[:, [0, -1]] = 0  # a token of each shard
+    buffers = [ids, padded, positions]
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(layout="contiguous"), buffers, [1, 1, 1]):
+        model(ids, attention_mask=padded, position_ids=positions, use_cache=False)
+    return str(error.value)
+
+
+def test_a_mask_that_speaks_of_one_shard_is_refused(ranks: Callable[[int], RankPool]) -> None:
+    pytest.importorskip("transformers")
+    assert "attention_mask=torch.ones_like(input_ids)" in ranks(2)(run_own_mask)[0]
+
+
+class Plain(nn.Module):
+    """Attention by the function that this module imported before any block."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+        self.project = nn.Linear(16, 48, dtype=torch.float64)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+
+
+def run_plain(causal: bool, mask: AttentionMask | None, recompute: bool) -> list[bool]:
+    torch.manual_seed(1)
+    model, x = Plain(causal), torch.randn(2, S, 16, dtype=torch.float64)
+    with context_parallel(make_cp(layout="balanced"), [x], [1], mask=mask) as plan:
+        out = checkpoint(model.attend, x, use_reentrant=False) if recompute else model.attend(x)
+        out.square().sum().backward()
+    gradient = model.project.weight.grad
+    assert gradient is not None
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)
+    model.zero_grad()
+    full = plan.unshard(out.detach())
+    # Two documents are two sequences.
+    documents = mask.document_lengths[0] if mask and mask.document_lengths else (S,)
+    single = torch.cat([model.attend(part) for part in x.split(documents, 1)], 1)
+    single.square().sum().backward()
+    want = model.project.weight.grad
+    assert want is not None
+    return [torch.allclose(full, single), torch.allclose(gradient, want), x.shape[1] == S]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_call_is_caught_wherever_the_function_was_imported_from(
+    ranks: Callable[[int], RankPool], causal: bool, recompute: bool
+) -> None:
+    assert ranks(2)(run_plain, causal, None, recompute) == [[True] * 3] * 2
+
+
+def test_packed_documents_come_as_a_mask(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(run_plain, True, AttentionMask(document_lengths=((20, 28),)), False) == [[True] * 3] * 2
+
+
+def run_outside(reentrant: bool) -> str:
+    """Backward after the block, where nothing would catch the recomputation."""
+    model, x = Plain(), torch.randn(2, S, 16, dtype=torch.float64)
+    try:
+        with context_parallel(make_cp(), [x], [1]):
+            out = checkpoint(model.attend, x, use_reentrant=reentrant)
+        out.sum().backward()
+    except (PlanError, RuntimeError) as error:
+        return type(error).__name__
+    return "nothing raised"
+
+
+def test_a_recomputation_that_nothing_would_catch_is_an_error(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(run_outside, True) == ["PlanError"] * 2
+    assert all(name != "nothing raised" for name in ranks(2)(run_outside, False))
+
+
+def run_refusals() -> list[str]:
+    q, x = torch.zeros(1, 2, S // 2, 8), torch.zeros(1, S)
+    calls: list[Any] = [
+        lambda: scaled_dot_product_attention(q, q, q, dropout_p=0.1),
+        lambda: scaled_dot_product_attention(q, q[:, :, :3], q[:, :, :3], is_causal=True),
+        lambda: scaled_dot_product_attention(q, q, q, is_causal=False),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            with context_parallel(make_cp(), [x], [1], mask=AttentionMask()):
+                call()
+        except PlanError as error:
+            messages.append(str(error))
+        assert x.shape == (1, S), "restored after an error too"
+    for buffers, dims in (([], []), ([x], [1, 1]), ([x, torch.zeros(4)], [1, 0]), ([x.clone().requires_grad_()], [1])):
+        with pytest.raises(PlanError) as refused, context_parallel(make_cp(), buffers, dims):
+            pass
+        messages.append(str(refused.value))
+    twice = torch.zeros(1, S)
+    with pytest.raises(PlanError), context_parallel(make_cp(), [twice, twice], [1, 1]):
+        pass
+    assert twice.shape == (1, S), "restored when sharding itself fails"
+    kept = torch.zeros(1, S)
+    with context_parallel(make_cp(), [kept], [1], {kept}):
+        scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert kept.shape == (1, S // 2)
+    return messages
+
+
+def test_what_a_shard_cannot_honour_is_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
+    messages = ranks(2)(run_refusals)[0]
+    assert "attention dropout of 0.1 is not available; set it to 0" in messages[0]
+    assert "only self-attention over the sharded sequence" in messages[1]
+    assert "the call has is_causal = False and the mask causal = True" in messages[2]
+    assert "0 buffers and 0 sequence dims" in messages[3]
+    assert "1 buffers and 2 sequence dims" in messages[4]
+    assert "sequences of [4, 48] tokens" in messages[5]
+    assert "requires grad" in messages[6]

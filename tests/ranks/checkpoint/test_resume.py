@@ -1,0 +1,222 @@
+"""Stopping and going on gives the losses of going straight; what is damaged or foreign is not taken."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.curricula import TWO_STAGES
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.runs import losses, prepared, train, write_run
+from torchtitan_cp.checkpoint.manifest import read_manifest, wrong_files
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("resume"), TWO_STAGES)
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: Callable[[int], RankPool], run_toml: Path) -> list[float]:
+    return losses(ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'straight'}")[0])
+
+
+def stopped_copy(run_toml: Path, name: str, keep_up_to: int) -> Path:
+    """A copy of the straight run as if it had died after a checkpoint."""
+    folder = run_toml.parent / name
+    shutil.copytree(run_toml.parent / "straight", folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > keep_up_to:
+            shutil.rmtree(path)
+    return folder
+
+
+def test_checkpoints_stand_at_every_interval_and_stage_end(run_toml: Path, straight: list[float]) -> None:
+    names = sorted(path.name for path in (run_toml.parent / "straight" / "checkpoints").iterdir())
+    assert names == ["step-10", "step-14", "step-5", "step-8"]
+    assert len(straight) == 14
+
+
+@pytest.mark.parametrize("stop", [5, 8, 10])
+def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int
+) -> None:
+    folder = stopped_copy(run_toml, f"stop-{stop}", stop)
+    lines = ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert losses(lines) == straight
+
+
+@pytest.mark.parametrize(
+    ("size", "cp", "degrees"),
+    [
+        (2, 1, []),
+        (1, 1, []),
+        (4, 2, []),
+        (4, 2, ["--parallel.tp=2"]),
+        (2, 1, ["--parallel.pp=2"]),
+        (4, 2, ["--parallel.dp_replicate=2"]),
+    ],
+)
+def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], size: int, cp: int, degrees: list[str]
+) -> None:
+    """Stopped at CP 2 in the second stage; goes on on other ranks, stops, and ends where it began."""
+    name = f"other-{size}-{cp}-{''.join(degrees)}"
+    folder = f"--job.dump_folder={stopped_copy(run_toml, name, 10)}"
+    away = [f"--curriculum.stages[1].cp={cp}", "--checkpoint.interval=4", *degrees]
+    lines = ranks(size)(train, run_toml, folder, *away)[0]
+    assert losses(lines) == pytest.approx(straight, rel=1e-4)
+    shutil.rmtree(run_toml.parent / name / "checkpoints" / "step-14")
+    lines = ranks(2)(train, run_toml, folder)[0]
+    assert losses(lines) == pytest.approx(straight, rel=1e-4)
+
+
+def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
+    """On a rank: what a run's resume warns of."""
+    trainer, warned = prepared(path, *overrides), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchtitan_cp.training.trainer").addHandler(handler)
+    try:
+        trainer._resume()
+    finally:
+        logging.getLogger("torchtitan_cp.training.trainer").removeHandler(handler)
+    return warned
+
+
+@pytest.mark.parametrize(
+    ("stop", "change", "said"),
+    [
+        (10, "global_batch_tokens=1024", "stage 2 reads its text in another way .*: global_batch_tokens 512 -> 1024"),
+        (10, "data.packing='best_fit'", "stage 2 reads its text in another way .*: packing concat -> best_fit"),
+        (10, "cp=1", None),
+        (8, "global_batch_tokens=1024", None),
+    ],
+)
+def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int, change: str, said: str | None
+) -> None:
+    folder = stopped_copy(run_toml, f"reads-{stop}-{change.partition('=')[0]}", stop)
+    overrides = (f"--job.dump_folder={folder}", f"--curriculum.stages[1].{change}")
+    warned = ranks(2)(warnings_of_resuming, run_toml, *overrides)[0]
+    if said is None:
+        assert warned == []
+    else:
+        [warning] = warned
+        assert re.search(said, warning)
+
+
+@pytest.mark.parametrize("damage", ["partial", "no progress", "cut", "gone", "flipped"])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_anew(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], damage: str
+) -> None:
+    folder = stopped_copy(run_toml, f"damaged-{damage}", 10)
+    newest = folder / "checkpoints" / "step-10"
+    part = next(newest.glob("__1_*.distcp"))
+    if damage == "partial":
+        newest.rename(newest.with_name("step-10.partial"))
+    elif damage == "no progress":
+        (newest / "progress.json").unlink()
+    elif damage == "cut":
+        os.truncate(part, 100)
+    elif damage == "gone":
+        part.unlink()
+    else:
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+    assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
+    manifest = read_manifest(newest)
+    assert wrong_files(newest, manifest, manifest.files) == []
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step-10", "step-14", "step-5", "step-8"]
+
+
+def test_a_finished_run_takes_no_step_and_writes_nothing(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "finished", 14)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_the_newest_checkpoints_and_the_ends_of_stages_are_kept(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = run_toml.parent / "kept"
+    ranks(2)(train, run_toml, f"--job.dump_folder={folder}", "--checkpoint.keep=2", "--checkpoint.interval=3")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-12", "step-14", "step-8"]
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("--model.overrides.n_layers=1", "model"),
+        ("--optimizer.name=muon", "optimizer"),
+        ("--training.seed=5", "seed"),
+        ("--data.validation_fraction=0.5", "data"),
+    ],
+)
+def test_a_checkpoint_of_another_model_seed_or_corpus_is_refused(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], override: str, what: str
+) -> None:
+    folder = run_toml.parent / "straight"
+    with pytest.raises(RankFailure, match=rf"step-14 was written with {what} .* and the config now gives"):
+        ranks(2)(train, run_toml, f"--job.dump_folder={folder}", override)
+
+
+def test_the_resolved_config_stands_beside_the_logs_and_trains_the_same(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    resolved = run_toml.parent / "straight" / "config.toml"
+    folder = run_toml.parent / "from-resolved"
+    assert losses(ranks(2)(train, resolved, f"--job.dump_folder={folder}")[0]) == straight
+
+
+def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: list[float]) -> None:
+    text = (run_toml.parent / "straight" / "metrics.jsonl").read_text()
+    first, last = (json.loads(text.splitlines()[i]) for i in (0, -1))
+    wanted = {"step", "stage", "seq_len", "cp", "tokens", "loss", "grad_norm", "lr", "tokens_per_second"}
+    assert wanted | {"peak_memory_bytes"} <= first.keys()
+    assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 512)
+    assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)
+
+
+def train_deterministically(path: Path, folder: str) -> list[float]:
+    try:
+        return losses(train(path, folder, "--training.deterministic=true", "--checkpoint.enable=false"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_kernels_give_the_same_bits_twice(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    runs = [
+        ranks(2)(train_deterministically, run_toml, f"--job.dump_folder={run_toml.parent}/bits-{number}")[0]
+        for number in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] == pytest.approx(straight, rel=1e-5)
+
+
+def train_on_own_corpus(paths: list[Path]) -> None:
+    train(paths[dist.get_rank()])
+
+
+def test_ranks_that_read_other_tokens_are_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    paths = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        paths.append(write_run(tmp_path / name))
+    (tmp_path / "other" / "corpus" / "ast.py").unlink()
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 has other tokens than rank 0.*give every node the same files"):
+        ranks(2)(train_on_own_corpus, paths)

@@ -1,0 +1,374 @@
+"""Checkpoints are complete or absent, the newest whole one is found, and a save that fails harms nothing."""
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.rank_pool import RankFailure, RankPool
+from torchtitan_cp.checkpoint import CheckpointManager, Progress, writer
+from torchtitan_cp.checkpoint import manager as store
+from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
+from torchtitan_cp.config.sections import Checkpoint, Optimizer
+from torchtitan_cp.optim import build_optimizer
+
+NOBODY = 65534
+
+
+def make(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(30, 20)
+    nn.init.constant_(model.weight, value)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(checkpoints: CheckpointManager, step: int, value: float = 1.0, *, stage_end: bool = False) -> None:
+    model, optimizer = make(value)
+    checkpoints.save(Progress(step=step, cursor=7), [model], [optimizer], stage_end=stage_end)
+    checkpoints.wait()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def logged() -> list[str]:
+    """What the room logs on this rank from now on."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    store.logger.handlers = [Keep(logging.INFO)]
+    store.logger.setLevel(logging.INFO)
+    return lines
+
+
+def run_round(folder: Path, asynchronous: bool) -> list[str]:
+    checkpoints = CheckpointManager(folder, Checkpoint(keep=2, asynchronous=asynchronous))
+    for step in (10, 9, 20):
+        save(checkpoints, step)
+    found = checkpoints.read_progress()
+    assert found is not None
+    path, progress = found
+    assert (path.name, progress.step, progress.cursor) == ("step-20", 20, 7)
+    (model, optimizer), (other, other_optimizer) = make(1.0), make(5.0)
+    checkpoints.load(path, [other], [other_optimizer])
+    assert torch.equal(other.weight, model.weight)
+    first, second = (next(iter(o.state.values()))["exp_avg"] for o in (optimizer, other_optimizer))
+    assert torch.equal(first, second)
+    checkpoints.close()
+    return names(folder)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_newest_are_kept_and_read_back_whole(
+    ranks: Callable[[int], RankPool], tmp_path: Path, asynchronous: bool
+) -> None:
+    assert ranks(1)(run_round, tmp_path, asynchronous)[0] == ["step-10", "step-20"]
+
+
+def change_while_it_is_written(folder: Path) -> tuple[bool, list[str]]:
+    """Hold the writing thread back until training has changed the weights."""
+    checkpoints, (model, optimizer), changed = CheckpointManager(folder), make(1.0), threading.Event()
+    write = writer.CheckpointWriter.write_data
+    writer.CheckpointWriter.write_data = lambda *arguments: (changed.wait(60), write(*arguments))[1]  # type: ignore
+    lines, before = logged(), model.weight.detach().clone()
+    try:
+        checkpoints.save(Progress(step=1), [model], [optimizer])
+        checkpoints.poll()
+        assert names(folder) == []
+        with torch.no_grad():
+            model.weight.fill_(9.0)
+        changed.set()
+        checkpoints.close()
+    finally:
+        writer.CheckpointWriter.write_data = write  # type: ignore[method-assign]
+    other, other_optimizer = make(5.0)
+    checkpoints.load(folder / "step-1", [other], [other_optimizer])
+    return torch.equal(other.weight, before), lines
+
+
+def test_a_save_holds_what_was_when_it_began_and_tells_how_long_training_stood_still(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    unchanged, lines = ranks(1)(change_while_it_is_written, tmp_path)[0]
+    assert unchanged
+    assert len(lines) == 1
+    assert "step-1: training stood still 0." in lines[0]
+    assert "bytes were on disk after" in lines[0]
+
+
+def save_eight_bits(folder: Path) -> tuple[bool, bool]:
+    def make_8bit() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(256, 256))
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        optimizer = build_optimizer(model, Optimizer(state="8bit"), compute_dtype=torch.float32, names=sizes)
+        model(torch.randn(4, 256)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    checkpoints, (model, optimizer), (other, other_optimizer) = CheckpointManager(folder), make_8bit(), make_8bit()
+    checkpoints.save(Progress(step=1), [model], [optimizer])
+    checkpoints.close()
+    checkpoints.load(folder / "step-1", [other], [other_optimizer])
+    first, second = (o.state[m[0].weight]["exp_avg"] for m, o in ((model, optimizer), (other, other_optimizer)))
+    return type(first) is not torch.Tensor, torch.equal(first.dequantize(), second.dequantize())
+
+
+def test_moments_in_8_bits_are_saved_though_they_cannot_be_staged(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_eight_bits, tmp_path)[0] == (True, True)
+
+
+def keep_some(folder: Path) -> None:
+    checkpoints = CheckpointManager(folder, Checkpoint(keep=2, keep_every_steps=4))
+    for step in range(1, 11):
+        save(checkpoints, step, stage_end=step == 5)
+    checkpoints.close()
+
+
+def test_the_newest_the_multiples_and_the_ends_of_stages_are_kept(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    ranks(1)(keep_some, tmp_path)
+    assert names(tmp_path) == ["step-10", "step-4", "step-5", "step-8", "step-9"]
+
+
+# Damage ------------------------------------------------------------------------------------------------------
+
+
+def save_three(folder: Path) -> None:
+    checkpoints = CheckpointManager(folder, Checkpoint(keep=10))
+    for step in (1, 2, 3):
+        save(checkpoints, step, value=float(step))
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def three(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1, 2 and 3, written by two ranks."""
+    folder = tmp_path_factory.mktemp("three")
+    ranks(2)(save_three, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(three: Path, tmp_path: Path) -> Path:
+    shutil.copytree(three, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def find(folder: Path) -> tuple[str, list[str]]:
+    lines = logged()
+    found = CheckpointManager(folder).read_progress()
+    return found[0].name if found else "", lines
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def tensor_file(folder: Path) -> Path:
+    """The file with the tensors, which both ranks hold alike, so that one of them writes it."""
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda step: flip_a_bit(tensor_file(step)), ".distcp has another checksum than when it was written"),
+        (lambda step: os.truncate(tensor_file(step), 100), ".distcp has 100 bytes and had"),
+        (lambda step: tensor_file(step).unlink(), ".distcp cannot be read (No such file or directory)"),
+        (lambda step: flip_a_bit(step / ".metadata"), ".metadata has another checksum"),
+        (lambda step: (step / "progress.json").write_text("{"), "progress.json cannot be read (JSONDecodeError"),
+        (lambda step: (step / "progress.json").write_text('{"step": 2}'), "progress.json has 11 bytes and had"),
+        (lambda step: (step / MANIFEST_FILE).unlink(), "manifest.json cannot be read (FileNotFoundError"),
+        (lambda step: (step / MANIFEST_FILE).write_text('{"files": []}'), "manifest.json cannot be read"),
+        (
+            lambda step: (step / MANIFEST_FILE).write_text('{"files": {}, "step": 3, "stage_end": false}'),
+            "manifest.json is no list of a checkpoint's files",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_its_file_and_passed_over(
+    ranks: Callable[[int], RankPool], folder: Path, damage: Callable[[Path], object], told: str
+) -> None:
+    damage(folder / "step-3")
+    answers = ranks(2)(find, folder)
+    assert [name for name, _ in answers] == ["step-2", "step-2"]
+    lines = answers[0][1]
+    assert len(lines) == 1
+    assert "step-3 is damaged and passed over: " in lines[0]
+    assert told in lines[0]
+
+
+def go_on_before_damage(folder: Path) -> list[list[str]]:
+    """Save steps after the newest whole one, up to and past the damaged ones; what lies there after each."""
+    checkpoints, found = CheckpointManager(folder, Checkpoint(keep=1)), []
+    path, _ = checkpoints.read_progress() or (None, None)
+    assert path is not None
+    model, optimizer = make(1.0)
+    checkpoints.load(path, [model], [optimizer])
+    for step in (2, 3, 4):
+        save(checkpoints, step)
+        found.append(names(folder))
+    checkpoints.close()
+    return found
+
+
+def test_a_run_that_goes_on_from_before_damaged_checkpoints_keeps_what_it_saves(
+    ranks: Callable[[int], RankPool], folder: Path
+) -> None:
+    for name in ("step-2", "step-3"):
+        flip_a_bit(tensor_file(folder / name))
+    assert ranks(1)(go_on_before_damage, folder)[0] == [["step-2", "step-3"], ["step-3"], ["step-4"]]
+
+
+def test_a_flipped_bit_anywhere_in_any_file_is_found(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    for path in sorted((folder / "step-3").iterdir()):
+        if path.name != MANIFEST_FILE:
+            whole = path.read_bytes()
+            flip_a_bit(path)
+            assert ranks(2)(find, folder)[0][0] == "step-2", path
+            path.write_bytes(whole)
+    assert ranks(2)(find, folder)[0][0] == "step-3"
+
+
+def test_where_all_are_damaged_a_run_does_not_begin_anew(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    for step in folder.iterdir():
+        flip_a_bit(tensor_file(step))
+    with pytest.raises(RankFailure, match=r"(?s)no checkpoint in .* step-1, step-2, step-3 are damaged.*move the fold"):
+        ranks(2)(find, folder)
+
+
+# A disk that fails -------------------------------------------------------------------------------------------
+
+
+class FullDisk(writer.SummingFileSystem):
+    """Every byte goes to the system's own full device."""
+
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[object]:  # type: ignore[override]
+        return super().create_stream("/dev/full" if mode == "wb" else path, mode)
+
+
+def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """The disk of rank 1 is full at step 2 and has room again at step 3."""
+    checkpoints, lines = CheckpointManager(folder), logged()
+    save(checkpoints, 1)
+    good = {path.name: path.stat().st_mtime_ns for path in (folder / "step-1").iterdir()}
+    if dist.get_rank() == 1:
+        writer.SummingFileSystem, before = FullDisk, writer.SummingFileSystem  # type: ignore[misc]
+        save(checkpoints, 2)
+        writer.SummingFileSystem = before  # type: ignore[misc]
+    else:
+        save(checkpoints, 2)
+    dist.barrier()
+    between = names(folder)
+    assert {path.name: path.stat().st_mtime_ns for path in (folder / "step-1").iterdir()} == good
+    assert checkpoints.newest_step == 1
+    save(checkpoints, 3)
+    checkpoints.close()
+    return between, names(folder), lines
+
+
+def test_a_full_disk_is_told_loudly_leaves_the_last_checkpoint_alone_and_is_tried_again(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    between, after, lines = ranks(2)(save_on_a_full_disk, tmp_path)[0]
+    assert between == ["step-1"]
+    assert after == ["step-1", "step-3"]
+    told = next(line for line in lines if "NO CHECKPOINT" in line)
+    assert "NO CHECKPOINT of step 2" in told
+    assert f"rank 1: OSError: [Errno {errno.ENOSPC}] No space left on device" in told
+    assert "Training goes on, and the next interval tries again. The last good one is step-1" in told
+
+
+def save_where_nothing_may_be_written(folder: Path) -> tuple[list[str], list[str]]:
+    """As a user who may read the folder only, at step 2; as its owner at step 3."""
+    checkpoints, lines = CheckpointManager(folder), logged()
+    save(checkpoints, 1)
+    owner = os.geteuid()
+    folder.chmod(0o555)
+    if owner == 0:
+        os.seteuid(NOBODY)
+    save(checkpoints, 2)
+    os.seteuid(owner)
+    folder.chmod(0o755)
+    save(checkpoints, 3)
+    checkpoints.close()
+    return names(folder), lines
+
+
+def test_a_read_only_folder_is_told_and_tried_again(ranks: Callable[[int], RankPool]) -> None:
+    with tempfile.TemporaryDirectory() as base:
+        Path(base).chmod(0o755)
+        (Path(base) / "checkpoints").mkdir()
+        after, lines = ranks(1)(save_where_nothing_may_be_written, Path(base) / "checkpoints")[0]
+    assert after == ["step-1", "step-3"]
+    assert any("NO CHECKPOINT of step 2" in line and "Permission denied" in line for line in lines)
+
+
+def save_while_the_folder_vanishes(folder: Path) -> tuple[list[str], list[str]]:
+    checkpoints, lines = CheckpointManager(folder), logged()
+    write = writer.CheckpointWriter.write_data
+    writer.CheckpointWriter.write_data = lambda *a: (shutil.rmtree(folder), write(*a))[1]  # type: ignore
+    save(checkpoints, 1)
+    finish = writer.CheckpointWriter.finish
+    writer.CheckpointWriter.write_data = write  # type: ignore[method-assign]
+    writer.CheckpointWriter.finish = lambda *a, **k: (shutil.rmtree(folder), finish(*a, **k))  # type: ignore
+    save(checkpoints, 2)
+    writer.CheckpointWriter.finish = finish  # type: ignore[method-assign]
+    save(checkpoints, 3)
+    checkpoints.close()
+    return names(folder), lines
+
+
+def test_a_folder_that_vanishes_in_a_save_is_told_and_made_again(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    after, lines = ranks(1)(save_while_the_folder_vanishes, tmp_path / "checkpoints")[0]
+    assert after == ["step-3"]
+    told = [line for line in lines if "NO CHECKPOINT" in line]
+    assert len(told) == 2
+    assert all("FileNotFoundError" in line for line in told)
+
+
+def save_stepwise(folder: Path) -> list[str | None]:
+    """Names of what is found with conditions; the step whose number is 2 was saved amid bad steps."""
+    checkpoints, (model, optimizer) = CheckpointManager(folder, Checkpoint(keep=9, asynchronous=False)), make(1.0)
+    for step in (1, 2, 3):
+        progress = Progress(step=step, health={"bad_steps": 1} if step == 2 else {})
+        checkpoints.save(progress, [model], [optimizer])
+    checkpoints.close()
+    healthy = lambda saved: not saved.health.get("bad_steps")  # noqa: E731
+    found = [
+        checkpoints.read_progress(),
+        checkpoints.read_progress(before=3),
+        checkpoints.read_progress(before=3, wanted=healthy),
+        checkpoints.read_progress(before=1),
+        checkpoints.read_progress(wanted=lambda saved: False),
+    ]
+    return [entry[0].name if entry else None for entry in found]
+
+
+def test_a_checkpoint_can_be_sought_before_a_step_and_by_how_it_stood(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_stepwise, tmp_path)[0] == ["step-3", "step-2", "step-1", None, None]

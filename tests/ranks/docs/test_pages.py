@@ -1,0 +1,91 @@
+"""The commands of the pages that need no hours and no cluster, run as they stand there.
+
+A small run and its config stand in for the reader's. tests/jobs/test_page_runs.py runs trainings, parity and
+benchmarks; tests/unit/docs/test_docs.py accounts for each word of all commands.
+"""
+
+import itertools
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train as train_program
+from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
+from tests.support.rank_pool import RankPool
+from tests.support.runs import TINY, train, write_run
+
+FAULT = ("--health.on_nonfinite=skip", "--health.inject.step=3", "--health.inject.where=data")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a reader has on disk.
+
+    Attributes:
+        run: folder of a run whose step 3 was bad.
+        config: enough sequences in a step for 64 ranks.
+        new: for what is written.
+    """
+
+    run: Path
+    config: Path
+    new: Path
+
+    def word(self, word: str) -> str:
+        """What this reader writes in place of a word of the pages."""
+        if re.match(r"outputs/\w+/health/", word):
+            return str(next((self.run / "health").iterdir()))
+        if re.match(r"outputs/\S+/checkpoints/step-", word):
+            return str(max((self.run / "checkpoints").glob("step-*")))
+        if word.startswith("outputs/"):
+            return str(self.run)
+        if word in ("hub/", "exported", "exported/", "OUT", "mine.toml"):
+            return str(self.new / word)
+        return str(self.config) if word == "my.toml" else word
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run(tmp_path_factory.mktemp("reader"))
+    ranks(1)(train, path, *FAULT)
+    return path.parent / "run"
+
+
+@pytest.fixture
+def reader(run: Path, tmp_path: Path) -> Reader:
+    config = TINY.replace("global_batch_tokens = 512", "global_batch_tokens = 8192")
+    return Reader(run, write_run(tmp_path, config), tmp_path / "new")
+
+
+@pytest.mark.parametrize("command", sorted({c for _, c in COMMANDS if not RUN_BY_OTHERS.search(c)}))
+def test_a_command_of_the_pages_does_what_it_says(
+    command: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = list(itertools.takewhile(lambda word: word != ">", shlex.split(command, comments=True)))
+    config = str(REPOSITORY / "train_configs" / "quickstart.toml")
+    if words[0].startswith("CONFIG_FILE="):
+        config = reader.word(words.pop(0).partition("=")[2])
+    if words[0] == "torchrun":  # here one rank
+        words = ["python", *words[words.index("-m") :]]
+    monkeypatch.chdir(REPOSITORY)
+    reader.new.mkdir()
+    code: Any = 0
+    try:
+        if words[0] == "./run_train.sh":
+            code = train_program.main([config, *words[1:]])
+        else:
+            monkeypatch.setattr(sys, "argv", ["program", *map(reader.word, words[3:])])
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    except SystemExit as left:
+        code = left.code
+    assert not code, capsys.readouterr().err
+    written = list(reader.new.iterdir())
+    assert capsys.readouterr().out.strip() or written
+    assert bool(written) == bool(set(words) & {"hub/", "exported", "exported/", "OUT", "mine.toml"})

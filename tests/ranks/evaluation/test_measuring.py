@@ -1,0 +1,385 @@
+"""What is measured between steps is what a plain model gives on whole sequences, on any layout of ranks."""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from models import ARCHITECTURES
+from tests.support.rank_pool import RankPool
+from tests.support.runs import TINY, prepared, write_run
+from torchtitan_cp.checkpoint.weights import open_saved_model
+from torchtitan_cp.cli.evaluate import evaluate, for_evaluation, main, write
+from torchtitan_cp.curriculum import rope_frequencies
+from torchtitan_cp.data.batches.packing import IGNORED
+from torchtitan_cp.evaluation import Prompt
+from torchtitan_cp.runtime import start_ranks
+from torchtitan_cp.training import registry
+from torchtitan_cp.training.evaluator import resized
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
+
+BLOCK = 32
+# Two sources, one of which has its documents masked like the other; 9 sequences, which 2 ranks do not share evenly.
+SETTINGS = f"""
+[evaluation]
+tokens = 1152
+context_gain_tokens = {BLOCK}
+max_share = 1.0
+
+[evaluation.passkey]
+lengths = [64, 128]
+depths = 3
+trials = 3
+needle = "#{{{{name:.1}}}}{{{{key:.2}}}}"
+question = "#{{{{name:.1}}}}{{{{key:.2}}}}"
+"""
+TWO_SOURCES = """
+[[data.sources]]
+name = "early"
+source = "text"
+path = "{folder}/corpus/[a-c]*.py"
+validation_fraction = 0.4
+
+[[data.sources]]
+name = "late"
+source = "text"
+path = "{folder}/corpus/[d-z]*.py"
+validation_fraction = 0.4
+max_document = 50
+"""
+MEASURED = (
+    TINY.replace('source = "text"\npath = "{folder}/corpus"\n', "document_mask = true\n")
+    .replace("validation_fraction = 0.25\n", "")
+    .replace("[evaluation]\ntokens = 512\n", SETTINGS + TWO_SOURCES)
+)
+LAYOUTS = {
+    "dp 2": (2, ()),
+    "cp 2, zigzag": (2, ("--parallel.cp=2", "--context_parallel.layout=zigzag")),
+    "cp 2, balanced": (2, ("--parallel.cp=2", "--context_parallel.layout=balanced")),
+    "tp 2": (2, ("--parallel.tp=2",)),
+    "pp 2": (2, ("--parallel.pp=2", "--parallel.pp_schedule=gpipe")),
+    "cp 2 x dp 2": (4, ("--parallel.cp=2",)),
+}
+Sums = tuple[list[str], list[Any], list[float], list[float]]
+
+
+def sums(path: Path, *overrides: str) -> Sums:
+    """On a rank: sources, sums by source and bin, and of the late tokens with all of the context and with blocks."""
+    trainer = prepared(path, *overrides)
+    stage = trainer.stages[0]
+    shape = resized(trainer.enter_stage(stage), stage.seq_len)
+    sampling = trainer.data_pipeline.sampling_of(stage)
+    whole, cut = (trainer.evaluator.held_out(shape, sampling, block) for block in (0, BLOCK))
+    assert whole
+    assert cut
+    assert all(part.training for part in trainer.model.parts)
+    return whole.sources, whole.by_bin.tolist(), whole.late.tolist(), cut.late.tolist()
+
+
+def plain_logits(trainer: Trainer, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    """Of whole sequences in fp64, with masks written out: `[B, S, V]`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        allowed = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+
+    model = registry.architecture(trainer.config.model).build(trainer.model.args, attend).double()
+    parameters = trainer.model.parts[0].named_parameters()
+    # An output tied to the embedding is not in the list.
+    model.load_state_dict({name: value.full_tensor().double() for name, value in parameters}, strict=False)  # type: ignore[operator]
+    stage = trainer.stages[0]
+    frequencies, factor = rope_frequencies(stage.rope, trainer.model.args.head_dim, stage.seq_len)
+    model.set_rope(frequencies, factor, torch.device("cpu"))  # type: ignore[operator]
+    with torch.no_grad():
+        return model(tokens, positions, documents)
+
+
+def plain_sums(path: Path) -> Sums:
+    """On one rank: the same by hand, from the plain model and the text."""
+    trainer = prepared(path)
+    stage = trainer.stages[0]
+    samples = trainer.data_pipeline.held_out_samples(
+        trainer.enter_stage(stage), trainer.data_pipeline.sampling_of(stage)
+    )
+    assert samples
+    names, bins = list(samples.packed), [0, 16, 32, 64, 128]
+    by_bin = np.zeros((len(names), 2, len(bins) - 1))
+    late = np.zeros((2, 2))
+    for number in range(1152 // 128):
+        row = samples.sequence(number)
+        tokens, labels, places = (torch.from_numpy(x)[None] for x in (row.tokens, row.labels, row.positions))
+        documents = torch.repeat_interleave(
+            torch.arange(len(row.document_lengths)), torch.tensor(row.document_lengths)
+        )[None]
+        blocks = documents * 1000 + torch.arange(128) // BLOCK
+        losses = [
+            F.cross_entropy(plain_logits(trainer, tokens, places, seen)[0], labels[0], reduction="none").numpy()
+            for seen in (documents, blocks)
+        ]
+        for place in np.flatnonzero(row.labels != IGNORED):
+            column = int(np.searchsorted(bins, place, side="right")) - 1
+            by_bin[names.index(row.pieces[0].source), :, column] += losses[0][place], 1
+            if place >= BLOCK and place % BLOCK >= BLOCK // 2:
+                late += [[losses[0][place], 1], [losses[1][place], 1]]
+    return names, by_bin.tolist(), late[0].tolist(), late[1].tolist()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("measured"), MEASURED)
+
+
+@pytest.fixture(scope="module")
+def by_hand(ranks: Callable[[int], RankPool], run: Path) -> Sums:
+    return ranks(1)(plain_sums, run)[0]
+
+
+def test_losses_by_source_position_and_context_are_those_of_a_plain_model(
+    ranks: Callable[[int], RankPool], run: Path, by_hand: Sums
+) -> None:
+    sources, by_bin, late, cut = ranks(1)(sums, run)[0]
+    assert sources == by_hand[0] == ["early", "late"]
+    assert np.array(by_bin) == pytest.approx(np.array(by_hand[1]), rel=1e-6)
+    assert late == pytest.approx(by_hand[2], rel=1e-6)
+    assert cut == pytest.approx(by_hand[3], rel=1e-6)
+    assert late[1] == cut[1] > 0, "the same tokens"
+    assert late[0] != cut[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_by_position_are_the_same_bin_by_bin_on_every_layout(
+    ranks: Callable[[int], RankPool], run: Path, by_hand: Sums, layout: str
+) -> None:
+    size, overrides = LAYOUTS[layout]
+    for _, by_bin, late, cut in ranks(size)(sums, run, *overrides):
+        assert np.array(by_bin) == pytest.approx(np.array(by_hand[1]), rel=1e-5)
+        assert late == pytest.approx(by_hand[2], rel=1e-5)
+        assert cut == pytest.approx(by_hand[3], rel=1e-5)
+
+
+COUNT = 5
+
+
+def prompts(path: Path) -> list[Prompt]:
+    """On one rank: prompt n asks for 4 tokens that a plain model finds likeliest, but has n of them wrong."""
+    trainer = prepared(path)
+    trainer.enter_stage(trainer.stages[0])
+    made = []
+    for number in range(COUNT):
+        tokens = torch.from_numpy(trainer.data_pipeline.filler(number, 64))
+        logits = plain_logits(trainer, tokens[None], torch.arange(64), torch.zeros(1, 64, dtype=torch.int64))[0]
+        best, second = logits.topk(2).values.T
+        asked = torch.argsort(second - best)[:4]
+        assert (best - second)[asked].min() > 1e-3, "no rounding decides"
+        labels = torch.full((64,), IGNORED)
+        labels[asked] = (logits.argmax(-1)[asked] + (torch.arange(4) < number)) % 257
+        made.append(Prompt(tokens.numpy(), labels.numpy()))
+    return made
+
+
+def answers(path: Path, made: list[Prompt], *overrides: str) -> list[bool]:
+    """On a rank: whether each of these prompts is answered right."""
+    trainer = prepared(path, f"--evaluation.passkey.trials={COUNT}", *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    evaluator = trainer.evaluator
+    evaluator.left_out = {}
+    evaluator.writer.write = lambda variant, length, depth, number: made[number]  # type: ignore[method-assign]
+    return evaluator.answer("passkey", [0.0], resized(shape, 64), gate=False)
+
+
+@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
+def test_an_answer_is_right_where_all_its_tokens_are_the_likeliest_on_every_layout(
+    ranks: Callable[[int], RankPool], run: Path, layout: str
+) -> None:
+    made = ranks(1)(prompts, run)[0]
+    size, overrides = LAYOUTS.get(layout, (1, ()))
+    for found in ranks(size)(answers, run, made, *overrides):
+        assert found == [True, False, False, False, False]
+
+
+STAGES = """
+[[curriculum.stages]]
+seq_len = 128
+steps = 2
+global_batch_tokens = 512
+
+[[curriculum.stages]]
+seq_len = 256
+global_batch_tokens = 1024
+cp = -1
+until = {{passkey_accuracy = 0.0, short_loss_rise = 9.0, max_tokens = 8192}}
+"""
+GATED = MEASURED[: MEASURED.index("[[curriculum.stages]]")].replace("max_share = 1.0", "max_share = {share}") + STAGES
+
+
+def evaluated(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], float | None]:
+    """On a rank: lines of evaluation.jsonl, and the loss that the first stage left."""
+    trainer = prepared(path, "--evaluation.interval=1", "--evaluation.position_seq_len=512", *overrides)
+    trainer.run()
+    dist.barrier()
+    lines = (trainer.folder / "evaluation.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], trainer.progress.short_loss
+
+
+def test_a_gate_opens_on_passkeys_and_the_short_length_and_all_that_was_found_is_written(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, GATED.replace("{share}", "1.0"))
+    lines, short_loss = ranks(2)(evaluated, path)[0]
+    assert [line["step"] for line in lines] == [1, 2, 3], "the gate opened after its stage's first step"
+    first, last = lines[1], lines[2]
+    assert first["loss"] == short_loss
+    assert first["short_loss_rise"] is None
+    assert last["short_loss_rise"] is not None
+    assert abs(last["short_loss_rise"]) < 0.2
+    assert last["retrieval"]["passkey"]["lengths"] == [64, 128]
+    accuracy = last["retrieval"]["passkey"]["accuracy"]
+    assert np.shape(accuracy) == (3, 2)
+    assert last["passkey_accuracy"] == pytest.approx(np.mean(accuracy, 0)[1])
+    assert last["position_starts"] == [0, 16, 32, 64, 128, 256]
+    assert last["context_gain"] is not None
+    assert set(last["by_source"]) == {"early", "late"}
+    assert not last["left_out"]
+
+
+def test_without_time_what_a_gate_asks_for_is_measured_and_nothing_else_and_both_are_told(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, GATED.replace("{share}", "0.0"))
+    lines, _ = ranks(1)(evaluated, path)[0]
+    assert [line["step"] for line in lines] == [1, 2, 3], "the first look, of which nothing is known, and stages' ends"
+    last = lines[-1]
+    assert last["short_loss_rise"] is not None
+    assert not any(value is None for row in last["retrieval"]["passkey"]["accuracy"] for value in row)
+    assert last["context_gain"] is None
+    assert any("context gain (evaluation.max_share)" in what for what in last["left_out"])
+    assert any("loss by position to 512" in what for what in last["left_out"])
+
+
+ODD = """
+[[curriculum.stages]]
+seq_len = 130
+steps = 1
+global_batch_tokens = 520
+cp = 1
+
+[[curriculum.stages]]
+seq_len = 260
+steps = 1
+global_batch_tokens = 520
+cp = 2
+"""
+
+
+def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    text = GATED[: GATED.index("[[curriculum.stages]]")].replace("{share}", "1.0")
+    path = write_run(tmp_path, text + ODD)
+    overrides = ("--evaluation.position_seq_len=0", "--evaluation.passkey.trials=0")
+    lines, short_loss = ranks(2)(evaluated, path, *overrides)[0]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert short_loss == lines[0]["loss"]
+    assert lines[1]["short_loss_rise"] is None
+    assert "the loss at the first stage's length, which cp x tp = 2 ranks cannot share" in lines[1]["left_out"]
+
+
+def stopped_while_measuring(path: Path) -> tuple[list[int], list[int], int]:
+    """On a rank: steps evaluated, steps saved, batches measured after step 4, at whose second it is asked to stop."""
+    often = ("--evaluation.interval=2", "--evaluation.max_share=1.0", "--checkpoint.interval=50")
+    trainer = prepared(path, *often, "--curriculum.stages[0].steps=6")
+    seen, busy = list[int](), trainer.evaluator.busy
+
+    def told(what: str) -> None:
+        busy(what)
+        seen.append(trainer.progress.step)
+        if seen.count(4) == 2 and trainer.world.rank == 1:  # the others hear of it from this one
+            trainer.signals.received = signal.SIGTERM
+
+    trainer.evaluator.busy = told
+    trainer.run()
+    dist.barrier()
+    saves = sorted(int(folder.name.removeprefix("step-")) for folder in trainer.checkpoints.folder.iterdir())
+    written = (trainer.folder / "evaluation.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in written], saves, seen.count(4)
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_between_steps(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    path.write_text(path.read_text().replace("[evaluation]\ntokens = 512", "[evaluation]\ntokens = 8192"))
+    for evaluated_at, saves, batches in ranks(2)(stopped_while_measuring, path):
+        assert evaluated_at == [2], "that of step 4 was not finished"
+        assert saves == [4]
+        assert batches == 2
+
+
+def test_a_length_that_does_not_hold_the_question_is_told(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    question = "--evaluation.passkey.question=" + json.dumps("x" * 70 + "{name}: {key}")
+    lines = ranks(1)(too_short, write_run(tmp_path, MEASURED), question)[0]
+    assert lines == {"passkey at 64 tokens, which do not hold its question": None}
+
+
+def too_short(path: Path, question: str) -> dict[str, None]:
+    trainer = prepared(path, question)
+    evaluator, stage = trainer.evaluator, trainer.stages[0]
+    evaluator.left_out = {}
+    found = evaluator.retrieve(stage, resized(trainer.enter_stage(stage), stage.seq_len))
+    assert math.isnan(found["passkey"].accuracy[0, 0])
+    assert not math.isnan(found["passkey"].accuracy[0, 1])
+    return evaluator.left_out
+
+
+def grid(folder: Path, out: Path) -> dict[str, Any]:
+    """On a rank: what the program finds of a run's newest checkpoint, as it writes it."""
+    register(ARCHITECTURES)
+    saved = open_saved_model(folder)
+    options = argparse.Namespace(variants=None, lengths=None, depths=None, trials=None, tokens=None)
+    world = start_ranks(60.0)
+    found = evaluate(saved, for_evaluation(saved.config, world.size, options), world)
+    assert found
+    if world.rank == 0:
+        write(out, saved, found)
+    dist.barrier()
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_ranks(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, GATED.replace("{share}", "1.0"))
+    last = ranks(2)(evaluated, path)[0][0][-1]
+    for size in (1, 2):
+        found = ranks(size)(grid, tmp_path / "run", tmp_path / f"out{size}")[0]
+        assert found["seq_len"] == 256
+        assert found["retrieval"] == last["retrieval"]
+        for name in ("loss", "unigram", "context_gain", "short_loss_rise", "position_losses"):
+            assert found[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name
+        pictures = {picture.name for picture in (tmp_path / f"out{size}").glob("*.png")}
+        assert pictures == {"passkey.png", "loss_by_position.png"}
+
+
+def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    code, said = ranks(1)(refused, str(tmp_path))[0]
+    assert code == 2
+    assert said.startswith(f"error: {tmp_path} is no checkpoint and has none")
+
+
+def refused(folder: str) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main([folder]), said.getvalue()

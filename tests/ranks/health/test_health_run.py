@@ -1,0 +1,743 @@
+"""Faults in real runs: noticed on every rank in their step, their culprit named, nothing poisoned, and what follows."""
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.runs import losses, prepared, train, write_run
+from torchtitan_cp.checkpoint import CheckpointManager
+from torchtitan_cp.checkpoint.reader import CheckpointReader
+from torchtitan_cp.checkpoint.weights import open_saved_model
+from torchtitan_cp.cli.replay import main, replay
+from torchtitan_cp.config.sections import Inject
+from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.health import NonFiniteError, StepReport
+from torchtitan_cp.health.bundle import Bundle
+from torchtitan_cp.runtime import watchdog as failure
+from torchtitan_cp.training.health_monitor import HealthMonitor
+from torchtitan_cp.training.trainer import Trainer
+
+TWO_STAGES_A_RANK = ("--parallel.pp=2", "--training.micro_batch_sequences=1", "--model.overrides.n_layers=4")
+LAYOUTS = {
+    "fsdp 2": (2, ()),
+    "tp 2": (2, ("--parallel.tp=2",)),
+    "pp 2": (2, ("--parallel.pp=2", "--training.micro_batch_sequences=2")),
+    "cp 2": (2, ("--parallel.cp=2", "--parallel.dp_shard=1")),
+    "fsdp 2 x cp 2": (4, ("--parallel.cp=2",)),
+    "tp 2 x pp 2, foreach": (4, ("--parallel.tp=2", "--parallel.pp=2", "--optimizer.implementation=foreach")),
+    "pp 2, interleaved": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=interleaved_1f1b")),
+    "pp 2, ZBV": (2, (*TWO_STAGES_A_RANK, "--parallel.pp_schedule=zbv_zero_bubble")),
+    "experts, cp 2": (2, ("--model.architecture=moe", "--parallel.cp=2", "--parallel.dp_shard=1")),
+    # Halves of the MLP's weights are whole blocks of 256 values; of the embedding's two parts only one is.
+    "8-bit moments, fsdp 2": (2, ("--optimizer.state=8bit", "--model.overrides.ffn_dim=256")),
+}
+SHORT = ("--curriculum.stages[0].steps=8", "--checkpoint.enable=false")
+PLACES = {
+    "embedding": Inject(where="embedding"),
+    "attention forward": Inject(where="forward", module="attention", kind="inf"),
+    "MLP backward": Inject(where="backward", module="feed_forward"),
+    "gradient": Inject(where="gradient", module="feed_forward.w2", kind="inf"),
+    "data": Inject(where="data"),
+}
+
+# Ranks that read the same tokens, where a rank is not alone with them.
+SHARING = {
+    "tp 2": {0: [0, 1], 1: [0, 1]},
+    "pp 2": {0: [0, 1], 1: [0, 1]},
+    "pp 2, interleaved": {0: [0, 1], 1: [0, 1]},
+    "pp 2, ZBV": {0: [0, 1], 1: [0, 1]},
+    "tp 2 x pp 2, foreach": {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]},
+}
+
+
+@pytest.fixture(scope="module")
+def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("health"))
+
+
+@dataclass
+class Seen:
+    """What a run went through on one rank, by step.
+
+    Attributes:
+        bad: bad steps, in the rank's own view.
+        changed: names of what a bad step changed, beside what it was to leave alone.
+        logged: warnings.
+    """
+
+    rank: int
+    bad: list[int] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    findings: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    studies: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logged: list[str] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard; torchao's moments as the floats they stand for."""
+    shard = x.to_local() if isinstance(x, DTensor) else x
+    return shard if type(shard) in (Tensor, nn.Parameter) else shard.dequantize()
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """This rank's weights and everything the optimizers hold, copied."""
+    state = {}
+    for part, optimizer in zip(trainer.model.parts, trainer.model.optimizers, strict=True):
+        for name, parameter in part.named_parameters():
+            state[name] = local(parameter.detach()).clone()
+            moments = optimizer.state.get(parameter, {}).items()
+            state |= {f"{kind} of {name}": local(value).clone() for kind, value in moments}
+    return state
+
+
+def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    assert before.keys() == after.keys()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
+    """On a rank: a run with a fault in each of these steps."""
+    trainer = prepared(path, "--health.on_nonfinite=skip", *overrides)
+    seen, health_monitor = Seen(trainer.world.rank), trainer.health_monitor
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchtitan_cp").addHandler(handler)
+    gradients, recover, study = health_monitor.gradients, trainer._recover, health_monitor.study
+
+    def with_fault(step: int, *arguments: Any, **options: Any) -> Any:
+        health_monitor.injector.settings = faults.get(step, Inject())
+        health_monitor.injector.strikes_here = trainer.world.rank == health_monitor.injector.settings.rank
+        return gradients(step, *arguments, **options)
+
+    def recovering(*arguments: Any) -> None:
+        step, before = trainer.progress.step + 1, state_of(trainer)
+        seen.bad.append(step)
+        seen.findings[step] = arguments[1].findings
+        recover(*arguments)
+        seen.changed += [f"{name} in step {step}" for name in differing(before, state_of(trainer))]
+
+    def studying(step: int, *arguments: Any) -> Any:
+        found = study(step, *arguments)
+        seen.studies[step] = found.as_json()
+        return found
+
+    health_monitor.study = studying  # type: ignore[method-assign]
+    health_monitor.gradients = with_fault  # type: ignore[method-assign]
+    trainer._recover = recovering  # type: ignore[method-assign]
+    trainer.run()
+    dist.barrier()
+    logging.getLogger("torchtitan_cp").removeHandler(handler)
+    text = (trainer.folder / "metrics.jsonl").read_text()
+    seen.lines = [json.loads(line) for line in text.splitlines()]
+    return seen
+
+
+def modules(layout: str) -> dict[str, str]:
+    """What stands in this layout's blocks in place of Llama's modules."""
+    return {"feed_forward": "experts", "feed_forward.w2": "router.gate"} if "experts" in layout else {}
+
+
+def faults_of(layout: str) -> dict[int, Inject]:
+    """Each place on the first rank and another, every second step from the third on."""
+    faults = []
+    for rank in (0, 1):
+        for place, fault in PLACES.items():
+            if "pp" in layout and place == "embedding" and rank:
+                continue
+            ranks_of_stage = 2 if layout.startswith("tp 2 x pp") else 1
+            layer = rank // ranks_of_stage if "pp" in layout else 1 - rank
+            module = modules(layout).get(fault.module, fault.module)
+            faults.append(replace(fault, rank=rank, layer=layer, module=module))
+    return {3 + 2 * index: replace(fault, step=3 + 2 * index) for index, fault in enumerate(faults)}
+
+
+def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
+    """The study names what was struck, and whom."""
+    culprit = found["culprit"]
+    named = (culprit["module"], culprit["what"], culprit["direction"], list(found["ranks"]))
+    block, rank = f"layers.{fault.layer}", fault.rank
+    expected = {
+        "embedding": ("tok_embeddings", "output", "forward", [rank]),
+        "forward": (f"{block}.attention", "output", "forward", [rank]),
+        "backward": (f"{block}.{fault.module}", "input gradient", "backward", [rank]),
+        "gradient": (f"{block}.{fault.module}", "gradient of weight", "backward", [rank]),
+        "data": ("data", "labels", "forward", SHARING.get(layout, {}).get(rank, [rank])),
+    }
+    assert named == expected[fault.where]
+    assert found["reproduces"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str
+) -> None:
+    size, overrides = LAYOUTS[layout]
+    faults = faults_of(layout)
+    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
+    stage = ("--curriculum.stages[0].steps=12", "--checkpoint.enable=false")
+    for seen in ranks(size)(watched_run, run_toml, faults, folder, *stage, *overrides):
+        assert seen.bad == list(faults)
+        assert seen.changed == []
+        assert [line["step"] for line in seen.lines if line["skipped"]] == list(faults)
+        values = [line["loss"] for line in seen.lines if not line["skipped"]]
+        assert len(values) == 12
+        assert values[-1] < values[0]
+        for step, fault in faults.items():
+            check_culprit(layout, fault, seen.studies[step])
+
+
+def poisoned_shard(path: Path, *overrides: str) -> Seen:
+    """On a rank: a run in which rank 1's shard of one gradient is ill in step 3, when all ranks have summed it."""
+    original = Trainer.gradients
+
+    def gradients(trainer: Trainer, batches: Any) -> Any:
+        compute = trainer.model.gradients
+
+        def poisoned(micro_batches: Any) -> Any:
+            sums = compute(micro_batches)
+            if trainer.progress.step == 2 and trainer.world.rank == 1:
+                local(trainer.model.parts[0].layers["0"].attention.wq.weight.grad)[1, 2] = torch.nan  # type: ignore[union-attr, index]
+            return sums
+
+        trainer.model.gradients = poisoned  # type: ignore[method-assign]
+        try:
+            return original(trainer, batches)
+        finally:
+            trainer.model.gradients = compute  # type: ignore[method-assign]
+
+    Trainer.gradients = gradients  # type: ignore[method-assign]
+    try:
+        return watched_run(path, {}, *overrides)
+    finally:
+        Trainer.gradients = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_nan_in_one_ranks_optimizer_input_reaches_no_moment(
+    ranks: Callable[[int], RankPool], run_toml: Path, implementation: str
+) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / ('shard-' + implementation)}"
+    for seen in ranks(2)(poisoned_shard, run_toml, folder, f"--optimizer.implementation={implementation}"):
+        assert (seen.bad, seen.changed) == ([3], [])
+        assert seen.findings[3][0].startswith("rank 1: a weight's gradient in block 0 is nan")
+
+
+def healthy_steps(path: Path, faults: dict[int, Inject], *overrides: str) -> tuple[list[float], list[int], list[float]]:
+    """On a rank: losses of the healthy steps, which text they read, and their learning rates."""
+    read: list[int] = []
+    trainer = prepared(path, "--health.on_nonfinite=skip", *overrides)
+    gradients = trainer.health_monitor.gradients
+
+    def remembered(step: int, batches: Any, **options: Any) -> Any:
+        trainer.health_monitor.injector.settings = faults.get(step, Inject())
+        report = gradients(step, batches, **options)
+        if not report.findings:
+            read.append(batches[0].numbers[0])
+        return report
+
+    trainer.health_monitor.gradients = remembered  # type: ignore[method-assign]
+    trainer.run()
+    dist.barrier()
+    lines = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    healthy = [line for line in lines if not line["skipped"]]
+    return losses(healthy), read, [line["lr"] for line in healthy]
+
+
+def test_a_skipped_step_leaves_the_schedule_alone_and_its_text_out(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    stage = ("--curriculum.stages[0].steps=6", "--checkpoint.enable=false")
+    whole, numbers, rates = ranks(1)(
+        healthy_steps, run_toml, {}, f"--job.dump_folder={run_toml.parent / 'schedule-whole'}", *stage
+    )[0]
+    faults = {2: Inject(step=2, where="data"), 3: Inject(step=3, where="data")}
+    skipping = ranks(1)(
+        healthy_steps, run_toml, faults, f"--job.dump_folder={run_toml.parent / 'schedule-skip'}", *stage
+    )[0]
+    step = numbers[1] - numbers[0]
+    assert skipping[1] == [numbers[0], *range(numbers[0] + 3 * step, numbers[0] + 8 * step, step)]
+    assert skipping[2] == rates
+    assert skipping[0][0] == whole[0]
+    assert len(skipping[0]) == 6
+
+
+# What the study says of other faults ---------------------------------------------------------------------------
+
+
+def overflowing_run(path: Path, scales: dict[str, float], *overrides: str) -> str:
+    """On a rank: a run in which weights are suddenly huge, and finite, in step 3. What it halts with."""
+    trainer = prepared(path, *overrides)
+    gradients = trainer.health_monitor.gradients
+
+    def scaled(step: int, *arguments: Any, **options: Any) -> Any:
+        if step == 3 and not options:
+            for part in trainer.model.parts:
+                for name, parameter in part.named_parameters():
+                    local(parameter.detach()).mul_(scales.get(name, 1.0))
+        return gradients(step, *arguments, **options)
+
+    trainer.health_monitor.gradients = scaled  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError) as halted:
+        trainer.run()
+    dist.barrier()
+    return str(halted.value)
+
+
+# Layout, what the weights are multiplied with, the first ill value (module, what), and the module that made it.
+OVERFLOWS = {
+    "between layers": (
+        "tp 2",
+        {"layers.1.feed_forward.w1.weight": 1e25, "layers.1.feed_forward.w3.weight": 1e25},
+        ("layers.1.feed_forward.w2", "input"),
+        "layers.1.feed_forward",
+    ),
+    "in attention": (
+        "cp 2",
+        {"layers.0.attention.wq.weight": 1e30, "layers.0.attention.wk.weight": 1e12},
+        ("layers.0.attention.wo", "input"),
+        "layers.0.attention",
+    ),
+    "in a recomputed block": (
+        "fsdp 2",
+        {"layers.1.feed_forward.w3.weight": 1e20, "layers.1.feed_forward.w2.weight": 1e30},
+        ("layers.1.feed_forward.w2", "output"),
+        "layers.1.feed_forward.w2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
+    ranks: Callable[[int], RankPool], run_toml: Path, case: str
+) -> None:
+    layout, scales, named, unit = OVERFLOWS[case]
+    size, overrides = LAYOUTS[layout]
+    folder = run_toml.parent / f"overflow-{case.replace(' ', '-')}"
+    more = ["--data.document_mask=true", "--training.micro_batch_sequences=2"]
+    if "recomputed" in case:
+        more.append("--activation.checkpoint=full")
+    said, *others = ranks(size)(overflowing_run, run_toml, scales, f"--job.dump_folder={folder}", *overrides, *more)
+    assert all(other == said for other in others)
+    assert f"the {named[1]} of {named[0]} is " in said
+    assert "it comes again when the step is repeated; its tensors are in " in said
+    bundle = Bundle.read(folder / "health" / "step-3")
+    assert (bundle.report["unit"], bundle.report["reproduces"], bundle.report["injected"]) == (unit, True, False)
+    event = replay(bundle)
+    assert event is not None
+    assert (event.module, event.what, event.value) == (*named, bundle.report["culprit"]["value"])
+    # Whole sequences, whatever ranks they were spread over.
+    assert bundle.tensors["tokens"].shape == (2, 128)
+    assert bundle.tensors["input.0"].shape[:2] == (2, 128)
+    assert main([str(folder / "health" / "step-3")]) == 0
+
+
+def test_a_fault_that_is_gone_when_repeated_speaks_of_the_hardware(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "transient"
+    fault = Inject(step=3, rank=1, layer=1, module="feed_forward.w1", transient=True)
+    for seen in ranks(2)(watched_run, run_toml, {3: fault}, f"--job.dump_folder={folder}", *SHORT):
+        assert (seen.bad, seen.changed) == ([3], [])
+        assert seen.findings[3] == ("rank 1: the output of block 1 is nan",)
+        assert (seen.studies[3]["reproduces"], seen.studies[3]["culprit"]) == (False, None)
+        assert seen.studies[3]["said"].startswith(
+            "repeated, the step is finite: a fault of the hardware, or a race; its"
+        )
+    report = Bundle.read(folder / "health" / "step-3").report
+    assert (report["unit"], report["findings"]) == (None, ["rank 1: the output of block 1 is nan"])
+
+
+def test_where_a_token_is_follows_from_the_layout_and_the_documents(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """Zigzag over two ranks of 64 tokens: rank 1 has tokens 32 to 95, and its local token 32 is token 64."""
+    folder = f"--job.dump_folder={run_toml.parent / 'place'}"
+    fault = Inject(step=3, rank=1, layer=0, module="feed_forward.w1")
+    packed = ("--data.document_mask=true", "--context_parallel.layout=zigzag")
+    for seen in ranks(2)(watched_run, run_toml, {3: fault}, folder, *SHORT, *LAYOUTS["cp 2"][1], *packed):
+        found = seen.studies[3]
+        assert found["culprit"]["module"] == "layers.0.feed_forward.w1"
+        assert (list(found["ranks"]), found["row"], found["local_token"], found["global_token"]) == ([1], 0, 32, 64)
+        assert (found["sequence"], found["document"]) == (8, 0)
+
+
+# What follows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str
+) -> None:
+    size, overrides = LAYOUTS[layout]
+    folder = run_toml.parent / f"weight-{layout.replace(' ', '-')}"
+    fault = Inject(step=5, rank=1, where="weight", layer=1, module="attention.wk")
+    settings = (*SHORT[:1], "--checkpoint.interval=1", "--checkpoint.keep=99", "--checkpoint.asynchronous=false")
+    if layout.startswith("tp 2 x pp"):
+        fault = replace(fault, layer=0)  # which is where rank 1 is
+    named = f"layers.{fault.layer}.attention.wk"
+    for seen in ranks(size)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings, *overrides):
+        assert seen.bad == [5]
+        culprit = seen.studies[5]["culprit"]
+        assert (culprit["module"], culprit["what"]) == (named, "parameter weight")
+        assert list(seen.studies[5]["ranks"]) == [1]
+        # The struck weight alone is another than before the repair: it is well again.
+        assert seen.changed == ([f"{named}.weight in step 5"] if seen.rank == 1 else [])
+        assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+        assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
+    event = replay(Bundle.read(folder / "health" / "step-5"))
+    assert event is not None
+    assert (event.module, event.what, event.value) == (named, "parameter weight", "nan")
+    straight = ranks(size)(train, run_toml, f"--job.dump_folder={folder}-straight", *SHORT, *overrides)[0]
+    assert losses(straight)[:4] == [line["loss"] for line in seen.lines][:4]
+    assert (folder / "checkpoints" / "step-5").is_dir()
+
+
+def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    fault = Inject(step=12, rank=1, layer=0, kind="spike")
+    settings = (
+        "--curriculum.stages[0].steps=13",
+        "--checkpoint.enable=false",
+        "--health.spike_threshold=50",
+        "--health.spike_window=32",
+    )
+    folder = run_toml.parent / "spike"
+    trip = (f"--job.dump_folder={folder}-trip", "--health.on_spike=trip")
+    for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, *trip):
+        assert (seen.bad, seen.changed) == ([12], [])
+        assert [line["step"] for line in seen.lines if line["spikes"]] == [12]
+        assert len(seen.lines) == 14
+        assert (seen.studies[12]["culprit"]["module"], list(seen.studies[12]["ranks"])) == ("layers.0", [1])
+    for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, f"--job.dump_folder={folder}-warn"):
+        assert seen.bad == []
+        assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
+        assert len(seen.lines) == 13
+
+
+SPIKES_TRIP = (
+    "--curriculum.stages[0].steps=12",
+    "--checkpoint.enable=false",
+    "--health.spike_threshold=20",
+    "--health.spike_window=32",
+    "--health.on_spike=trip",
+)
+# Layout, what is struck, and what is to be named: module, direction, ranks.
+SPIKES = {
+    "cp 2": ("forward", "feed_forward.w1", "forward", [1]),
+    "tp 2": ("forward", "attention.wv", "forward", [1]),
+    "fsdp 2": ("backward", "attention.wo", "backward", [1]),
+    "pp 2": ("forward", "feed_forward.w2", "forward", [1]),
+}
+
+
+@pytest.mark.parametrize("layout", SPIKES)
+def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, module, direction, on = SPIKES[layout]
+    folder = run_toml.parent / f"spike-{layout.replace(' ', '-')}"
+    fault = Inject(step=12, rank=1, layer=1, where=where, module=module, kind="spike")
+    size, overrides = LAYOUTS[layout]
+    settings = (*SPIKES_TRIP, f"--job.dump_folder={folder}")
+    for seen in ranks(size)(watched_run, run_toml, {12: fault}, *settings, *overrides):
+        assert (seen.bad, seen.changed) == ([12], [])
+        study = seen.studies[12]
+        assert study["culprit"]["module"] == f"layers.1.{module}"
+        assert (study["culprit"]["direction"], list(study["ranks"]), study["reproduces"]) == (direction, on, True)
+        assert study["times"] > 4
+        assert f"the {study['culprit']['what']} of layers.1.{module} is {study['culprit']['value']}, " in study["said"]
+        assert "times what it was in a healthy step" in study["said"]
+    assert main([str(folder / "health" / "step-12")]) == 0
+    assert f"REPRODUCED: the {study['culprit']['what']} of layers.1.{module}" in capsys.readouterr().out
+
+
+def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    gone = Inject(step=12, rank=1, layer=1, kind="spike", transient=True)
+    folder = f"--job.dump_folder={run_toml.parent / 'spike-gone'}"
+    for seen in ranks(2)(watched_run, run_toml, {12: gone}, *SPIKES_TRIP, folder):
+        assert seen.studies[12]["said"].startswith(
+            "repeated, the step has no spike: a fault of the hardware, or a race"
+        )
+        assert seen.studies[12]["culprit"] is None
+
+
+def spike_after_a_start(path: Path, fault: Inject, *overrides: str) -> Seen:
+    """On a rank: a run that knows what is usual and has taken no healthy step itself, as after a resume."""
+    record_healthy_step = HealthMonitor.record_healthy_step
+
+    def forgetting(health_monitor: HealthMonitor, report: StepReport) -> None:
+        record_healthy_step(health_monitor, report)
+        health_monitor.healthy = ()
+
+    HealthMonitor.record_healthy_step = forgetting  # type: ignore[method-assign]
+    try:
+        return watched_run(path, {fault.step: fault}, *overrides)
+    finally:
+        HealthMonitor.record_healthy_step = record_healthy_step  # type: ignore[method-assign]
+
+
+def test_a_spike_with_no_healthy_step_before_it_is_skipped_and_said_to_be_unknown(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    fault = Inject(step=12, rank=1, layer=1, kind="spike")
+    folder = f"--job.dump_folder={run_toml.parent / 'spike-first'}"
+    for seen in ranks(2)(spike_after_a_start, run_toml, fault, *SPIKES_TRIP, folder, *LAYOUTS["pp 2"][1]):
+        assert (seen.bad, seen.changed) == ([12], [])
+        assert seen.studies[12]["said"].startswith("no healthy step was taken since the start or the rollback")
+
+
+def saved_tensors(path: Path) -> dict[str, Tensor]:
+    """Weights and moments of a checkpoint."""
+    table = open_saved_model(path).table
+    known = {name: entry for name, entry in table.state_dict_metadata.items() if hasattr(entry, "size")}
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in known.items()}
+    dcp.load(state, storage_reader=CheckpointReader(path, table), no_dist=True)
+    return state
+
+
+STOPS = ("--health.max_consecutive_skips=2", "--checkpoint.interval=2", "--checkpoint.keep=99")
+
+
+def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """Bad text in steps 6, 7 and 8: the third sends it back to step 4, and text 5 to 8 is never trained on."""
+    folder, settings = run_toml.parent / "rollback", ("--curriculum.stages[0].steps=10", *STOPS)
+    faults = {step: Inject(step=step, where="data") for step in (6, 7, 8)}
+    found = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", *settings)[0]
+    text = [number // 4 for number in found[1]]
+    # Step 5 was taken, and undone; then the stage's steps 5 to 10.
+    assert text == [0, 1, 2, 3, 4, *range(8, 14)]
+    schedule = ranks(1)(train, run_toml, f"--job.dump_folder={folder}-whole", *settings[:1])[0]
+    rates = [line["lr"] for line in schedule]
+    assert found[2] == [*rates[:5], *rates[4:]]
+    progress = json.loads((folder / "checkpoints" / "step-8" / "progress.json").read_text())
+    assert progress["passed_over"] == [[0, 4, 8]]
+    assert (progress["step"], progress["stage_step"], progress["cursor"]) == (8, 4, 4 * 512)
+    assert (progress["health"]["rollbacks"], progress["health"]["rolled_back_to"]) == (1, 4)
+    before, after = (saved_tensors(folder / "checkpoints" / f"step-{step}") for step in (4, 8))
+    assert any("exp_avg" in name for name in before)
+    assert differing(before, after) == []
+
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > 8:
+            shutil.rmtree(path)
+    resumed = ranks(1)(healthy_steps, run_toml, {}, f"--job.dump_folder={folder}", *settings)[0]
+    assert [number // 4 for number in resumed[1]] == [*range(8, 14)]
+    assert resumed[0] == found[0]
+
+
+@pytest.mark.parametrize(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")])
+def test_a_run_that_diverges_climbs_the_ladder_and_ends_as_the_file_says(
+    ranks: Callable[[int], RankPool], run_toml: Path, factor: float, ends: str
+) -> None:
+    """The learning rate is 100 times too high once it is warm."""
+    folder = f"--job.dump_folder={run_toml.parent / f'diverges-{ends}'}"
+    settings = (
+        "--optimizer.lr=0.3",
+        "--lr_scheduler.warmup_steps=40",
+        "--curriculum.stages[0].steps=45",
+        "--health.on_spike=trip",
+        "--health.spike_window=32",
+        "--health.max_consecutive_skips=1",
+        "--health.max_rollbacks=1",
+        "--checkpoint.interval=4",
+        "--checkpoint.keep=99",
+        f"--health.lr_factor={factor}",
+    )
+    end, lines = ranks(2)(ending, run_toml, folder, *settings)[0]
+    skipped = [line for line in lines if line["skipped"]]
+    assert end.startswith(ends if ends == "trained" else "step ")
+    assert (lines[-1]["rollbacks"], lines[-1]["lr_cuts"]) == (1, 1)
+    assert len(lines) < 70
+    assert len(skipped) >= 3
+    if ends == "trained":
+        assert len(lines) - len(skipped) >= 45
+        assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+        assert lines[-1]["lr"] < 0.004
+    else:
+        assert "1 rollbacks and 1 cuts of the learning rate, and health.policy" in end
+        assert "No weight was changed" in end
+
+
+def ending(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]]]:
+    """On a rank: how a run ends, and its records."""
+    trainer, end = prepared(path, "--health.on_nonfinite=skip", *overrides), "trained"
+    try:
+        trainer.run()
+    except NonFiniteError as error:
+        end = str(error)
+    dist.barrier()
+    return end, [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("where", ["data", "backward"])
+def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
+    ranks: Callable[[int], RankPool], run_toml: Path, where: str
+) -> None:
+    folder = run_toml.parent / f"halt-{where}"
+    overrides = (f"--job.dump_folder={folder}", "--health.inject.step=3", "--health.inject.rank=1")
+    inject = (f"--health.inject.where={where}", "--health.inject.layer=1", "--health.bundles=0")
+    for end, lines in ranks(2)(ending, run_toml, *overrides, *inject, "--health.on_nonfinite=halt"):
+        number = "the loss is inf" if where == "data" else "the gradient at its first block is nan, the loss is finite"
+        assert end.startswith(f"step 3 (stage 1, 128) is not finite: rank 1: {number}. ")
+        assert len(lines) == 2
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+    assert not (folder / "health").exists()
+
+
+def test_a_halt_over_an_ill_weight_saves_none_and_the_last_checkpoint_goes_on(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "halt-weight"
+    settings = (f"--job.dump_folder={folder}", "--checkpoint.interval=2", "--checkpoint.keep=1", *SHORT[:1])
+    inject = (
+        "--health.inject.step=4",
+        "--health.inject.rank=1",
+        "--health.inject.where=weight",
+        "--health.inject.module=attention.wk",
+    )
+    for end, lines in ranks(2)(ending, run_toml, *settings, *inject, "--health.on_nonfinite=halt"):
+        assert end.startswith("step 4 (stage 1, 128) is not finite")
+        assert len(lines) == 3
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
+    for end, lines in ranks(2)(ending, run_toml, *settings):
+        assert (end, len(lines)) == ("trained", 8)
+
+
+def lowered(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]], list[float]]:
+    """On a rank: how a run ends, its records, and how long it may study a bad step and look for a checkpoint."""
+    limits, study, load = list[float](), HealthMonitor.study, CheckpointManager.load
+
+    def studied(*arguments: Any) -> Any:
+        limits.append(failure._now.limit_seconds)
+        return study(*arguments)
+
+    def loaded(*arguments: Any) -> None:
+        limits.append(failure._now.limit_seconds)
+        load(*arguments)
+
+    HealthMonitor.study, CheckpointManager.load = studied, loaded  # type: ignore[method-assign]
+    try:
+        return *ending(path, *overrides), limits
+    finally:
+        HealthMonitor.study, CheckpointManager.load = study, load  # type: ignore[method-assign]
+
+
+def test_a_lower_rate_alone_goes_back_to_a_checkpoint_too_and_has_the_time(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "lower"
+    settings = (f"--job.dump_folder={folder}", "--checkpoint.interval=2", "--health.policy=['lower_lr']", *SHORT[:1])
+    inject = (
+        "--health.inject.step=4",
+        "--health.inject.rank=1",
+        "--health.inject.where=weight",
+        "--health.inject.module=attention.wk",
+    )
+    times = ("--job.timeout_seconds=100", "--job.startup_timeout_seconds=200", "--checkpoint.timeout_seconds=300")
+    for end, lines, limits in ranks(2)(lowered, run_toml, *settings, *inject, *times):
+        assert end == "trained"
+        assert [line["lr_cuts"] for line in lines][2:5] == [0, 1, 1]
+        assert limits == [300.0, 300.0]
+
+
+def test_a_step_that_is_skipped_costs_no_run_that_takes_its_source_to_the_end(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = run_toml.parent / "epochs"
+    inject = ("--health.inject.step=3", "--health.inject.where=data")
+    few = ("--data.max_epochs={corpus=0.0137}", "--curriculum.stages[0].steps=8")
+    with pytest.raises(RankFailure, match=r"data.max_epochs leaves stage 1 3. sequences"):
+        ranks(1)(ending, run_toml, few[0], few[1].replace("8", "9"), f"--job.dump_folder={folder}-long")
+    end, lines = ranks(1)(ending, run_toml, *few, *inject, f"--job.dump_folder={folder}")[0]
+    assert (end, len(lines)) == ("trained", 9)
+    assert [line["step"] for line in lines if line["skipped"]] == [3]
+
+
+def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
+    inject = ("--health.inject.step=3", "--health.inject.module=attention", "--compile.enable=true")
+    with pytest.raises(RankFailure, match=r"health.inject.module = 'attention' lies inside a block"):
+        ranks(1)(train, run_toml, *inject)
+
+
+def study_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
+    """On a rank: what a study of compiled blocks says, and whether they are as they were after it."""
+    trainer = prepared(path, "--compile.enable=true", *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    layers = list(trainer.model.parts[0].layers.values())  # type: ignore[operator, union-attr]
+    compiled = [vars(layer)["forward"] for layer in layers]
+    local(layers[1].feed_forward.w3.weight.detach()).mul_(1e20)
+    local(layers[1].feed_forward.w2.weight.detach()).mul_(1e30)
+    batches = read_step(trainer.data_pipeline.samples, shape, 0)
+    report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=("rank 0: the loss is nan",))
+    found = trainer.health_monitor.study(1, batches, report, lambda: None)
+    assert all(parameter.grad is None for parameter in trainer.model.parts.parameters())
+    return found.said, [vars(layer)["forward"] for layer in layers] == compiled
+
+
+def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_after(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / 'compiled'}"
+    for checkpoint in ("none", "full"):
+        said, restored = ranks(1)(study_compiled, run_toml, folder, f"--activation.checkpoint={checkpoint}")[0]
+        assert restored
+        assert "the output of layers.1.feed_forward.w2 is " in said
+        assert "it comes again when the step is repeated without torch.compile" in said
+
+
+def full_disk(path: Path, *overrides: str) -> Seen:
+    """On a rank: a run that has no room for the tensors of a bad step."""
+    original = Bundle.write
+
+    def write(bundle: Bundle, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Bundle.write = write  # type: ignore[method-assign]
+    try:
+        return watched_run(path, {3: Inject(step=3, rank=0, layer=0)}, *overrides)
+    finally:
+        Bundle.write = original  # type: ignore[method-assign]
+
+
+def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
+    folder = f"--job.dump_folder={run_toml.parent / 'full-disk'}"
+    first, second = ranks(2)(full_disk, run_toml, folder, *SHORT)
+    assert len(first.lines) == len(second.lines) == 9
+    assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
+
+
+def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_passes_over_the_seconds_text(
+    ranks: Callable[[int], RankPool], run_toml: Path
+) -> None:
+    """The first three steps of the second stage are bad; the newest checkpoint is the first stage's end."""
+    folder = run_toml.parent / "border"
+    table = "{seq_len = %d, steps = 4, global_batch_tokens = 512}"
+    stages = f"--curriculum.stages=[{table % 128}, {table % 256}]"
+    settings = ("--health.max_consecutive_skips=2", "--checkpoint.interval=99", "--checkpoint.keep=9")
+    faults = {step: Inject(step=step, where="data") for step in (5, 6, 7)}
+    _, text, rates = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", stages, *settings)[0]
+    assert [number // 4 for number in text[:4]] == [0, 1, 2, 3]
+    assert [number // 2 for number in text[4:]] == [3, 4, 5, 6]
+    assert len(set(rates)) == 8
+    progress = json.loads((folder / "checkpoints" / "step-11" / "progress.json").read_text())
+    assert progress["passed_over"] == [[1, 0, 3]]
+    assert (progress["stage"], progress["stage_step"], progress["health"]["rolled_back_to"]) == (1, 4, 4)

@@ -1,0 +1,138 @@
+"""A fault strikes where, when and whom it names, and nothing else changes."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.rank_pool import RankPool
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Inject
+from torchtitan_cp.health import Injector
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.opens = True
+        self.tok_embeddings = nn.Embedding(10, 4)
+        self.layers = nn.ModuleDict({str(n): nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for n in "01"})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def strikes(step: int = 3, again: bool = False, **settings: object) -> dict[str, int]:
+    """On a rank: how many values are ill of the output, of each gradient, and of each weight."""
+    torch.manual_seed(0)
+    net, rank = Net(), torch.distributed.get_rank()
+    tokens = torch.arange(8).view(1, 8)
+    expected = net(tokens)
+    injector = Injector(Inject(step=3, rank=1, **settings), [net], rank, 2, 10)  # type: ignore[arg-type]
+    with injector.armed(step, again=again):
+        out = net(tokens)
+        out.sum().backward()
+    found = {"output": out} | {f"grad {n}": p.grad for n, p in net.named_parameters()} | dict(net.named_parameters())
+    counts = {name: int((~x.isfinite()).sum()) for name, x in found.items()}  # type: ignore[union-attr]
+    if not any(counts.values()) and settings.get("kind") != "spike":
+        assert torch.equal(out, expected)
+    # Nothing is left behind.
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    counts["apart"] = int((out - expected).abs().max() > 100)
+    return {name: count for name, count in counts.items() if count}
+
+
+def test_other_ranks_and_other_steps_and_a_transient_fault_run_again_are_left_alone(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    first, second = ranks(2)(strikes)
+    assert first == {}
+    assert second["output"] == 4
+    assert ranks(2)(strikes, 2) == ranks(2)(strikes, 4) == [{}, {}]
+    assert ranks(2)(strikes, 3, True)[1]["output"] == 4
+
+
+def strike_each() -> dict[str, dict[str, int]]:
+    cases = {
+        "embedding": {"where": "embedding"},
+        "forward": {"where": "forward", "layer": 1, "module": "0"},
+        "backward": {"where": "backward", "layer": 1, "module": "2"},
+        "gradient": {"where": "gradient", "layer": 1, "module": "2", "kind": "inf"},
+        "weight": {"where": "weight", "layer": 0, "module": "2"},
+        "spike": {"where": "forward", "layer": 1, "kind": "spike"},
+        "transient": {"where": "forward", "transient": True},
+    }
+    return {name: strikes(again=name == "transient", **case) for name, case in cases.items()}  # type: ignore[arg-type]
+
+
+def test_each_place_spoils_what_lies_behind_it_and_nothing_before_it(ranks: Callable[[int], RankPool]) -> None:
+    clean, struck = ranks(2)(strike_each)
+    assert not any(clean.values())
+    # One token of the embedding: its output, and the gradients of every weight behind it.
+    assert struck["embedding"]["output"] == 4
+    assert struck["forward"]["output"] == 4
+    # One value of the gradient that the last linear hands to the tanh.
+    assert "output" not in struck["backward"]
+    assert not any(name.startswith("grad layers.1.2") for name in struck["backward"])
+    assert struck["backward"]["grad layers.1.0.weight"] > 0
+    assert struck["gradient"] == {"grad layers.1.2.weight": 1}
+    assert struck["weight"]["layers.0.2.weight"] == 1
+    assert struck["spike"] == {"apart": 1}
+    assert struck["transient"] == {}
+
+
+def spoil_labels(kind: str) -> tuple[Tensor, Tensor]:
+    labels = torch.tensor([[1, 2, -100, 9]])
+    return labels, Injector(Inject(step=1, where="data", kind=kind), [], 0, 1, 10).corrupt(1, labels)
+
+
+def test_data_is_a_label_that_is_no_token_or_every_label_another(ranks: Callable[[int], RankPool]) -> None:
+    labels, spoiled = ranks(1)(spoil_labels, "nan")[0]
+    assert spoiled.tolist() == [[1, 2, 11, 9]]
+    labels, spoiled = ranks(1)(spoil_labels, "spike")[0]
+    assert spoiled.tolist() == [[6, 7, -100, 4]]
+    assert labels.tolist() == [[1, 2, -100, 9]]
+
+
+def refusals() -> list[str]:
+    cases = [
+        Inject(step=1, rank=7),
+        Inject(step=1, rank=1, layer=2),
+        Inject(step=1, rank=1, where="weight", module="1"),
+    ]
+    said = []
+    for case in cases:
+        with pytest.raises(ConfigError) as error:
+            Injector(case, [Net()], torch.distributed.get_rank(), 2, 10)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_struck_is_said_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+    first, second = ranks(2)(refusals)
+    assert first == second
+    assert "there is no rank 7 among 2" in first[0]
+    assert "rank 1 has no module layers.2; it has tok_embeddings, layers, layers.0" in first[1]
+    assert "layers.1.1 has no weight of its own" in first[2] or "layers.0.1 has no weight of its own" in first[2]
+
+
+def warn() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchtitan_cp.health.inject").addHandler(handler)
+    injector = Injector(Inject(step=2), [Net()], torch.distributed.get_rank(), 1, 10)
+    for step in range(1, 4):
+        with injector.armed(step):
+            pass
+    return said
+
+
+def test_the_log_says_loudly_that_the_fault_is_made_on_purpose(ranks: Callable[[int], RankPool]) -> None:
+    (line,) = ranks(1)(warn)[0]
+    assert line.startswith("FAULT INJECTED on purpose in step 2")

@@ -1,0 +1,140 @@
+"""What is done to a model before it trains changes where things are, and none of its numbers."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from models.llama import SHARDING, Llama, LlamaArgs
+from tests.support.rank_pool import RankPool
+from tests.support.small_llama import attend, config
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_part
+from torchtitan_cp.parallel.tensor import overlap_products
+
+SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
+
+
+def run_step(
+    replicate: int, tp: int, tied: bool, sections: dict[str, dict[str, object]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights, and the gradients of a sum over every rank's tokens, whole."""
+    degrees = Degrees(1, replicate, dist.get_world_size() // (replicate * tp), 1, tp)
+    meshes = Meshes("cpu", degrees)
+    with torch.device("meta"):
+        model = Llama(dataclasses.replace(SHAPE, tie_embeddings=tied), attend)
+    parallelize(model, meshes, SHARDING, config(**sections))
+    model.set_rope([1.0] * 4, 1.0, torch.device("cpu"))
+    parts, index = dist.get_world_size() // tp, dist.get_rank() // tp
+    tokens = (torch.arange(4 * 16) % 61).view(4, 16).chunk(parts)[index]
+
+    def head(hidden: Tensor, output: nn.Linear) -> Tensor:
+        whole, weight, group, first = vocabulary_part(hidden, output.weight)
+        assert (group is None) == (tp == 1)
+        assert torch.equal(weight, output.weight.full_tensor()[first : first + len(weight)] if group else weight)  # type: ignore[operator]
+        return (whole @ weight.t()).square().sum()
+
+    model(tokens, torch.arange(16), None, head).backward()
+    named = dict(model.named_parameters())
+    return (
+        {name: p.full_tensor().detach() for name, p in named.items()},  # type: ignore[attr-defined]
+        {name: p.grad.full_tensor() for name, p in named.items()},  # type: ignore[union-attr]
+    )
+
+
+# [ranks, dp_replicate, tp, sections]
+LAYOUTS = {
+    "FSDP 2": (2, 1, 1, {}),
+    "FSDP 4": (4, 1, 1, {}),
+    "HSDP 2 x 2": (4, 2, 1, {}),
+    "replicas only": (2, 2, 1, {}),
+    "TP 2": (2, 1, 2, {}),
+    "FSDP 2 x TP 2": (4, 1, 2, {}),
+    "HSDP 2 x TP 2": (4, 2, 2, {}),
+    "full": (1, 1, 1, {"activation": {"checkpoint": "full"}}),
+    "full on FSDP 2": (2, 1, 1, {"activation": {"checkpoint": "full"}}),
+    "selective": (2, 1, 1, {"activation": {"checkpoint": "selective"}}),
+    "attention saved, on TP 2": (2, 1, 2, {"activation": {"checkpoint": "attention_saved"}}),
+    "MLP in 3 tiles": (2, 1, 1, {"activation": {"mlp_tiles": 3}}),
+    "MLP in 3 tiles, recomputed, on FSDP 2 x TP 2": (4, 1, 2, {"activation": {"mlp_tiles": 3, "checkpoint": "full"}}),
+    "MLP in 3 tiles, selective": (2, 1, 1, {"activation": {"mlp_tiles": 3, "checkpoint": "selective"}}),
+    "weights never freed, 2 gathered ahead": (2, 1, 1, {"parallel": {"fsdp_reshard": "never", "fsdp_prefetch": 2}}),
+    "compiled": (1, 1, 1, {"compile": {"enable": True}}),
+    "compiled, selective, on FSDP 2": (
+        2,
+        1,
+        1,
+        {"compile": {"enable": True}, "activation": {"checkpoint": "selective"}},
+    ),
+    "compiled, on TP 2": (2, 1, 2, {"compile": {"enable": True}}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Callable[[int], RankPool]) -> dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return {tied: ranks(1)(run_step, 1, 1, tied, {})[0] for tied in (False, True)}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_the_same_on_any_layout_and_gradients_are_summed_and_not_averaged(
+    ranks: Callable[[int], RankPool],
+    plain: dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]],
+    layout: str,
+    tied: bool,
+) -> None:
+    size, replicate, tp, sections = LAYOUTS[layout]
+    weights, gradients = plain[tied]
+    split_weights, split_gradients = ranks(size)(run_step, replicate, tp, tied, sections)[0]
+    assert split_weights.keys() == weights.keys()
+    for name, want in weights.items():
+        assert torch.equal(split_weights[name], want), name
+        error = (split_gradients[name] - gradients[name]).norm() / gradients[name].norm()
+        assert error < 1e-5, (name, error)
+
+
+def run_fill() -> dict[str, float]:
+    with torch.device("meta"):
+        model = Llama(LlamaArgs(128, 2, 4, 2, 32, 256, vocab_size=512), attend)
+    parallelize(model, Meshes("cpu", Degrees(1, 1, 1, 1, 1)), SHARDING, config())
+    return {name: p.full_tensor().std().item() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_weights_start_with_the_deviation_that_the_model_gives(ranks: Callable[[int], RankPool]) -> None:
+    deviations = ranks(1)(run_fill)[0]
+    # Cut at three deviations, what is left has 0.987 of the one asked for.
+    assert abs(deviations["layers.0.attention.wq.weight"] - 0.987 * 0.02) < 4e-4
+    assert abs(deviations["layers.0.attention.wo.weight"] - 0.987 * 0.01) < 2e-4
+    assert deviations["layers.0.attention_norm.weight"] == 0
+    assert deviations["layers.0.attention.wq.weight"] != deviations["layers.1.attention.wq.weight"]
+
+
+def run_meshes() -> tuple[list[list[int]], list[int], bool]:
+    meshes = Meshes("cpu", Degrees(1, 1, 4, 1, 2))
+    groups = [meshes.for_cp(degree)["cp"].mesh.tolist() for degree in (1, 2, 4)]
+    assert meshes.for_cp(2) is meshes.for_cp(2), "made once"
+    return (
+        [*groups, meshes.for_hybrid(4, 2).mesh.flatten().tolist()],
+        meshes.parameters["tp"].mesh.tolist(),
+        meshes.owns_tokens,
+    )
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_context_parallel_ranks_come_next(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    answers = ranks(8)(run_meshes)
+    assert answers[0] == ([[0], [0, 2], [0, 2, 4, 6], [0, 2, 4, 6]], [0, 1], True)
+    assert answers[7] == ([[7], [5, 7], [1, 3, 5, 7], [1, 3, 5, 7]], [6, 7], False)
+
+
+def overlap() -> bool:
+    return overlap_products(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def test_products_overlap_on_cuda_only(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(overlap) == [False, False]

@@ -1,0 +1,77 @@
+"""Random numbers of a step follow from the rank's role, and what gloo's groups do."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.rank_pool import RankPool
+from tests.support.runs import TINY, prepared, write_run
+
+
+def run_and_draw(path: Path, *overrides: str) -> float:
+    prepared(path, "--curriculum.stages[0].steps=1", "--checkpoint.enable=false", *overrides).run()
+    return torch.initial_seed()
+
+
+def test_ranks_draw_numbers_of_their_own_and_tensor_parallel_peers_the_same(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, TINY)
+    for degree, kinds in (("dp_shard", 2), ("cp", 2), ("tp", 1)):
+        seeds = ranks(2)(run_and_draw, path, f"--parallel.{degree}=2", f"--job.dump_folder={tmp_path}/{degree}")
+        assert len(set(seeds)) == kinds, degree
+
+
+def threads_of_groups() -> list[int]:
+    """On a rank: of the default group and of a mesh's."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("one", "all"))
+    groups = [dist.group.WORLD, mesh.get_group("one"), mesh.get_group("all")]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]  # type: ignore[union-attr]
+    assert all(isinstance(backend, distributed_c10d.ProcessGroupGloo) for backend in backends)
+    return [backend.options._threads for backend in backends]  # type: ignore[attr-defined]
+
+
+def test_gloo_groups_run_one_collective_at_a_time(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(threads_of_groups) == [[1, 1, 1]] * 2
+
+
+def many_in_flight(rounds: int) -> bool:
+    """On a rank: several collectives of six groups at once, which two threads of a group do not survive."""
+    size = dist.get_world_size()
+    names = [dist.new_group(list(range(size))).group_name for _ in range(6)]
+    gather, wait = torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor
+    parts = [torch.full((count,), float(dist.get_rank())) for count in (3, 17, 64, 1000, 48, 96, 7, 5)]
+    for _ in range(rounds):
+        started = [(part, gather(part, size, name)) for part in parts for name in names]
+        for part, whole in started:
+            want = torch.arange(float(size)).repeat_interleave(len(part))
+            if not torch.equal(wait(whole), want):
+                return False
+    return True
+
+
+def test_many_collectives_in_flight_damage_nothing(ranks: Callable[[int], RankPool]) -> None:
+    assert all(ranks(4)(many_in_flight, 60))
+
+
+def group_over(interface: str) -> str:
+    """On a rank: what a gloo group says of a network interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        dist.new_group(backend="gloo")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    return "made"
+
+
+def test_gloo_goes_by_the_interface_that_the_environment_names(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1)(group_over, "lo") == ["made"]
+    assert "nosuch0" in ranks(1)(group_over, "nosuch0")[0]
+    assert ranks(1)(group_over, "") == ["made"]

@@ -1,0 +1,107 @@
+"""--verify-parity: it holds where the program is right, and names what is wrong where it is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from models import ARCHITECTURES
+from tests.support.parity import rows_of, verify
+from tests.support.rank_pool import RankPool
+from tests.support.runs import write_run
+from torchtitan_cp.attention.strategies import STRATEGIES, Strategy
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.runtime import start_ranks
+from torchtitan_cp.training.parity import verify_parity
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
+
+
+def verify_broken(path: Path, *overrides: str) -> bool:
+    """With a ring that loses a thousandth of what each query attends to."""
+    ring = STRATEGIES["ring"]
+
+    def leaking(*arguments: Any) -> tuple[Tensor, Tensor, Any]:
+        out, lse, residuals = ring.forward(*arguments)
+        return out * 0.999, lse, residuals
+
+    STRATEGIES["ring"] = Strategy(leaking, ring.backward)
+    try:
+        return verify(path, *overrides)
+    finally:
+        STRATEGIES["ring"] = ring
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--parallel.cp=2"],
+        ["--parallel.cp=4", "--context_parallel.strategy=hybrid", "--context_parallel.layout=balanced"],
+        ["--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"],
+        ["--parallel.pp=2", "--parallel.tp=2", "--model.overrides.windows=[100, 0]"],
+    ],
+)
+def test_parity_holds_on_every_layout(ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]) -> None:
+    path = write_run(tmp_path)
+    assert ranks(4)(verify, path, *overrides) == [True] * 4
+    (comparison,) = rows_of(tmp_path)
+    assert comparison["holds"]
+    compared = [row["what"] for row in comparison["rows"]]
+    assert compared[:3] == ["loss", "attention output, layers.0.attention", "attention output, layers.1.attention"]
+    assert {"gradients, layers.0", "gradients, layers.1", "gradients, tok_embeddings"} <= set(compared)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_broken_exchange_is_found_and_the_first_layer_named(
+    ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    assert ranks(2)(verify_broken, path, "--parallel.cp=2", "--context_parallel.strategy=ring") == [False] * 2
+    (comparison,) = rows_of(tmp_path)
+    apart = [row["what"] for row in comparison["rows"] if row["difference"] > row["allowed"]]
+    assert "attention output, layers.0.attention" in apart
+
+
+def refuse(path: Path) -> str:
+    register(ARCHITECTURES)
+    world = start_ranks(60.0)
+    config = load_config(path, [])
+    trainer = Trainer(config, world)
+    assert trainer.device.free_memory_bytes() > 2**20
+    device = type(world.device)
+    free, device.free_memory_bytes = device.free_memory_bytes, lambda self: 1000  # type: ignore[method-assign]
+    try:
+        verify_parity(config, world, 0)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        device.free_memory_bytes = free  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_model_too_large_for_one_rank_is_refused_with_a_smaller_one(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    message = ranks(1)(refuse, write_run(tmp_path))[0]
+    assert "parity needs the whole model on one rank" in message
+    assert "--model.overrides.n_layers=2" in message
+
+
+def test_peak_memory_counts_from_the_reset(ranks: Callable[[int], RankPool]) -> None:
+    grown, after = ranks(1)(take_and_drop)[0]
+    assert 60 * 2**20 < grown < 100 * 2**20
+    assert after < 20 * 2**20
+
+
+def take_and_drop() -> tuple[int, int]:
+    """Growth while 64 MiB are held, and while nothing is."""
+    device = start_ranks(60.0).device
+    device.reset_peak_memory()
+    before = device.peak_memory_bytes()
+    held = b"x" * (64 * 2**20)
+    grown = device.peak_memory_bytes() - before
+    del held
+    device.reset_peak_memory()
+    return grown, device.peak_memory_bytes() - before

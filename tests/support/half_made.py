@@ -1,0 +1,60 @@
+"""A pass over a corpus that can be ended halfway, as its batches, commits and shards are small."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.texts import write_files
+from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus import tokenizing
+from torchtitan_cp.data.corpus.store import TokenWriter
+
+BYTES = TokenizerConfig(kind="bytes")
+DOCUMENTS = 300
+COMMIT_TOKENS = 2000
+
+
+def shrink() -> None:
+    """Batches, commits and shards as small as the corpus."""
+    tokenizing.BATCH_CHARACTERS = 100
+    tokenizing.COMMIT_TOKENS = COMMIT_TOKENS
+    tokenizing.TokenWriter = partial(TokenWriter, shard_bytes=3000)  # type: ignore[assignment, misc]
+
+
+def shrink_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in this process, for one test."""
+    for name in ("BATCH_CHARACTERS", "COMMIT_TOKENS", "TokenWriter"):
+        monkeypatch.setattr(tokenizing, name, getattr(tokenizing, name))
+    shrink()
+
+
+def rows(folder: Path) -> Path:
+    """Lines in four files, some malformed, some short, some of a group."""
+    lines = [
+        "{" if index % 17 == 0 else json.dumps({"text": f"{index} " * (1 + index % 50), "repo": f"r{index % 7}"})
+        for index in range(DOCUMENTS)
+    ]
+    return write_files(folder, {f"{part}.jsonl": "\n".join(lines[part::4]) for part in range(4)})
+
+
+def data_of(corpus: Path, cache: Path, source: str, document: str = "file") -> Data:
+    group_field = "repo" if source == "jsonl" else ""
+    return Data(
+        source=source,
+        path=str(corpus),
+        cache_folder=str(cache),
+        group_field=group_field,
+        document=document,
+        min_document=20,
+        max_document=100,
+        validation_fraction=0.2,
+    )
+
+
+def files(cache: Path) -> dict[str, bytes]:
+    """Every file of the only finished folder."""
+    [folder] = [path.parent for path in cache.glob("*/manifest.json")]
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -1,0 +1,263 @@
+"""Whole jobs under faults, as run_train.sh starts them, or on ranks forked from a process that has imported all.
+
+A fault comes from outside, at a moment that is told from what the job has on disk.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import train
+from tests.support.rank_pool import FORK
+from torchtitan_cp.cli.train import HERE, children, ranks_of
+
+REPOSITORY = Path(__file__).parents[2]
+# For a machine that is busy with other things.
+PATIENCE_SECONDS = 600.0
+GRACE_SECONDS = 10.0
+
+
+def steps_taken(folder: Path) -> int:
+    """Of a run, by its metrics.jsonl."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Job:
+    """A job with its output in a file.
+
+    Attributes:
+        log: the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.log = folder / f"log-{len(list(folder.glob('log-*')))}"
+        self.log.touch()
+        self._told = 0
+
+    def ended(self) -> bool:
+        raise NotImplementedError
+
+    def rank(self, number: int) -> int | None:
+        """Process id of a rank; None while it is not there."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End it and all it started, if it has not ended."""
+        raise NotImplementedError
+
+    def says(self, text: str) -> bool:
+        """Whether its output has this, since the last rank was killed."""
+        return text.encode() in self.log.read_bytes()[self._told :]
+
+    def forget(self) -> None:
+        self._told = self.log.stat().st_size
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until it holds, or the job has ended."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition() and not self.ended():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.002)
+
+    def signal_rank(self, number: int, which: signal.Signals) -> None:
+        pid = self.rank(number)
+        assert pid is not None
+        os.kill(pid, which)
+
+
+class LaunchedJob(Job):
+    """A job as run_train.sh starts it when it has checked the config, on two ranks.
+
+    Args:
+        path: the config.
+        overrides: as on the command line.
+    """
+
+    def __init__(self, path: Path, *overrides: str) -> None:
+        super().__init__(path.parent / "logs")
+        start = "import sys; from torchtitan_cp.cli.train import launch; sys.exit(launch(%r, sys.argv[1:]))"
+        command = [sys.executable, "-c", start % [*HERE, "--nproc-per-node", "2"]]
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, str(REPOSITORY / "train.py"), str(path), *overrides],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self) -> int:
+        """Exit code."""
+        return self.process.wait(PATIENCE_SECONDS)
+
+    def rank(self, number: int) -> int | None:
+        for agent in children(self.process.pid):
+            for pid in ranks_of(agent):
+                with suppress(OSError):
+                    if Path(f"/proc/{pid}/comm").read_text() == f"rank {number}\n":
+                        return pid
+        return None
+
+    def kill(self) -> None:
+        if not self.ended():
+            agents = children(self.process.pid)
+            for pid in [*agents, *(rank for agent in agents for rank in ranks_of(agent))]:
+                os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+
+
+class ForkedJob(Job):
+    """train.py on ranks that need not import anything, so that a start takes a second; nobody starts them again.
+
+    Args:
+        size: number of ranks.
+        path: the config.
+        overrides: as on the command line.
+        before: a module-level function that each rank calls first.
+    """
+
+    def __init__(self, size: int, path: Path, *overrides: str, before: Callable[[], None] | None = None) -> None:
+        super().__init__(path.parent / "logs")
+        # As torchrun's agent has it: it outlives every rank.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        arguments = [str(path), *overrides]
+        self.ranks = [
+            FORK.Process(
+                target=_run_rank,
+                args=(self.log, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments, before),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def ended(self) -> bool:
+        return not any(process.is_alive() for process in self.ranks)
+
+    def wait(self) -> list[int]:
+        """Exit codes."""
+        for process in self.ranks:
+            process.join(PATIENCE_SECONDS)
+        assert self.ended(), self.log.read_text()
+        return [process.exitcode for process in self.ranks]
+
+    def rank(self, number: int) -> int | None:
+        process = self.ranks[number]
+        return process.pid if process.is_alive() else None
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+
+    def end(self) -> None:
+        """After a rank has died, as a launcher does: what does not end by itself is ended."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in self.ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+
+def _run_rank(log: Path, place: dict[str, str], arguments: list[str], before: Callable[[], None] | None) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(place)
+    torch.set_num_threads(1)
+    if before:
+        before()
+    sys.argv = ["train.py", *arguments]
+    code = train._entry()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# Killing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a rank dies.
+
+    Attributes:
+        after: steps are taken, at least.
+        moment: "step"; "save", while a checkpoint is being written; "transition", from the last step of a stage to the
+            first of the next; "start", before the job has taken a step; "tokenizing", into the folder's own cache.
+    """
+
+    after: int
+    moment: str
+
+
+def moment_of(folder: Path, stage_ends: Sequence[int]) -> str:
+    """What the run is at, as its folder has it. What is saved between stages counts as a transition."""
+    if list((folder / "cache").glob("*.partial/journal.json")):
+        return "tokenizing"
+    if steps_taken(folder) in stage_ends:
+        return "transition"
+    return "save" if list((folder / "checkpoints").glob("*.partial")) else "step"
+
+
+START_SECONDS = 0.3  # a start from a fork takes longer, on an idle machine too
+
+
+def kill_at(job: Job, kill: Kill, folder: Path, stage_ends: Sequence[int], draw: random.Random, ranks: int) -> bool:
+    """SIGKILL to a random rank at a random moment of this kind. Returns whether the job lived to see one."""
+    rank = draw.randrange(ranks)
+    if kill.moment == "start":
+        job.wait_for(lambda: job.rank(rank) is not None)
+        time.sleep(draw.random() * START_SECONDS)
+        # An idle machine may be through with it by then; the rank dies all the same.
+        return _kill_if(job, rank, lambda: not job.says("entered in")) or _kill_if(job, rank, lambda: True)
+
+    def is_there() -> bool:
+        began = job.says({"tokenizing": "", "transition": "resumed from"}.get(kill.moment, "entered in"))
+        began = began or job.says("entered in")
+        return began and steps_taken(folder) >= kill.after and moment_of(folder, stage_ends) == kill.moment
+
+    while not job.ended():
+        job.wait_for(is_there)
+        time.sleep(draw.random() * 0.05)
+        if _kill_if(job, rank, is_there):
+            return True
+    return False
+
+
+def _kill_if(job: Job, rank: int, condition: Callable[[], bool]) -> bool:
+    """It is held still while it is looked at, so that it dies in the moment that was meant."""
+    if job.rank(rank) is None:
+        return False
+    job.signal_rank(rank, signal.SIGSTOP)
+    hit = condition()
+    if hit:
+        job.forget()
+    job.signal_rank(rank, signal.SIGKILL if hit else signal.SIGCONT)
+    return hit

@@ -1,0 +1,38 @@
+"""The pages that people read, and the commands in them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+PROGRAMS = (
+    r"\./run_train\.sh",
+    r"sbatch .*\.sh",
+    r"python train\.py",
+    r"python -m (?:torchtitan_cp\.|benchmarks|models)",
+    "torchrun",
+)
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{'|'.join(PROGRAMS)})\b")
+USAGE = re.compile(r" \[|[ =]\.\.\.")  # "[--quick]", "NPROC=...": how to write one, and none itself
+
+
+def commands_of(page: str) -> Iterator[str]:
+    """Each command that stands on a line of its own, with the lines that go on with it, and each in the text."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`([^`]+)`", text):
+        whole = " ".join(span.split())
+        if COMMAND.match(whole) and not USAGE.search(whole):
+            yield whole
+    lines = iter(page.splitlines())
+    for line in lines:
+        whole = line.strip()
+        if COMMAND.match(whole):
+            while whole.endswith("\\"):
+                whole = whole[:-1] + next(lines).strip()
+            yield whole
+
+
+COMMANDS = [(page.name, command) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))]
+
+RUN_BY_OTHERS = re.compile(r"python -m benchmarks|sbatch|--verify-parity|\./run_train\.sh(?!.*--(dry-run|help))")

@@ -1,0 +1,121 @@
+"""A pool of gloo ranks that outlives a test: started once for each size, and given functions to run."""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torchtitan_cp.runtime.gloo import use_one_thread
+
+# Imported once by the fork server; every rank starts from there in a fraction of a second.
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.training.trainer"]
+)
+# A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up.
+MOST_GROUPS = 20
+
+
+class RankFailure(AssertionError):
+    """A function raised on a rank; the text is that rank's traceback."""
+
+
+class RankPool:
+    """`size` processes in one gloo group, one thread each.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.groups = size, 0
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any, timeout: float = 400.0) -> list[Any]:
+        """Run a module-level function on every rank at once.
+
+        Args:
+            timeout: seconds after which the ranks are killed.
+
+        Returns:
+            what each rank returned, in rank order.
+
+        Raises:
+            RankFailure: with the traceback of the first rank that failed; the pool then starts anew.
+        """
+        if not self.processes:
+            self._start()
+        call = pickle.dumps((function, arguments))
+        for pipe in self.pipes:
+            pipe.send_bytes(call)
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            ready = wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in results], timeout)
+            if not ready:
+                missing = [rank for rank in range(self.size) if rank not in results]
+                self.stop()
+                raise RankFailure(f"ranks {missing} of {self.size} did not finish within {timeout:g} s")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                results[rank] = self._receive(rank)
+        if self.groups > MOST_GROUPS:
+            self.stop()
+        return [results[rank] for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            failed, value, self.groups = pickle.loads(self.pipes[rank].recv_bytes())
+        except EOFError:
+            self.processes[rank].join(10)
+            code = self.processes[rank].exitcode
+            self.stop()
+            raise RankFailure(f"rank {rank} of {self.size} died with exit code {code}; stacks are on stderr") from None
+        if failed:
+            self.stop()
+            raise RankFailure(f"rank {rank} of {self.size}:\n{value}")
+        return value
+
+    def _start(self) -> None:
+        store = tempfile.mktemp(prefix="ranks-")
+        for rank in range(self.size):
+            here, there = FORK.Pipe()
+            process = FORK.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+
+    def stop(self) -> None:
+        """End the ranks; the next call starts new ones."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    use_one_thread()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (False, function(*arguments))
+        except BaseException:
+            answer = (True, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps((*answer, len(distributed_c10d._world.pg_map))))

@@ -1,0 +1,169 @@
+"""Small real runs of the Trainer for tests: a tiny Llama on real text, on the ranks of a pool."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models import ARCHITECTURES
+from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.data.batches.loader import MicroBatch, Samples, read_step
+from torchtitan_cp.data.batches.packing import PackedSequence
+from torchtitan_cp.optim import IGNORED
+from torchtitan_cp.runtime import start_ranks
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.trainer import Trainer
+
+TINY = """
+[job]
+dump_folder = "{folder}/run"
+
+[model]
+flavor = "debug"
+overrides = {{dim = 48, n_layers = 2, n_heads = 4, n_kv_heads = 2, head_dim = 16, ffn_dim = 96}}
+
+[tokenizer]
+kind = "bytes"
+
+[data]
+source = "text"
+path = "{folder}/corpus"
+cache_folder = "{folder}/cache"
+validation_fraction = 0.25
+
+[training]
+compute_dtype = "float32"
+loss_chunk_tokens = 40
+
+[optimizer]
+lr = 3e-3
+
+[metrics]
+tensorboard = false
+peak_tflops = 1.0
+
+[evaluation]
+tokens = 512
+
+[[curriculum.stages]]
+seq_len = 128
+steps = 20
+global_batch_tokens = 512
+"""
+
+
+def write_run(folder: Path, text: str = TINY) -> Path:
+    """A corpus of this interpreter's own files, and a config that trains on it. Returns the config."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    library = Path(json.__file__).parents[1]
+    for name in (
+        "argparse",
+        "ast",
+        "bisect",
+        "calendar",
+        "copy",
+        "csv",
+        "dis",
+        "heapq",
+        "hmac",
+        "queue",
+        "shlex",
+        "uuid",
+    ):
+        (corpus / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
+    path = folder / "run.toml"
+    path.write_text(text.format(folder=folder))
+    return path
+
+
+def prepared(path: Path, *overrides: str) -> Trainer:
+    """On a rank: the Trainer of a config."""
+    register(ARCHITECTURES)
+    config: Config = load_config(path, overrides)
+    return Trainer(config, start_ranks(60.0))
+
+
+def train(path: Path, *overrides: str) -> list[dict[str, Any]]:
+    """On a rank: run to the end; the lines of metrics.jsonl."""
+    return run_to_end(prepared(path, *overrides))
+
+
+def run_to_end(trainer: Trainer) -> list[dict[str, Any]]:
+    """On a rank: train; the lines of metrics.jsonl, when rank 0 has written them."""
+    trainer.run()
+    dist.barrier()
+    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_and_first_gradients(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """On a rank: run to the end without checkpoints; its lines, and the full gradients its first step took."""
+    trainer = prepared(path, "--checkpoint.enable=false", *overrides)
+    take, first = trainer.gradients, dict[str, torch.Tensor]()
+
+    def gradients(batches: tuple[MicroBatch, ...]) -> Any:
+        report = take(batches)
+        if not first:
+            first.update(full_gradients(trainer))
+        return report
+
+    trainer.gradients = gradients  # type: ignore[method-assign]
+    return run_to_end(trainer), first
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def first_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """On a rank: loss of the first step, and the full gradient of every parameter by name."""
+    trainer = prepared(path, *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    return gradients_of(trainer, read_step(trainer.data_pipeline.samples, shape, 0))
+
+
+class Packed:
+    """Samples whose sequences are cut into documents of these lengths."""
+
+    def __init__(self, samples: Samples, lengths: tuple[int, ...]) -> None:
+        self.samples, self.lengths = samples, lengths
+
+    def sequence(self, number: int) -> PackedSequence:
+        return replace(self.samples.sequence(number), document_lengths=self.lengths)
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return self.lengths
+
+
+def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same where each sequence is packed documents, and has other numbers of tokens that count; one has none."""
+    trainer = prepared(path, *overrides)
+    shape = trainer.enter_stage(trainer.stages[0])
+    batches = []
+    for batch in read_step(Packed(trainer.data_pipeline.samples, (5, 70, 1, shape.seq_len - 76)), shape, 0):
+        counted = [number * 37 % shape.seq_len for number in batch.numbers]
+        kept = batch.positions < torch.tensor(counted).unsqueeze(1)
+        batches.append(replace(batch, labels=torch.where(kept, batch.labels, IGNORED)))
+    return gradients_of(trainer, tuple(batches))
+
+
+def gradients_of(trainer: Trainer, batches: tuple[MicroBatch, ...]) -> tuple[float, dict[str, torch.Tensor]]:
+    report = trainer.gradients(batches)
+    assert not report.findings
+    return report.loss, full_gradients(trainer)
+
+
+def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """On a rank: the full gradient of every parameter of every pipeline stage, by name."""
+    own = {n: p.grad.full_tensor() for part in trainer.model.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
+    stages: list[Any] = [None] * trainer.meshes.pp.size()
+    dist.all_gather_object(stages, own, group=trainer.meshes.pp.get_group())
+    return {name: gradient for stage in stages for name, gradient in stage.items()}
+
+
+EXPERTS = TINY.replace('flavor = "debug"', 'architecture = "moe"\nflavor = "debug"').replace(
+    "ffn_dim = 96", "ffn_dim = 40, qk_norm = true, n_experts = 6, experts_per_token = 2, balance = 0.5"
+)

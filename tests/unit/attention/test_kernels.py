@@ -1,0 +1,325 @@
+"""Each kernel on its device against the reference kernel in fp64: tiles, groups of heads, and merged backwards.
+
+The bodies run here with the kernels of the CPU, and on a GPU with those of CUDA.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention
+
+from tests.support.oracle import allowed
+from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan
+from torchtitan_cp.attention.kernels import KERNELS, Alibi, _choose, choose_kernel, efficient, flash, flex
+from torchtitan_cp.attention.kernels.kernel import Case
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
+from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
+from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
+
+CUDA = pytest.mark.cuda
+RUNS = [
+    pytest.param("cpu", "cpu", torch.float64, id="cpu-fp64"),
+    pytest.param("cpu", "cpu", torch.float32, id="cpu-fp32"),
+    pytest.param("cpu", "cpu", torch.bfloat16, id="cpu-bf16"),
+    pytest.param("reference", "cpu", torch.float32, id="reference-fp32"),
+    *(pytest.param(name, "cuda", torch.bfloat16, marks=CUDA, id=f"{name}-bf16") for name in ("flash", "cudnn", "flex")),
+    *(pytest.param(name, "cuda", torch.float16, marks=CUDA, id=f"{name}-fp16") for name in ("flash", "cudnn")),
+    *(pytest.param("efficient", "cuda", x, marks=CUDA, id=f"efficient-{x}") for x in (torch.float32, torch.bfloat16)),
+]
+TILES = {
+    "full": (128, 192, FULL),
+    "causal": (160, 160, CAUSAL),
+    "a window's band": (128, 200, Band(-20, 40)),
+    "later keys": (96, 96, Band(0, None)),
+    "keys before": (64, 200, Band(None, 136)),
+    "more queries than keys, early": (160, 40, Band(None, 8)),
+    "more queries than keys, late": (160, 40, Band(-130, None)),
+}
+HEADS = [(4, 4), (8, 2), (4, 1)]
+DIMS = [(64, 64), (128, 64), (128, 128)]
+
+
+def draw(
+    queries: int, keys: int, heads: tuple[int, int], dims: tuple[int, int], device: str, dtype: torch.dtype
+) -> Any:
+    generator = torch.Generator().manual_seed(queries + keys + heads[0])
+    shapes = [(queries, heads[0], dims[0]), (keys, heads[1], dims[0]), (keys, heads[1], dims[1])]
+    shapes.append((queries, heads[0], dims[1]))
+    return [torch.randn(2, *shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv of tiles one step after another, merged, and backward from the merged log-sum-exp."""
+    q, k, v, dout = tensors
+    kernel = KERNELS[name]
+    softmax = RunningSoftmax((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
+    for tile in tiles:
+        add_outputs(softmax, (tile,), q, k, v, kernel, 0.11)
+    out, lse = softmax.result()
+    sums = tuple(GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
+    for tile in tiles:
+        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, 0.11)  # type: ignore[arg-type]
+    return [out, *(gradient.total() for gradient in sums)]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double().cpu() - want).norm() / want.norm()).item()
+
+
+# Of a kernel that keeps its sums in fp32: roundings of the inputs' dtype in P and dS, and of the result.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def check(name: str, dtype: torch.dtype, tiles: list[Tile], tensors: list[Tensor]) -> None:
+    exact = run_tiles("reference", tiles, [x.double().cpu() for x in tensors])
+    for part, got, want in zip(("out", "dq", "dk", "dv"), run_tiles(name, tiles, tensors), exact, strict=True):
+        assert got.isfinite().all(), part
+        assert error(got, want) < TOLERANCE[dtype], (part, error(got, want))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("name", "device", "dtype"), RUNS)
+def test_a_tile_equals_the_reference_forward_and_backward(
+    name: str, device: str, dtype: torch.dtype, tile: str, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    queries, keys, band = TILES[tile]
+    tensors = draw(queries, keys, heads, dims, device, dtype)
+    check(name, dtype, [Tile(ALL_ROWS, 0, queries, 0, keys, band)], tensors)
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), RUNS)
+def test_a_row_whose_keys_come_in_three_tiles_is_merged_and_differentiated_from_the_merged_sum(
+    name: str, device: str, dtype: torch.dtype
+) -> None:
+    edges = [0, 64, 160, 256]
+    tiles = [Tile(ALL_ROWS, 0, 128, start, stop) for start, stop in pairwise(edges)]
+    check(name, dtype, tiles, draw(128, 256, (8, 2), (64, 64), device, dtype))
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), RUNS)
+def test_batch_rows_may_have_tiles_of_their_own(name: str, device: str, dtype: torch.dtype) -> None:
+    tiles = [Tile(0, 0, 100, 0, 100, CAUSAL), Tile(1, 10, 90, 20, 128), Tile(1, 90, 128, 0, 60)]
+    check(name, dtype, tiles, draw(128, 128, (4, 2), (64, 64), device, dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(n, torch.bfloat16, marks=CUDA) for n in ("flash", "cudnn", "efficient", "flex")],
+)
+def test_error_on_the_gpu_is_no_worse_than_one_sdpa_call(name: str, dtype: torch.dtype) -> None:
+    tensors = draw(512, 512, (8, 2), (64, 64), "cuda", dtype)
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in tensors[:3]]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.11, enable_gqa=True)
+    out.backward(tensors[3].transpose(1, 2))
+    alone = [x.transpose(1, 2) for x in (out.detach(), *(leaf.grad for leaf in leaves))]
+    whole = [Tile(ALL_ROWS, 0, 512, 0, 512, CAUSAL)]
+    exact = run_tiles("reference", whole, [x.double().cpu() for x in tensors])
+    split = [Tile(ALL_ROWS, 0, 256, 0, 256, CAUSAL), Tile(ALL_ROWS, 256, 512, 0, 256)]
+    split.append(Tile(ALL_ROWS, 256, 512, 256, 512, CAUSAL))
+    for got, single, want in zip(run_tiles(name, split, tensors), alone, exact, strict=True):
+        assert error(got, want) <= 1.5 * error(single, want)
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses flex's backward on a CPU by a check alone: its dense maths work, for small masks."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
+MASKS = [
+    AttentionMask(),
+    AttentionMask(causal=False, window=(70, 30)),
+    AttentionMask(document_lengths=((100, 300, 112), (512,))),
+    AttentionMask(window=(90, -1), document_lengths=((400, 112),)),
+    AttentionMask(document_lengths=((300, 212),), used_lengths=((170, 200),)),
+]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_flex_blocks_and_mask_are_those_of_the_tiles(mask: AttentionMask, layout: str) -> None:
+    for rank in range(2):
+        plan = make_plan(512, mask=mask, ranks=2, rank=rank, layout=layout)
+        source = make_plan(512, mask=mask, ranks=2, rank=1 - rank, layout=layout)
+        for step in plan.steps:
+            if not step.receive:
+                continue
+            held = (plan if step.source == rank else source).positions
+            keys = torch.cat([held[start:stop] for start, stop in step.receive])
+            blocks, hidden = flex.block_mask(step.tiles, 2, 256, len(keys), torch.device("cpu"))
+            want = allowed(mask, 512)[:, plan.positions][:, :, keys]
+            rows = hidden.shape[0]
+            got = flex_attention.create_mask(blocks.mask_mod, rows, 1, 256, len(keys), device="cpu")[:, 0]
+            assert torch.equal(got.expand_as(want), want)
+            assert torch.equal(hidden.expand(len(want), -1), ~want.any(-1))
+            dense = blocks.to_dense()[:, 0].bool()
+            exact = F.pad(want, (0, -len(keys) % 128)).unflatten(1, (2, 128)).unflatten(3, (-1, 128)).any(4).any(2)
+            assert (dense.expand_as(exact) | ~exact).all(), "a block with an allowed pair is visited"
+
+
+@pytest.mark.parametrize("scores", ["plain", "capped", "biased"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, flex_on_cpu: None) -> None:
+    plan = make_plan(512, mask=mask, ranks=2, rank=1, layout="zigzag")
+    tensors = [x.double() for x in draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)]
+    kernel, reference, tiles = KERNELS["flex"], KERNELS["reference"], plan.steps[0].tiles
+    if scores == "capped":
+        assert kernel.softcapped
+        assert reference.softcapped
+        kernel, reference = kernel.softcapped(1.5), reference.softcapped(1.5)
+    if scores == "biased":
+        assert kernel.biased
+        assert reference.biased
+        alibi = Alibi(torch.tensor([0.5, 0.1, 0.02, 0.0]), plan.positions, plan.positions)
+        kernel, reference = kernel.biased(alibi), reference.biased(alibi)
+    assert kernel.step_forward
+    assert kernel.step_backward
+    q, k, v, dout = tensors
+    merged = RunningSoftmax((*q.shape[:3], 16), q.dtype, q.device)
+    add_outputs(merged, tiles, q, k, v, reference, 0.2)
+    # Keys of an earlier step, so that the log-sum-exp is not of this step alone.
+    merged.add((slice(None), slice(None)), torch.randn_like(q), torch.randn(q.shape[:3], dtype=q.dtype))
+    out, lse = merged.result()
+    sums = tuple(GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
+    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, 0.2)  # type: ignore[arg-type]
+    for got, want in zip(kernel.step_backward(dout, q, k, v, out, lse, tiles, 0.2), sums, strict=True):
+        assert (got - want.total()).norm() < 1e-5 * want.total().norm()
+    alone = RunningSoftmax((*q.shape[:3], 16), q.dtype, q.device)
+    add_outputs(alone, tiles, q, k, v, reference, 0.2)
+    step_out, step_lse = kernel.step_forward(q, k, v, tiles, 0.2)
+    assert (step_out - alone.result()[0]).norm() < 1e-5 * step_out.norm()
+    torch.testing.assert_close(step_lse.double(), alone.result()[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_flex_runs_inside_the_operator_where_autograd_is_off(
+    compiled: bool, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], refusal=lambda case: None))
+    _choose.cache_clear()
+    mask = AttentionMask(document_lengths=((100, 156),))
+
+    def run(kernel: str, compiled: bool) -> list[Tensor]:
+        plan = make_plan(256, mask=mask, ranks=1, rank=0, kernel=kernel)
+        q, k, v, dout = draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        # Not the leaves themselves: a tensor with a history must reach the operator as well.
+        block = lambda q, k, v: attend(q * 1.5, k, v, plan) * 2  # noqa: E731
+        out = (torch.compile(block, fullgraph=True) if compiled else block)(*leaves)
+        out.backward(dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+    for got, want in zip(run("flex", compiled), run("reference", False), strict=True):
+        assert error(got, want.double()) < 2e-6
+    _choose.cache_clear()
+
+
+def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention.flex_attention, backend=graphs, fullgraph=True)
+    monkeypatch.setattr(flex, "_attend", lambda *rows, **options: compiled(*rows, **options))
+    generator = torch.Generator().manual_seed(3)
+    for number in range(6):
+        cuts = sorted(int(x) for x in 1 + torch.randperm(1022, generator=generator)[: 2 + number])
+        documents = tuple(stop - start for start, stop in pairwise([0, *cuts, 1024]))
+        for mask in (AttentionMask(document_lengths=(documents,)), AttentionMask(window=(64 + 5 * number, -1))):
+            for step in make_plan(1024, mask=mask, ranks=4, rank=1, layout="zigzag").steps:
+                keys = sum(stop - start for start, stop in step.receive)
+                if step.tiles:
+                    q, k, v, _ = draw(256, keys, (4, 2), (16, 16), "cpu", torch.float32)
+                    flex.step_forward(q, k, v, step.tiles, 0.2)
+    assert graphs.frame_count <= 4, "the first shapes, any length of keys, one and many intervals"
+
+
+def test_tiles_of_a_window_that_flash_misreads_reach_it_in_parts() -> None:
+    """The window ends inside a later piece, so its tile has more queries than keys, and a bounded side."""
+    mask = AttentionMask(causal=False, window=(90, 90), document_lengths=((130, 126),))
+    misread = 0
+    for rank in range(4):
+        for step in make_plan(256, mask=mask, ranks=4, rank=rank, layout="zigzag").steps:
+            for tile, _ in plain_tiles(step.tiles, KERNELS["flash"]):
+                assert flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+            misread += any(
+                not flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+                for tile in step.tiles
+            )
+    assert misread, "this mask has such tiles"
+
+
+CASES = {
+    "cpu": [(Case("cpu", torch.bfloat16, 64, 128), None), (Case("cuda", torch.float32, 64, 64), "on cpu, not cuda")],
+    "flash": [
+        (Case("cuda", torch.bfloat16, 256, 64), None),
+        (Case("cuda", torch.float32, 64, 64), "not torch.float32"),
+        (Case("cuda", torch.float16, 60, 64), None),
+        (Case("cuda", torch.float16, 60, 60), "in eights, not 60"),
+        (Case("cpu", torch.bfloat16, 64, 64), "on cuda, not cpu"),
+    ],
+    "cudnn": [
+        (Case("cuda", torch.bfloat16, 128, 64), None),
+        (Case("cuda", torch.bfloat16, 192, 128), "up to 128 in eights, not 192 and 128"),
+    ],
+    "efficient": [
+        (Case("cuda", torch.float32, 192, 128), None),
+        (Case("cuda", torch.float64, 64, 64), "not torch.float64"),
+    ],
+    "flex": [
+        (Case("cuda", torch.bfloat16, 64, 64), None),
+        (Case("cpu", torch.float32, 64, 64), "on cuda only, not on cpu"),
+    ],
+    "reference": [(Case("cuda", torch.float64, 3, 5), None), (Case("cpu", torch.int64, 8, 8), "does not take")],
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_says_what_it_cannot_run(name: str) -> None:
+    for case, reason in CASES[name]:
+        refusal = KERNELS[name].refusal(case)
+        assert (refusal is None) if reason is None else (refusal is not None and reason in refusal), case
+
+
+def test_a_kernel_asked_for_that_cannot_names_those_that_can() -> None:
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(
+        PlanError, match="attention kernel 'cudnn' cannot run this: it runs on cuda, not cpu; use cpu or"
+    ):
+        choose_kernel("cudnn", x, x)
+    assert choose_kernel("auto", x, x) is KERNELS["cpu"]
+
+
+def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told no other stride of them; all_gather hands over the heads of a group."""
+    strides = []
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *_: Any, **__: Any) -> Any:
+        strides.append(out.stride())
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+    monkeypatch.setattr(efficient, "_BACKWARD", backward)
+    whole = torch.randn(1, 32, 4, 8)
+    q = out = whole[:, :, 1:3]
+    efficient.backward(out, q, q, q, out, torch.zeros(1, 32, 2), FULL, 1.0)
+    [(_, _, row, _)] = strides
+    assert row == 2 * 8
+
+
+def test_a_graph_that_is_replayed_leaves_attention_out() -> None:
+    for operator in (OPERATOR, torch.ops.torchtitan_cp.attention_backward.default):
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_flex_is_compiled_as_often_as_there_are_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    flex._compile.cache_clear()
+    flex._compile()
+    assert torch._dynamo.config.recompile_limit == torch._dynamo.config.accumulated_recompile_limit

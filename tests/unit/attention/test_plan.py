@@ -1,0 +1,280 @@
+"""The plan's index arithmetic, pure and on one process: every allowed pair exactly once, no other."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.oracle import allowed
+from tests.support.plan_cases import LAYOUTS, cases
+from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, make_plan
+from torchtitan_cp.attention.layout import make_layout
+from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan_registry import KEPT_PLANS, plan_of
+from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs, dense_parts
+
+
+def plans_of_all_ranks(seq_len: int, ranks: int, mask: AttentionMask, layout: str) -> list[Plan]:
+    return [make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, layout=layout) for rank in range(ranks)]
+
+
+def pairs_computed(plans: list[Plan], rows: int) -> Tensor:
+    """`[rows, S, S]` int: how often each (query, key) pair is computed by all ranks together."""
+    seq_len = plans[0].sequence_length
+    computed = torch.zeros(rows, seq_len, seq_len, dtype=torch.int64)
+    for plan in plans:
+        for step in plan.steps:
+            source = plan.layout.positions(step.source)
+            arrived = torch.cat([source[start:stop] for start, stop in step.receive] or [source[:0]])
+            for tile in step.tiles:
+                queries = plan.positions[tile.q_start : tile.q_stop]
+                keys = arrived[tile.k_start : tile.k_stop]
+                block = in_band(len(queries), len(keys), tile.band).long()
+                assert block.any(1).all(), "a kernel is never given a row that sees nothing"
+                assert block.sum() == tile.pairs
+                for row in range(rows) if tile.row == ALL_ROWS else [tile.row]:
+                    computed[row, queries[:, None], keys[None, :]] += block
+    return computed
+
+
+def in_band(queries: int, keys: int, band: Band) -> Tensor:
+    """`[queries, keys]` bool, straight from the definition."""
+    distance = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
+    low, high = (-queries - keys if band.low is None else band.low), (keys if band.high is None else band.high)
+    return (distance >= low) & (distance <= high)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_tiles_of_all_ranks_cover_every_allowed_pair_exactly_once(case: tuple[int, int, AttentionMask, str]) -> None:
+    seq_len, ranks, mask, layout = case
+    expected = allowed(mask, seq_len)
+    computed = pairs_computed(plans_of_all_ranks(seq_len, ranks, mask, layout), len(expected))
+    assert torch.equal(computed, expected.long())
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_gathered_tiles_of_all_ranks_cover_every_allowed_pair_exactly_once(
+    case: tuple[int, int, AttentionMask, str],
+) -> None:
+    seq_len, ranks, mask, layout = case
+    expected = allowed(mask, seq_len)
+    computed = torch.zeros_like(expected, dtype=torch.int64)
+    for plan in plans_of_all_ranks(seq_len, ranks, mask, layout):
+        for tile in plan.gathered_tiles:
+            queries, keys = plan.positions[tile.q_start : tile.q_stop], torch.arange(tile.k_start, tile.k_stop)
+            block = in_band(len(queries), len(keys), tile.band).long()
+            for row in range(len(expected)) if tile.row == ALL_ROWS else [tile.row]:
+                computed[row, queries[:, None], keys[None, :]] += block
+    assert torch.equal(computed, expected.long())
+
+
+BOUNDS = st.one_of(st.none(), st.integers(-30, 30))
+
+
+@given(st.integers(1, 24), st.integers(1, 24), BOUNDS, BOUNDS)
+@settings(max_examples=500, deadline=None)
+def test_plain_parts_of_a_band_cover_it_exactly_once(
+    queries: int, keys: int, low: int | None, high: int | None
+) -> None:
+    if low is not None and high is not None and low > high:
+        low, high = high, low
+    band = Band(low, high).shifted(0, queries, keys)
+    covered = torch.zeros(queries, keys, dtype=torch.int64)
+    for part in dense_parts(queries, keys, band):
+        rows, columns = part.q_stop - part.q_start, part.k_stop - part.k_start
+        assert rows > 0
+        assert columns > 0
+        block = torch.ones(rows, columns, dtype=torch.int64)
+        if part.causal:
+            assert rows == columns, "a kernel's causal call is square"
+            block = block.triu() if part.flipped else block.tril()
+        covered[part.q_start : part.q_stop, part.k_start : part.k_stop] += block
+    expected = in_band(queries, keys, band)
+    assert torch.equal(covered, expected.long())
+    assert count_pairs(queries, keys, band) == expected.sum()
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_balanced_is_no_worse_than_any_layout_of_two_chunks(case: tuple[int, int, AttentionMask, str]) -> None:
+    seq_len, ranks, mask, _ = case
+    busiest = {
+        layout: max(pairs_of(plan) for plan in plans_of_all_ranks(seq_len, ranks, mask, layout)) for layout in LAYOUTS
+    }
+    rows = len(mask.documents(seq_len))
+    mean = allowed(mask, seq_len).sum().item() / rows / ranks
+    if rows == 1:
+        assert busiest["balanced"] <= 4 / 3 * 1.04 * max(mean, min(busiest.values()))
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 32])
+def test_balanced_evens_out_packed_documents_where_zigzag_does_not(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    lengths, left = [], 1 << 17
+    while left:
+        drawn = int(torch.exp(7.0 + 1.5 * torch.randn((), generator=generator, dtype=torch.float64)))
+        lengths.append(min(left, max(1, drawn)))
+        left -= lengths[-1]
+    mask = AttentionMask(document_lengths=(tuple(lengths),))
+    mean = sum(length * (length + 1) // 2 for length in lengths) / ranks
+    busy = {
+        name: max(pairs_of(plan) for plan in plans_of_all_ranks(1 << 17, ranks, mask, name)) / mean
+        for name in ("zigzag", "balanced")
+    }
+    assert busy["balanced"] < 1.03 < busy["zigzag"]
+
+
+def test_a_window_carries_the_neighbours_rows_inside_it_and_no_more() -> None:
+    plan = make_plan(4096, mask=AttentionMask(window=(100, -1)), ranks=8, rank=3, layout="contiguous")
+    assert [step.receive for step in plan.steps[1:]] == [((412, 512),)] + [()] * 6
+
+
+def test_cu_seqlens_become_a_mask_and_each_rank_gets_its_own_back() -> None:
+    mask = AttentionMask.from_cu_seqlens(torch.tensor([0, 5, 5, 12]), torch.tensor([0, 8, 8, 16]))
+    assert mask.document_lengths == ((8, 8),)
+    assert mask.used_lengths == ((5, 7),)
+    plans = plans_of_all_ranks(16, 2, mask, "contiguous")
+    assert [plan.cu_seqlens.tolist() for plan in plans] == [[0, 5], [0, 7]]
+    with pytest.raises(PlanError, match="cu_seqlens does not rise from 0"):
+        AttentionMask.from_cu_seqlens([1, 5])
+    with pytest.raises(PlanError, match=r"a document of batch row 0 uses 9 of 8 rows"):
+        make_plan(8, mask=AttentionMask.from_cu_seqlens([0, 9], [0, 8]))
+
+
+def test_a_plan_is_found_by_its_number_as_long_as_it_or_its_equal_lives() -> None:
+    def masked(number: int) -> Plan:
+        return make_plan(8192, mask=AttentionMask(document_lengths=((number, 8192 - number),)))
+
+    plans = [masked(number) for number in range(1, KEPT_PLANS + 100)]
+    assert all(plan_of(plan.handle) is plan for plan in plans)
+    others = [masked(number) for number in range(1, 50)]
+    assert [int(plan.handle) for plan in others] == [int(plan.handle) for plan in plans[:49]]
+    handles = [plan.handle for plan in plans]
+    del plans
+    assert all(plan_of(plan.handle) == plan for plan in others)
+    assert plan_of(handles[-1]) == masked(KEPT_PLANS + 99)
+    for number in range(3000, 3000 + KEPT_PLANS):
+        masked(number)
+    with pytest.raises(PlanError, match=f"plan {int(handles[60])} is no longer kept"):
+        plan_of(handles[60])
+    assert all(plan_of(plan.handle) == plan for plan in others)
+
+
+def test_a_plan_that_was_pickled_is_equal_and_keeps_its_steps() -> None:
+    plan = make_plan(64, ranks=4, rank=1)
+    steps, handle = plan.steps, plan.handle
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert copy.__dict__["steps"] == steps
+    assert int(copy.handle) == int(handle)
+    assert plan_of(handle) == plan
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_what_a_rank_sends_is_what_its_target_expects(case: tuple[int, int, AttentionMask, str]) -> None:
+    seq_len, ranks, mask, layout = case
+    plans = plans_of_all_ranks(seq_len, ranks, mask, layout)
+    for plan in plans:
+        for distance, step in enumerate(plan.steps):
+            served = plans[step.target].steps[distance]
+            assert served.source == plan.rank
+            assert served.receive == step.send
+
+
+@given(cases())
+@settings(max_examples=50, deadline=None)
+def test_shards_of_all_ranks_hold_every_token_once(case: tuple[int, int, AttentionMask, str]) -> None:
+    seq_len, ranks, mask, layout = case
+    x = torch.arange(seq_len)[None, :, None].expand(2, seq_len, 3)
+    plans = plans_of_all_ranks(seq_len, ranks, mask, layout)
+    shards = [plan.shard(x, dim=1) for plan in plans]
+    assert all(shard.shape == (2, seq_len // ranks, 3) for shard in shards)
+    assert torch.equal(torch.cat([shard[0, :, 0] for shard in shards]).sort().values, torch.arange(seq_len))
+    for plan, shard in zip(plans, shards, strict=True):
+        assert torch.equal(shard[0, :, 0], plan.positions)
+
+
+def pairs_of(plan: Plan) -> int:
+    return sum(tile.pairs for step in plan.steps for tile in step.tiles)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_zigzag_gives_every_rank_the_same_causal_work(ranks: int) -> None:
+    areas = {pairs_of(plan) for plan in plans_of_all_ranks(2 * ranks * 16, ranks, AttentionMask(), "zigzag")}
+    assert len(areas) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zigzag_causal_is_one_tile_a_step_and_carries_three_quarters(ranks: int) -> None:
+    plans = plans_of_all_ranks(2 * ranks * 16, ranks, AttentionMask(), "zigzag")
+    assert all(len(step.tiles) == 1 for plan in plans for step in plan.steps)
+    carried = sum(stop - start for plan in plans for step in plan.steps[1:] for start, stop in step.receive)
+    relayed_ring = ranks * (ranks - 1) * plans[0].local_tokens
+    assert carried == relayed_ring * 3 // 4
+
+
+def test_keys_of_documents_that_do_not_reach_a_rank_do_not_travel() -> None:
+    mask = AttentionMask(document_lengths=((32, 32),))
+    plan = make_plan(64, mask=mask, ranks=4, rank=0, layout="contiguous")
+    assert all(not step.receive for step in plan.steps[2:])
+    assert plan.steps[3].send == ()
+    assert plan.steps[1].send == ((0, 16),)
+
+
+def test_plan_is_hashable_plain_data() -> None:
+    one, two = (make_plan(64, ranks=4, rank=1) for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != make_plan(64, ranks=4, rank=2)
+
+
+def test_a_length_that_does_not_divide_names_the_nearest_that_do() -> None:
+    with pytest.raises(LayoutError, match=r"100 tokens is not divisible by 2 x cp = 16; use 96 or 112"):
+        make_layout("zigzag", 100, 8, AttentionMask())
+    with pytest.raises(LayoutError, match=r"use 8$"):
+        make_layout("zigzag", 3, 4, AttentionMask())
+
+
+def test_names_that_are_not_known_are_refused_with_those_that_are() -> None:
+    with pytest.raises(PlanError, match=r"strategy 'relay' is not available; use one of auto, ring, all_gather"):
+        make_plan(64, strategy="relay")
+    with pytest.raises(PlanError, match=r"kernel 'metal' is not available; use one of auto, "):
+        make_plan(64, kernel="metal")
+    with pytest.raises(PlanError, match=r"kernel 'fp8' is not available: PyTorch's FP8 attention .* has no backward"):
+        make_plan(64, kernel="fp8")
+    with pytest.raises(LayoutError, match=r"layout 'striped' is not available; use one of auto, contiguous"):
+        make_plan(64, layout="striped")
+    with pytest.raises(PlanError, match=r"kv_transfer 'int4' is not available; use one of exact, float8"):
+        make_plan(64, kv_transfer="int4")
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(PlanError, match="use ring, all_gather or hybrid"):
+        make_plan(64, ranks=2, strategy="all_to_all", kv_transfer="float8")
+    with pytest.raises(PlanError, match="all_to_all_ranks = 3 does not fit strategy 'hybrid' on 4 ranks"):
+        make_plan(64, ranks=4, strategy="hybrid", all_to_all_ranks=3)
+    with pytest.raises(PlanError, match=r"window = .* has a side below -1"):
+        make_plan(64, mask=AttentionMask(window=(-2, 0)))
+
+
+@pytest.mark.parametrize("lengths", [(30, 30), (64, 0), (-1, 65), ()])
+def test_documents_that_do_not_fill_the_sequence_are_refused(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="give lengths of at least 1 that sum to seq_len = 64"):
+        make_plan(64, mask=AttentionMask(document_lengths=(lengths,)))
+
+
+def test_shard_and_unshard_name_a_wrong_length() -> None:
+    plan = make_plan(64, ranks=4)
+    with pytest.raises(PlanError, match="has 60 entries; give the full sequence of 64"):
+        plan.shard(torch.zeros(1, 60))
+    with pytest.raises(PlanError, match="give this rank's 16 rows"):
+        plan.unshard(torch.zeros(1, 64))
+    with pytest.raises(PlanError, match="this plan has no process group"):
+        plan.unshard(torch.zeros(1, 16))

@@ -1,0 +1,142 @@
+"""Simulated groups: as many ranks as one likes, against the whole sequence, and byte by byte against the plan."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
+from tests.support.plan_cases import cases
+from torchtitan_cp.attention import AttentionMask, PlanError, simulate
+from torchtitan_cp.attention.kernels import KERNELS, Kernel
+from torchtitan_cp.attention.kernels.kernel import any_band
+
+
+def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
+    counts = (heads[0], heads[1], heads[1], heads[0])
+    return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "hybrid"])
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=(40, -1), document_lengths=((100, 3, 409),))])
+def test_64_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask) -> None:
+    q, k, v, dout = inputs(512)
+    inner = 4 if strategy == "hybrid" else 1
+    result = simulate(q, k, v, ranks=64, mask=mask, strategy=strategy, all_to_all_ranks=inner, dout=dout)
+    expected = attention_with_gradients(q, k, v, dout, mask)
+    for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
+        assert got is not None
+        assert (got - want).norm() < 1e-10 * want.norm()
+
+
+def test_sinks_of_all_ranks_sum_to_those_of_one_process() -> None:
+    q, k, v, dout = inputs(96, (6, 2))
+    sinks = torch.linspace(-4, 4, 6, dtype=torch.float64)
+    result = simulate(q, k, v, ranks=4, strategy="all_to_all", sinks=sinks, dout=dout, scale=0.3)
+    *_, dsinks = attention_with_sinks(q, k, v, dout, sinks, AttentionMask(), 0.3)
+    assert result.dsinks is not None
+    assert (result.dsinks - dsinks).norm() < 1e-10 * dsinks.norm()
+
+
+def test_ring_sends_the_rows_of_the_plan_and_no_more() -> None:
+    q, k, v, _ = inputs(256)
+    result = simulate(q, k, v, ranks=8, strategy="ring", mask=AttentionMask(document_lengths=((100, 156),)))
+    row_bytes = 2 * 2 * 8 * 8  # K and V, 2 heads, 8 dims, fp64
+    for plan, sent in zip(result.plans, result.forward_bytes, strict=True):
+        rows = [sum(stop - start for start, stop in step.send) for step in plan.steps[1:]]
+        assert list(sent) == [count * row_bytes for count in rows if count]
+
+
+def test_float8_halves_the_bytes_of_bf16() -> None:
+    q, k, v, _ = (torch.randn(1, 128, 4, 64, dtype=torch.bfloat16) for _ in range(4))
+    plain, small = (simulate(q, k, v, ranks=4, strategy="ring", kv_transfer=name) for name in ("exact", "float8"))
+    ratio = sum(map(sum, small.forward_bytes)) / sum(map(sum, plain.forward_bytes))
+    assert ratio == (64 + 4) / (2 * 64)
+
+
+def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def failing(*arguments: object) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("out of order")
+        return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
+
+    broken = Kernel(failing, KERNELS["reference"].backward, lambda case: None, takes_band=any_band)
+    monkeypatch.setitem(KERNELS, "broken", broken)
+    with pytest.raises(ValueError, match="out of order"):
+        simulate(*inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 2 + 2), (4, 3 + 4 + 4 + 2), (16, 3 + 14 * 4 + 2)])
+def test_gathered_keys_are_put_in_order_only_where_that_saves_kernel_calls(
+    ranks: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def counting(*arguments: object) -> tuple[Tensor, Tensor]:
+        made.append(1)
+        return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
+
+    counted = Kernel(counting, KERNELS["reference"].backward, lambda case: None)
+    monkeypatch.setitem(KERNELS, f"counted-{ranks}", counted)  # a kernel is chosen once a name
+    simulate(*inputs(256, (1, 1))[:3], ranks=ranks, strategy="all_gather", kernel=f"counted-{ranks}")
+    # Each of two ranks calls the kernel once a shard. In order, a rank's two chunks cost a rectangle and a triangle
+    # each; the first chunk of the sequence is a triangle alone, and the last rank's chunks are neighbours.
+    assert len(made) == calls
+
+
+def test_shapes_are_checked_as_on_ranks() -> None:
+    q, k, v, _ = inputs(64)
+    with pytest.raises(PlanError, match="dtypes differ"):
+        simulate(q, k.float(), v, ranks=4)
+
+
+def documented_elements(strategy: str, ranks: int, inner: int) -> tuple[float, float, float]:
+    """What a rank sends by the table of docs/context_parallel.md: (forward, backward, backward in fp32)."""
+    rows, element_bytes = 256 // ranks, 2
+    kv = 4 * (32 + 16)
+    qkv, out = 8 * 32 + kv, 8 * 16
+    if strategy == "ring":
+        return (0.75 * (ranks - 1) * rows * kv,) * 3
+    if strategy == "all_gather":
+        return ((ranks - 1) * rows * kv,) * 3
+    traded, outer = (inner - 1) / inner * rows, ranks // inner
+    ring = 0.75 * (outer - 1) * rows * kv
+    return traded * (qkv + out + 8 * 4 / element_bytes) + ring, traded * (qkv + out) + ring, ring
+
+
+@pytest.mark.parametrize(("strategy", "inner"), [("ring", 1), ("all_gather", 1), ("all_to_all", 4), ("hybrid", 2)])
+def test_bytes_sent_are_those_of_the_documented_formulas(strategy: str, inner: int) -> None:
+    shapes = [(8, 32), (4, 32), (4, 16), (8, 16)]
+    q, k, v, dout = (torch.randn(1, 256, *shape).bfloat16() for shape in shapes)
+    option = {"all_to_all_ranks": inner} if strategy == "hybrid" else {}
+    result = simulate(q, k, v, ranks=4, strategy=strategy, layout="zigzag", dout=dout, **option)  # type: ignore[arg-type]
+    forward, backward, wide = documented_elements(strategy, 4, inner)
+    # Under zigzag the head ranks send more and the tail ranks less; the table is of the mean.
+    assert sum(map(sum, result.forward_bytes)) / 4 == pytest.approx(2 * forward)
+    assert sum(map(sum, result.backward_bytes)) / 4 == pytest.approx(2 * backward + 4 * wide)
+
+
+@given(cases(), st.sampled_from(["ring", "all_gather", "all_to_all", "hybrid"]), st.sampled_from(["cpu", "reference"]))
+@settings(max_examples=120, deadline=None)
+def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
+    case: tuple[int, int, AttentionMask, str], strategy: str, kernel: str
+) -> None:
+    seq_len, ranks, mask, layout = case
+    rows = len(mask.document_lengths or [()])
+    generator = torch.Generator().manual_seed(seq_len)
+    q, k, v, dout = (
+        torch.randn(rows, seq_len, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    )
+    seen = allowed(mask, seq_len).any(-1)[:, :, None, None]
+    option = {"all_to_all_ranks": 2 if ranks % 2 == 0 else 1} if strategy == "hybrid" else {}
+    result = simulate(
+        q, k, v, ranks=ranks, mask=mask, strategy=strategy, kernel=kernel, layout=layout, dout=dout, **option
+    )
+    expected = attention_with_gradients(q, k, v, torch.where(seen, dout, 0), mask)
+    for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, want.nan_to_num(0.0), rtol=1e-9, atol=1e-10)

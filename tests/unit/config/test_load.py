@@ -1,0 +1,171 @@
+"""Reading the TOML: every mistake gets one message with the file, the key, and the way out."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
+from torchtitan_cp.config.reference import as_markdown, sections
+from torchtitan_cp.config.sections import ParameterGroup
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def message_of(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text), overrides)
+    return str(caught.value)
+
+
+def test_a_key_of_the_wrong_name_suggests_the_nearest(tmp_path: Path) -> None:
+    message = message_of(tmp_path, "[training]\ncompute_dtyp = 'float32'")
+    assert "run.toml: unknown key training.compute_dtyp" in message
+    assert "did you mean compute_dtype?" in message
+
+
+def test_a_section_of_the_wrong_name_suggests_the_nearest(tmp_path: Path) -> None:
+    assert "unknown section trainig\n  fix: did you mean training?" in message_of(tmp_path, "[trainig]\nseed = 1")
+
+
+def test_a_key_like_no_other_lists_what_is_known(tmp_path: Path) -> None:
+    assert "known here: " in message_of(tmp_path, "[health]\nzzzz = 1")
+
+
+def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
+    message = message_of(tmp_path, "[[curriculum.stages]]\nrope = {thta = 1.0}")
+    assert "unknown key curriculum.stages[0].rope.thta" in message
+    assert "did you mean theta?" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("[training]\nseed = 1.5", "training.seed must be an integer, got 1.5"),
+        ("[training]\nseed = true", "training.seed must be an integer, got True"),
+        ("[data]\nmixture = {code = '1'}", "data.mixture.code must be a number, got '1'"),
+        ("[training]\nmax_grad_norm = 'one'", "training.max_grad_norm must be a number, got 'one'"),
+        ("[checkpoint]\nenable = 1", "checkpoint.enable must be true or false, got 1"),
+        ("[job]\ndump_folder = 3", "job.dump_folder must be a string, got 3"),
+        ("training = 3", "training must be a table, got 3"),
+        ("[curriculum]\nstages = 3", "curriculum.stages must be a list, got 3"),
+        ("[model]\noverrides = 3", "model.overrides must be a table, got 3"),
+        ("[training]\nseed = -1", "training.seed = -1 is too small"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan is too small"),
+        (
+            "[health]\non_nonfinite = 'ignore'",
+            "health.on_nonfinite = 'ignore' is not known\n  fix: use one of halt, skip",
+        ),
+        (
+            "[health]\npolicy = ['rollback', 'pray']",
+            "health.policy = 'pray' is not known\n  fix: use one of rollback, lower_lr",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_wanted(tmp_path: Path, line: str, wanted: str) -> None:
+    assert wanted in message_of(tmp_path, line)
+
+
+def test_an_integer_serves_where_a_number_is_wanted(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "[training]\nmax_grad_norm = 2")).training.max_grad_norm == 2.0
+
+
+def test_a_syntax_error_names_file_line_and_column(tmp_path: Path) -> None:
+    message = message_of(tmp_path, "[job]\ndump_folder = outputs")
+    assert f"{tmp_path / 'run.toml'}, line 2, column 15" in message
+
+
+def test_a_missing_file_and_a_binary_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none.toml: No such file"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load_config(tmp_path / "binary.toml")
+
+
+def test_overrides_win_and_reach_into_stages(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "[training]\nseed = 1\n[[curriculum.stages]]\nseq_len = 8\n[[curriculum.stages]]\nseq_len = 16"
+    )
+    config = load_config(
+        path,
+        [
+            "--training.seed=7",
+            "--job.dump_folder=here/there",
+            "--curriculum.stages[1].steps=5",
+            "--curriculum.stages.0.rope.theta=5e5",
+            "--model.overrides={n_layers = 2}",
+            "--checkpoint.enable=false",
+        ],
+    )
+    assert config.training.seed == 7
+    assert config.job.dump_folder == "here/there"
+    assert config.curriculum.stages[1].steps == 5
+    assert config.curriculum.stages[0].rope.theta == 5e5
+    assert config.model.overrides == {"n_layers": 2}
+    assert config.checkpoint.enable is False
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("--training.sed=7", "did you mean seed?"),
+        ("-x", "cannot read the argument '-x'"),
+        ("training.seed=7", "write --section.key=value"),
+        ("--curriculum.stages[3].steps=1", "[3] does not exist in a list of 1"),
+        ("--training.seed.x=1", "[x] does not exist in the value 1"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, wanted: str) -> None:
+    text = "[training]\nseed = 1\n[[curriculum.stages]]\nseq_len = 8"
+    assert wanted in message_of(tmp_path, text, override)
+
+
+def test_the_resolved_config_is_a_valid_config_and_the_same(tmp_path: Path) -> None:
+    config = load_config(REPOSITORY / "train_configs" / "quickstart.toml", ["--curriculum.stages[0].lr={peak = 1e-3}"])
+    assert load_config(write(tmp_path, to_toml(config))) == config
+    assert load_config(write(tmp_path, to_toml(Config()))) == Config()
+
+
+def test_every_config_that_ships_loads() -> None:
+    shipped = sorted((REPOSITORY / "train_configs").glob("*.toml"))
+    assert shipped
+    for path in shipped:
+        load_config(path)
+
+
+def test_every_key_says_what_it_means_and_the_reference_is_current() -> None:
+    for _, about, keys in sections():
+        assert about.endswith(".")
+        assert all(key.help for key in keys)
+    assert (REPOSITORY / "docs" / "config.md").read_text() == as_markdown(), (
+        "run python -m torchtitan_cp.config.reference"
+    )
+
+
+def test_rules_for_parameters_are_tables_of_the_file(tmp_path: Path) -> None:
+    text = (
+        "[[optimizer.groups]]\nmatch = 'norm'\nlr_scale = 0.5\n[[optimizer.groups]]\nmatch = 'output'\nweight_decay = 0"
+    )
+    rules = load_config(write(tmp_path, text)).optimizer.groups
+    assert rules == (ParameterGroup("norm", lr_scale=0.5), ParameterGroup("output", weight_decay=0.0))
+    message = message_of(tmp_path, "[[optimizer.groups]]\nmath = 'norm'")
+    assert "unknown key optimizer.groups[0].math\n  fix: did you mean match?" in message
+
+
+def test_sources_are_tables_of_the_file_that_overrides_reach(tmp_path: Path) -> None:
+    text = "[[data.sources]]\nname = 'a'\nsource = 'text'\n[[data.sources]]\nname = 'b'\nsource = 'jsonl'"
+    config = load_config(write(tmp_path, text), ["--data.sources[1].path=rows/*.jsonl"])
+    assert [(name, source.source, source.path) for name, source in config.data.by_name().items()] == [
+        ("a", "text", ""),
+        ("b", "jsonl", "rows/*.jsonl"),
+    ]
+    assert load_config(write(tmp_path, to_toml(config))) == config
+    assert "unknown key data.sources[0].pth\n  fix: did you mean path?" in message_of(
+        tmp_path, "[[data.sources]]\npth = 'x'"
+    )

@@ -1,0 +1,92 @@
+"""Every file of train_configs/ on the ranks it names: checked as before a run, and planned to the last tile."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchtitan_cp.attention import make_plan
+from torchtitan_cp.cli.check import preflight
+from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.curriculum import StagePlan, resolve_stages
+
+FILES = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
+
+
+def ranks_of(path: Path) -> int:
+    """The ranks a file is written for, from its head."""
+    line = re.search(r"^# Ranks: ([\d,]+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert line, f"{path} does not say '# Ranks: N'"
+    return int(line[1].replace(",", ""))
+
+
+def load(path: Path, dump_folder: Path, *overrides: str) -> Config:
+    """The file as it is, but for the corpus and the tokenizer, which do not come with it."""
+    own = ["--data.source=python-stdlib", "--data.path=", "--tokenizer.kind=bytes", "--tokenizer.path="]
+    sources = range(len(load_config(path, []).data.sources))
+    own += [f"--data.sources[{number}].{key}" for number in sources for key in ("source=python-stdlib", "path=")]
+    return load_config(path, [*own, f"--job.dump_folder={dump_folder}", *overrides])
+
+
+def planned_pairs(config: Config, stage: StagePlan) -> int:
+    """Query-key pairs in the tiles of every rank of one context-parallel group."""
+    settings, ranks = config.context_parallel, stage.cp
+    inner = ranks if stage.strategy == "all_to_all" else stage.all_to_all_ranks
+    plans = [
+        make_plan(
+            stage.seq_len,
+            ranks=ranks,
+            rank=rank,
+            strategy=stage.strategy,
+            layout=settings.layout,
+            all_to_all_ranks=inner,
+        )
+        for rank in range(0, ranks, inner)  # the ranks of an inner group have the same tiles, each for its heads
+    ]
+    return sum(tile.pairs for plan in plans for step in plan.steps for tile in step.tiles)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_config_that_ships_passes_every_check_and_its_plans_cover_the_causal_mask(path: Path, tmp_path: Path) -> None:
+    config, ranks = load(path, tmp_path / "run"), ranks_of(path)
+    assert f"steps on {ranks} rank" in preflight(config, ranks)
+    for stage in resolve_stages(config, ranks):
+        assert stage.steps > 0
+        assert planned_pairs(config, stage) == stage.seq_len * (stage.seq_len + 1) // 2
+
+
+PUBLISHED = {
+    "lwm_32k_to_1m": [(2**15, 1e6, 1), (2**17, 1e7, 1), (2**18, 1e7, 1), (2**19, 2.5e7, 1), (2**20, 5e7, 1)],
+    "prolong_64k_512k": [(2**16, 8e6, 1), (2**19, 128e6, 1)],
+    "qwen2_5_1m": [(4096, 1e4, 1), (32768, 1e6, 1), (65536, 1e6, 1), (131072, 5e6, 1), (262144, 1e7, 1)],
+    "yarn_128k": [(65536, 1e4, 16), (65536, 1e4, 32)],
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_has_the_lengths_thetas_and_factors_of_its_paper(name: str, tmp_path: Path) -> None:
+    path = next(path for path in FILES if path.stem == name)
+    stages = load(path, tmp_path).curriculum.stages
+    assert [(stage.seq_len, stage.rope.theta, stage.rope.factor) for stage in stages] == PUBLISHED[name]
+
+
+def test_llama3_goes_from_8k_to_128k_in_six_stages_of_800_billion_tokens(tmp_path: Path) -> None:
+    path = next(path for path in FILES if path.stem == "llama3_8k_to_128k")
+    stages = load(path, tmp_path).curriculum.stages
+    assert len(stages) == 6
+    assert (stages[0].seq_len, stages[-1].seq_len) == (8192, 131072)
+    assert sum(stage.tokens for stage in stages) == 800e9
+
+
+def test_llama3_runs_with_the_8b_on_the_ranks_its_head_says(tmp_path: Path) -> None:
+    path = next(path for path in FILES if path.stem == "llama3_8k_to_128k")
+    line = re.search(r"^# The same stages fit the 8B on (\d+) ranks: (.*)$", path.read_text(), re.MULTILINE)
+    assert line
+    assert "steps on 128 ranks" in preflight(load(path, tmp_path, *line[2].split()), int(line[1]))
+
+
+def test_the_flagship_goes_from_4k_to_a_million_tokens(tmp_path: Path) -> None:
+    path = next(path for path in FILES if path.stem == "llama3_8b_4k_to_1m")
+    lengths = [stage.seq_len for stage in load(path, tmp_path).curriculum.stages]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (4096, 2**20)

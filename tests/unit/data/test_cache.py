@@ -1,0 +1,218 @@
+"""Preparing a corpus: once, whole, and again when something changed."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.corpus_cache import BYTES, assert_is_the_corpus, contents, data_of, finished, only, partial
+from tests.support.texts import text_corpus, warnings, write_files
+from torchtitan_cp.config.sections import Data
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data import DataError, prepare
+from torchtitan_cp.data.corpus import cache, progress, tokenizing
+from torchtitan_cp.data.corpus.store import TokenWriter
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    return data_of(text_corpus(tmp_path / "corpus"), tmp_path / "cache")
+
+
+def refuse(data: Data, tokenizer: TokenizerConfig = BYTES) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(data, tokenizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig(vocab_size=300)], ids=["bytes", "trained"])
+@pytest.mark.parametrize("document", ["file", "folder"])
+def test_every_document_of_each_split_is_kept_with_its_end(
+    data: Data, tmp_path: Path, tokenizer: TokenizerConfig, document: str
+) -> None:
+    data = data_of(tmp_path / "corpus", tmp_path / "cache", document=document)
+    assert_is_the_corpus(prepare(data, tokenizer), data)
+    assert len(finished(data)) == 1
+    assert not partial(data)
+
+
+def test_a_prepared_corpus_is_found_and_not_made_again(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TokenizerConfig(vocab_size=300)
+    first = prepare(data, tokenizer)
+    monkeypatch.setattr(cache, "write_splits", None)
+    again = prepare(data, tokenizer)
+    assert again.fingerprint == first.fingerprint
+    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert contents(only(again).train) == contents(only(first).train)
+    np.testing.assert_array_equal(again.unigram_counts, first.unigram_counts)
+
+
+def test_a_long_document_is_cut_for_the_tokenizer_and_whole_on_disk(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare(data, TokenizerConfig(vocab_size=300))
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 120)
+    finished(data)[0].rename(Path(data.cache_folder) / "elsewhere")
+    assert prepare(data, TokenizerConfig(vocab_size=300)).fingerprint == whole.fingerprint
+
+
+def test_the_fingerprint_is_of_the_tokens_and_not_of_where_they_come_from(data: Data, tmp_path: Path) -> None:
+    first = prepare(data, BYTES)
+    other = data_of(text_corpus(tmp_path / "other"), tmp_path / "other_cache")
+    assert prepare(other, BYTES).fingerprint == first.fingerprint
+    write_files(tmp_path / "other", {"part0/000.txt": "another text"})
+    assert prepare(other, BYTES).fingerprint != first.fingerprint
+
+
+def test_a_changed_file_is_noticed(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    prepare(data, BYTES)
+    assert not warnings(caplog)
+    write_files(Path(data.path), {"part0/000.txt": "another text"})
+    assert_is_the_corpus(prepare(data, BYTES), data)
+    assert len(warnings(caplog)) == 1
+    assert warnings(caplog)[0].startswith(f"the corpus changed since {data.cache_folder}/")
+
+
+def test_a_changed_tokenizer_is_noticed(data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = [TokenizerConfig(vocab_size=size) for size in (300, 310)]
+    given = TokenizerConfig(path=str(tmp_path / "given.model"))
+    elsewhere = replace(data, cache_folder=str(tmp_path / "elsewhere"))
+    for tokenizer in trained:
+        prepare(elsewhere, tokenizer)
+    models = list(Path(elsewhere.cache_folder).glob("tokenizer-*.model"))
+    assert len(models) == 2
+    assert not warnings(caplog)
+    for model in models:
+        Path(given.path).write_bytes(model.read_bytes())
+        assert_is_the_corpus(prepare(data, given), data)
+    assert len(warnings(caplog)) == 1
+    assert warnings(caplog)[0].startswith(f"the tokenizer changed since {data.cache_folder}/")
+
+
+def remove(path: Path) -> str:
+    path.unlink()
+    return f"({path.name} is missing)"
+
+
+def cut(path: Path) -> str:
+    size = path.stat().st_size
+    os.truncate(path, size - 2)
+    return f"({path.name} has {size - 2} bytes instead of {size})"
+
+
+def spoil_manifest(path: Path) -> str:
+    path.with_name("manifest.json").write_text("{")
+    return "(manifest.json is missing or unreadable)"
+
+
+@pytest.mark.parametrize("damage", [remove, cut, spoil_manifest])
+def test_a_damaged_cache_is_named_and_made_again(
+    data: Data, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], str]
+) -> None:
+    first = prepare(data, BYTES)
+    tokens = contents(only(first).train)
+    [folder] = finished(data)
+    what = damage(folder / "train-00000.bin")
+    again = prepare(data, BYTES)
+    assert again.fingerprint == first.fingerprint
+    assert contents(only(again).train) == tokens
+    assert warnings(caplog) == [f"the prepared corpus in {folder} is damaged {what}; it is made again"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, data: Data) -> None:
+    blocked = data_of(Path(data.path), write_files(tmp_path, {"file": "x"}) / "file" / "cache")
+    message = refuse(blocked)
+    assert f"data.cache_folder = '{blocked.cache_folder}' cannot be written: Not a directory" in message
+    assert "fix: give data.cache_folder a folder that can be written and locked" in message
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: TokenWriter, ids: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TokenWriter, "append", append)
+    assert "cannot be written: No space left on device" in refuse(data)
+    assert not partial(data)
+    assert not finished(data)
+
+
+def test_a_file_system_without_locks_is_told(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert "cannot be written: No locks available" in refuse(data)
+
+
+def test_a_validation_split_that_would_be_empty_is_refused(data: Data) -> None:
+    few = data_of(Path(data.path), Path(data.cache_folder), validation_fraction=1e-9)
+    message = refuse(few)
+    assert "data.validation_fraction = 1e-09 holds out none of the 40 documents" in message
+    assert "fix: raise data.validation_fraction" in message
+    assert not finished(few)
+
+
+def test_a_training_split_that_would_be_empty_is_refused(data: Data) -> None:
+    message = refuse(data_of(Path(data.path), Path(data.cache_folder), validation_fraction=1.0))
+    assert "data.validation_fraction = 1.0 holds out all 40 documents" in message
+    assert "fix: lower data.validation_fraction" in message
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig()], ids=["bytes", "trained"])
+def test_a_corpus_without_a_document_is_refused(tmp_path: Path, tokenizer: TokenizerConfig) -> None:
+    empty = data_of(write_files(tmp_path / "corpus", {"a.txt": ""}), tmp_path / "cache")
+    assert "holds 1 files and no document" in refuse(empty, tokenizer)
+
+
+def test_without_a_fraction_nothing_is_held_out(data: Data) -> None:
+    prepared = prepare(data_of(Path(data.path), Path(data.cache_folder), validation_fraction=0.0), BYTES)
+    assert (only(prepared).validation.documents, only(prepared).validation.tokens) == (0, 0)
+    assert only(prepared).train.documents == 40
+
+
+def test_what_was_skipped_is_named_once_and_told_in_one_line_now_and_when_it_is_found_again(
+    data: Data, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    write_files(Path(data.path), {"bad.txt": b"\xff", "worse.txt": b"\xff"})
+    tokenizer = TokenizerConfig(vocab_size=300)
+    prepare(data, tokenizer)
+    assert warnings(caplog) == [
+        f"{data.path}/bad.txt:1: not UTF-8; skipped",
+        f"{data.path}/worse.txt:1: not UTF-8; skipped",
+        "skipped in the corpus: 2 x not UTF-8",
+    ]
+    caplog.clear()
+    prepare(data, tokenizer)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("corpus: ")
+    assert line.endswith("; skipped: 2 x not UTF-8")
+
+
+def test_the_manifest_tells_what_the_folder_holds(data: Data) -> None:
+    prepared = only(prepare(data, BYTES))
+    [folder] = finished(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["tokens"] == {"train": prepared.train.tokens, "validation": prepared.validation.tokens}
+    assert manifest["content_fingerprint"] == prepared.fingerprint
+    assert manifest["settings"]["data"]["path"] == data.path
+    assert manifest["file_bytes"] == {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"
+    }
+
+
+def test_progress_goes_to_the_log_where_there_is_no_terminal(
+    data: Data, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "LOG_INTERVAL_SECONDS", 0.0)
+    prepare(data, BYTES)
+    assert "tokenizing: 0 of 0 MB" in [record.getMessage() for record in caplog.records]

@@ -1,0 +1,198 @@
+"""Files to documents: what is found, how it is split and joined, and what is said of the rest."""
+
+import os
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.texts import read, text_corpus, texts, warnings, write_files
+from torchtitan_cp.config.sections import Data
+from torchtitan_cp.data import Corpus, DataError, check_corpus
+from torchtitan_cp.data.corpus.documents import JOINED_BYTES, is_held_out
+from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+
+def text_data(path: Path | str, document: str = "file", validation_fraction: float = 0.0) -> Data:
+    return Data(source="text", path=str(path), document=document, validation_fraction=validation_fraction)
+
+
+def refuse(data: Data) -> str:
+    with pytest.raises(DataError) as caught:
+        read(data)
+    return str(caught.value)
+
+
+def test_the_standard_library_is_found_without_what_was_installed_beside_it() -> None:
+    corpus = Corpus(Data(document="file", validation_fraction=0))
+    names = [file.name for file in corpus.files]
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert all(name.endswith(".py") and "site-packages" not in name and "__pycache__" not in name for name in names)
+    documents = list(islice(corpus.documents(SkippedRecords()), 3))
+    assert [document.content for document in documents] == [(STDLIB / name).read_text("utf-8") for name in names[:3]]
+    assert 0 < documents[0].read_bytes < documents[1].read_bytes < documents[2].read_bytes <= corpus.size_bytes
+
+
+def test_a_folder_gives_every_file_below_it_but_hidden_ones_in_sorted_order(tmp_path: Path) -> None:
+    write_files(tmp_path, {"b.txt": "2", "a.md": "1", ".hidden": "x", "c/d.txt": "3", ".git/e.txt": "x", "c/e/f": "4"})
+    assert texts(text_data(tmp_path)) == ["1", "2", "3", "4"]
+
+
+def test_a_glob_gives_what_it_matches_at_any_depth(tmp_path: Path) -> None:
+    write_files(tmp_path, {"b.txt": "2", "a.md": "x", "c/d.txt": "3", "c/e/f.txt": "4"})
+    data = text_data(tmp_path / "**" / "*.txt")
+    assert texts(data) == ["2", "3", "4"]
+    assert [file.name for file in Corpus(data).files] == ["b.txt", "c/d.txt", "c/e/f.txt"]
+
+
+def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
+    assert texts(text_data(write_files(tmp_path, {"a[1].txt": "1"}) / "a[1].txt")) == ["1"]
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(write_files(tmp_path, {"corpus/a.txt": "1"})))
+    assert texts(text_data("~/corpus")) == texts(text_data("~/corpus/*.txt")) == ["1"]
+
+
+def test_links_to_folders_are_followed_each_folder_once(tmp_path: Path) -> None:
+    write_files(tmp_path, {"root/a.txt": "1", "elsewhere/b.txt": "2"})
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "root")
+    assert texts(text_data(tmp_path / "root")) == ["1", "2"]
+
+
+def test_a_pipe_in_the_corpus_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(write_files(tmp_path, {"a.txt": "1"}) / "pipe")
+    assert texts(text_data(tmp_path)) == ["1"]
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    message = refuse(text_data(tmp_path / "nowhere"))
+    assert f"data.path = '{tmp_path / 'nowhere'}' does not exist" in message
+    assert "fix: give an existing folder, file or glob" in message
+
+
+def test_a_source_that_needs_a_path_says_so() -> None:
+    assert "data.source = 'jsonl' needs data.path\n  fix: set data.path" in refuse(Data(source="jsonl"))
+
+
+def test_a_path_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    message = refuse(Data(path=str(tmp_path)))
+    assert "is set, but source = 'python-stdlib' reads no path" in message
+    assert "fix: set data.source = 'text' or 'jsonl'" in message
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "fix"),
+    [("text", "", "'corpus/**/*.txt'"), ("text", "*.txt", "'corpus/**/*.txt'"), ("jsonl", "", "*.jsonl.zst files")],
+)
+def test_a_path_that_leads_to_no_file_is_named(tmp_path: Path, source: str, path: str, fix: str) -> None:
+    data = Data(source=source, path=str(tmp_path / path))
+    message = refuse(data)
+    assert f"data.source = '{source}' finds no file at {data.path}" in message
+    assert fix in message
+
+
+def test_the_check_finds_what_reading_would(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="finds no file"):
+        check_corpus(text_data(tmp_path))
+    check_corpus(text_data(write_files(tmp_path, {"a.txt": "1"})))
+    check_corpus(Data())
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scandir(folder: str) -> None:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    message = refuse(text_data(tmp_path))
+    assert f"a folder of the corpus cannot be listed: {tmp_path} (Permission denied)" in message
+    assert "fix: make it readable" in message
+
+
+def test_a_corpus_without_a_document_says_what_was_skipped(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a.txt": b"\xff", "b.txt": ""})
+    message = refuse(text_data(tmp_path))
+    assert f"the corpus at {tmp_path} holds 2 files and no document; skipped: 1 x not UTF-8" in message
+    assert "fix: check path, source and text_field of data" in message
+
+
+def test_a_file_that_is_not_utf8_is_counted_named_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_files(tmp_path, {"a.txt": b"first\nsecond \xff\n", "b.txt": "good"})
+    skipped_records = SkippedRecords()
+    assert texts(text_data(tmp_path), skipped_records) == ["good"]
+    assert skipped_records.counts == {"not UTF-8": 1}
+    assert warnings(caplog) == [f"{tmp_path}/a.txt:2: not UTF-8; skipped"]
+
+
+def test_a_broken_link_is_counted_named_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (write_files(tmp_path, {"b.txt": "good"}) / "a.txt").symlink_to(tmp_path / "gone")
+    assert texts(text_data(tmp_path)) == ["good"]
+    assert warnings(caplog) == [f"{tmp_path}/a.txt: unreadable file (No such file or directory); skipped"]
+
+
+def test_empty_files_are_skipped_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_files(tmp_path, {"a.txt": "", "b.txt": "good"})
+    assert texts(text_data(tmp_path)) == ["good"]
+    assert not caplog.records
+
+
+def test_only_the_first_five_of_a_kind_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_files(tmp_path, {f"{index}.txt": b"\xff" for index in range(7)} | {"good": "good"})
+    skipped_records = SkippedRecords()
+    texts(text_data(tmp_path), skipped_records)
+    assert len(warnings(caplog)) == 5
+    assert skipped_records.summary() == "7 x not UTF-8"
+
+
+def test_a_folders_files_join_in_order_each_ending_with_a_newline(tmp_path: Path) -> None:
+    write_files(tmp_path, {"b": "two\n", "a": "one", "c/d": "four", "c/e": "five", "z": "three\n\n"})
+    assert texts(text_data(tmp_path, "folder")) == ["one\ntwo\nthree\n\n", "four\nfive\n"]
+
+
+def test_a_joined_document_ends_before_it_outgrows_its_limit(tmp_path: Path) -> None:
+    half, large = "é" * (JOINED_BYTES // 4 - 1) + "\n", "x" * (JOINED_BYTES + 5)
+    write_files(tmp_path, {"a": half, "b": half, "c": "ccc\n", "d": large, "e": "e\n"})
+    assert texts(text_data(tmp_path, "folder")) == [half + half, "ccc\n", large + "\n", "e\n"]
+
+
+def test_files_are_split_before_they_are_joined(tmp_path: Path) -> None:
+    text_corpus(tmp_path)
+    single = read(text_data(tmp_path, "file", 0.3))
+    joined = read(text_data(tmp_path, "folder", 0.3))
+    assert len(joined) == 6
+    for held_out in (False, True):
+        parts = ["".join(str(x.content) for x in documents if x.held_out == held_out) for documents in (single, joined)]
+        assert parts[0] == parts[1] != ""
+
+
+@settings(deadline=None)
+@given(st.text(min_size=1), st.floats(0, 1))
+def test_what_is_held_out_stays_so_when_the_fraction_grows(key: str, fraction: float) -> None:
+    assert not is_held_out(key, 0)
+    assert is_held_out(key, 1)
+    assert is_held_out(key, fraction) <= is_held_out(key, min(1, fraction * 1.5))
+
+
+def test_about_the_fraction_of_passages_is_held_out() -> None:
+    count = sum(is_held_out(f"folder/{index}.txt", 0.1) for index in range(10_000))
+    assert abs(count - 1000) < 5 * 30  # five standard deviations
+
+
+def test_the_fingerprint_follows_files_and_settings(tmp_path: Path) -> None:
+    path = write_files(tmp_path, {"a.txt": "1"}) / "a.txt"
+    data = text_data(tmp_path)
+    first = Corpus(data).fingerprint()
+    assert Corpus(data).fingerprint() == first
+    assert Corpus(text_data(tmp_path, "folder")).fingerprint() != first
+    assert Corpus(text_data(tmp_path, "file", 0.5)).fingerprint() != first
+    os.utime(path, ns=(0, 0))
+    touched = Corpus(data).fingerprint()
+    path.write_text("12")
+    os.utime(path, ns=(0, 0))
+    assert len({first, touched, Corpus(data).fingerprint()}) == 3

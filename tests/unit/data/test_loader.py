@@ -1,0 +1,121 @@
+"""From a stage's samples to each rank's share of a step: by its number alone, every token once."""
+
+import os
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_cp.attention import make_plan
+from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step, read_steps
+from torchtitan_cp.data.batches.packing import PackedSequence, Piece
+
+SEQ_LEN = 32
+
+
+class Counting:
+    """Sequence n holds the tokens from n * SEQ_LEN on; odd ones are two documents. It fails at `broken_at`."""
+
+    def __init__(self, broken_at: int | None = None) -> None:
+        self.broken_at = broken_at
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return (5, SEQ_LEN - 5) if number % 2 else (SEQ_LEN,)
+
+    def sequence(self, number: int) -> PackedSequence:
+        if self.broken_at is not None and number >= self.broken_at:
+            raise OSError("the disk is gone")
+        tokens = np.arange(number * SEQ_LEN, (number + 1) * SEQ_LEN)
+        lengths = self.document_lengths(number)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        pieces = tuple(Piece("numbers", number, 0, length) for length in lengths)
+        return PackedSequence(tokens, tokens + 1, positions, lengths, pieces)
+
+
+def model_args_of(dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag") -> BatchLayout:
+    planner = partial(make_plan, ranks=cp, rank=cp_rank, layout=layout)
+    return BatchLayout(SEQ_LEN, 3, 2, dp=dp, dp_rank=dp_rank, make_plan=planner, windows=(0, 8))
+
+
+def tokens_of(step: tuple[MicroBatch, ...]) -> list[int]:
+    return torch.cat([batch.tokens.flatten() for batch in step]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "layout"), [(1, 1, "zigzag"), (2, 1, "zigzag"), (2, 4, "zigzag"), (1, 2, "balanced")]
+)
+def test_the_ranks_of_a_step_hold_each_of_its_tokens_once(dp: int, cp: int, layout: str) -> None:
+    shapes = [model_args_of(dp_rank, dp, cp_rank, cp, layout) for dp_rank in range(dp) for cp_rank in range(cp)]
+    held = [token for shape in shapes for token in tokens_of(read_step(Counting(), shape, 7))]
+    assert sorted(held) == list(range(7 * shapes[0].tokens, 8 * shapes[0].tokens))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_micro_batches_of_all_ranks_carry_like_work(dp: int) -> None:
+    steps = [read_step(Counting(), model_args_of(rank, dp), 0) for rank in range(dp)]
+    assert sorted(number for step in steps for batch in step for number in batch.numbers) == list(range(6 * dp))
+    for index in range(3):
+        parities = [sorted(number % 2 for number in step[index].numbers) for step in steps]
+        assert parities == [parities[0]] * dp, "each rank has as many long documents"
+
+
+def test_labels_positions_and_plans_are_those_of_the_rows() -> None:
+    for cp_rank in range(2):
+        for batch in read_step(Counting(), model_args_of(cp_rank=cp_rank, cp=2), 1):
+            assert torch.equal(batch.labels, batch.tokens + 1), "the label of a chunk's last token is in the next chunk"
+            assert batch.plans.keys() == {0, 8}
+            assert batch.plans[8].layout == batch.plan.layout
+            assert batch.plans[8].mask.window == (7, -1)
+            places = batch.tokens % SEQ_LEN
+            documents = [Counting().document_lengths(number) for number in batch.numbers]
+            if all(row == (SEQ_LEN,) for row in documents):
+                assert batch.plan.mask.document_lengths is None
+                assert torch.equal(batch.positions, places[0])
+            else:
+                assert batch.plan.mask.document_lengths == tuple(documents)
+                odd = torch.tensor([number % 2 == 1 for number in batch.numbers]).unsqueeze(1)
+                assert torch.equal(batch.positions.expand(2, -1), torch.where(odd & (places >= 5), places - 5, places))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_ahead_gives_the_steps_in_order_and_goes_on_from_any(workers: int) -> None:
+    shape = model_args_of(1, 2)
+    options = {"workers": workers, "read_ahead": 2, "pin": False}
+    run = [tokens_of(step) for step in read_steps(Counting(), 0, 5, shape, **options)]  # type: ignore[arg-type]
+    assert run == [tokens_of(read_step(Counting(), shape, index)) for index in range(5)]
+    resumed = list(read_steps(Counting(), 2, 3, shape, **options))  # type: ignore[arg-type]
+    assert [tokens_of(step) for step in resumed] == run[2:]
+    assert resumed[0][0].plan == read_step(Counting(), shape, 2)[0].plan, "a plan from a worker is one's own"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_reader_reaches_the_one_who_waits(workers: int) -> None:
+    shape = model_args_of()
+    steps = read_steps(Counting(broken_at=6), 0, 3, shape, workers=workers, read_ahead=2, pin=False)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(steps)
+
+
+def test_every_token_knows_its_place_in_its_document() -> None:
+    step = read_step(Counting(), model_args_of(cp_rank=1, cp=2, layout="zigzag"), 0)
+    for batch in step:
+        assert batch.sources == ("numbers",) * len(batch.tokens)
+        for row, number in enumerate(batch.numbers):
+            places = np.concatenate([np.arange(length) for length in Counting().document_lengths(number)])
+            assert batch.document_positions[row].tolist() == places[batch.plan.positions].tolist()
+
+
+class Killed(Counting):
+    """The process that reads sequence 6 is killed there, as by a system short of memory."""
+
+    def sequence(self, number: int) -> PackedSequence:
+        if number == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sequence(number)
+
+
+def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
+        list(read_steps(Killed(), 0, 3, model_args_of(), workers=1, read_ahead=2, pin=False))

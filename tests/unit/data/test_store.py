@@ -1,0 +1,107 @@
+"""Tokens on disk: what is written is read, across files."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_cp.data import DataError, TokenStore
+from torchtitan_cp.data.corpus.store import TokenWriter, token_dtype
+
+DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+
+
+def write(
+    folder: Path,
+    documents: list[list[int]],
+    vocab_size: int = 100,
+    shard_bytes: int = 8,
+    groups: list[int] | None = None,
+) -> str:
+    folder.mkdir(exist_ok=True)
+    writer = TokenWriter(folder, "train", vocab_size, shard_bytes)
+    for index, document in enumerate(documents):
+        for part in (document[:2], document[2:]):
+            writer.append(np.array(part, dtype=np.int32))
+        writer.end_document(groups[index] if groups else None)
+    assert writer.documents == len(documents)
+    assert writer.tokens == sum(map(len, documents)) == writer.unigram_counts.sum()
+    return writer.close()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_part_of_any_document_is_read_across_files(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    documents = data.draw(st.lists(st.lists(st.integers(0, 99), max_size=20), max_size=6))
+    vocab_size = data.draw(st.sampled_from([100, 1 << 17]))
+    write(folder, documents, vocab_size)
+    store = TokenStore(folder, "train", vocab_size)
+    assert (store.documents, store.tokens) == (len(documents), sum(map(len, documents)))
+    assert store.document_lengths.tolist() == [len(document) for document in documents]
+    for index, document in enumerate(documents):
+        start = data.draw(st.integers(0, len(document)))
+        stop = data.draw(st.integers(start, len(document)))
+        tokens = store.read(index, start, stop)
+        assert tokens.dtype == np.int64
+        assert tokens.tolist() == document[start:stop]
+
+
+def test_files_are_full_but_the_last(tmp_path: Path) -> None:
+    write(tmp_path, DOCUMENTS)
+    assert [path.stat().st_size for path in sorted(tmp_path.glob("train-*.bin"))] == [8, 8, 8, 2]
+
+
+def test_the_dtype_is_the_smallest_that_holds_the_vocabulary() -> None:
+    assert (token_dtype(65536), token_dtype(65537)) == (np.dtype("<u2"), np.dtype("<u4"))
+
+
+def test_an_empty_split_can_be_opened(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    store = TokenStore(tmp_path, "train", 100)
+    assert (store.documents, store.tokens, len(store.document_lengths)) == (0, 0, 0)
+
+
+def test_the_digest_follows_tokens_document_ends_and_groups(tmp_path: Path) -> None:
+    folders = (tmp_path / str(index) for index in range(9))
+    first = write(next(folders), [[1, 2], [3]])
+    assert write(next(folders), [[1, 2], [3]]) == first
+    assert write(next(folders), [[1, 2], [4]]) != first
+    assert write(next(folders), [[1], [2, 3]]) != first
+    assert write(next(folders), [[1, 2], [3]], groups=[5, 5]) != first
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00001.bin", "train-00003.bin", "train.groups.bin"])
+def test_a_file_that_is_cut_short_or_missing_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    write(tmp_path, DOCUMENTS)
+    path = tmp_path / name
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(DataError) as caught:
+        TokenStore(tmp_path, "train", 100)
+    assert str(caught.value) == (
+        f"{path} has {size - 1} bytes, and by its index {size}\n  fix: delete {tmp_path}: the next start makes it again"
+    )
+    path.unlink()
+    with pytest.raises(DataError, match=f"{path} is missing\n  fix: delete"):
+        TokenStore(tmp_path, "train", 100)
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(8, "is cut short"), (20, "has 20 bytes, and by its index 16")])
+def test_an_index_that_is_cut_short_is_named(tmp_path: Path, size: int, wanted: str) -> None:
+    write(tmp_path, DOCUMENTS)
+    os.truncate(tmp_path / "train.offsets.bin", size)
+    with pytest.raises(DataError, match=f"train.offsets.bin {wanted}"):
+        TokenStore(tmp_path, "train", 100)
+
+
+def test_documents_without_a_group_are_groups_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "none", DOCUMENTS)
+    write(tmp_path / "given", DOCUMENTS, groups=[3, 1, 3, 0, 1])
+    assert TokenStore(tmp_path / "none", "train", 100).groups.tolist() == [0, 1, 2, 3, 4]
+    assert TokenStore(tmp_path / "given", "train", 100).groups.tolist() == [3, 1, 3, 0, 1]

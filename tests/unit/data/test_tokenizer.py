@@ -1,0 +1,220 @@
+"""Tokenizers: text comes back as it went in, and a file that cannot serve is named."""
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data import DataError, Tokenizer, check_tokenizer, load_tokenizer, train_sentencepiece
+from torchtitan_cp.data.corpus.vocabulary import LINE_CHARACTERS, sample_lines
+
+SAMPLE = [Path(sentencepiece.__file__).read_text(), Path(__file__).read_text()]
+ODD_TEXTS = [
+    "",
+    " ",
+    "  two  and   three   ",
+    "\n\n\tdef f():\n\t\treturn 1  \n    \t \n",
+    "\r\n\x00\x01\x7f\ufeff\u2028\u00a0",
+    "emoji \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 and 漢字",
+    "\u2581marks \u2581\u2581 and \u2585 \u2047",
+    "</s><unk><s><0x0A><|endoftext|>",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tokenizer.model"
+    train_sentencepiece(iter(SAMPLE), 600, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer.json with an end-of-text token, that asks for truncation and padding."""
+    path = tmp_path_factory.mktemp("json") / "tokenizer.json"
+    byte_level(["<|endoftext|>", "<pad>"]).save(str(path))
+    return path
+
+
+def byte_level(special: list[str]) -> Any:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        SAMPLE, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding()
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "bytes", "huggingface"])
+def tokenizer(request: pytest.FixtureRequest, model: Path, json_file: Path) -> Tokenizer:
+    paths = {"sentencepiece": str(model), "bytes": "", "huggingface": str(json_file)}
+    return load_tokenizer(TokenizerConfig(kind=request.param, path=paths[request.param]))
+
+
+def refuse(**settings: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        check_tokenizer(TokenizerConfig(**settings))
+    return str(caught.value)
+
+
+def test_odd_texts_come_back_exactly(tokenizer: Tokenizer) -> None:
+    rows = tokenizer.encode_batch(ODD_TEXTS)
+    assert [tokenizer.decode(row) for row in rows] == ODD_TEXTS
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), max_size=4))
+def test_any_text_comes_back_exactly(tokenizer: Tokenizer, batch: list[str]) -> None:
+    rows = tokenizer.encode_batch(batch)
+    assert [tokenizer.decode(row) for row in rows] == batch
+    assert all(row.dtype == np.int32 and row.ndim == 1 for row in rows)
+
+
+def test_no_special_token_is_added_or_read_from_text_and_none_is_decoded(tokenizer: Tokenizer) -> None:
+    rows = tokenizer.encode_batch([*ODD_TEXTS, *SAMPLE])
+    assert all(tokenizer.eos_id not in row for row in rows)
+    assert max(row.max() for row in rows if row.size) < tokenizer.vocab_size > tokenizer.eos_id
+    end = np.array([tokenizer.eos_id])
+    assert tokenizer.decode(np.concatenate([rows[-1], end])) == SAMPLE[-1]
+
+
+def test_a_batch_gives_what_each_text_alone_gives(tokenizer: Tokenizer) -> None:
+    batch = [text * 20 for text in ODD_TEXTS]
+    for text, row in zip(batch, tokenizer.encode_batch(batch), strict=True):
+        np.testing.assert_array_equal(row, tokenizer.encode_batch([text])[0])
+
+
+def test_fingerprints_tell_tokenizers_apart(model: Path, json_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.model"
+    train_sentencepiece(iter(SAMPLE), 500, other)
+    settings = [("sentencepiece", model), ("sentencepiece", other), ("huggingface", json_file), ("bytes", "")]
+    assert len({load_tokenizer(TokenizerConfig(kind, str(path))).fingerprint for kind, path in settings}) == 4
+
+
+def test_training_twice_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    train_sentencepiece(iter(SAMPLE), 600, tmp_path / "again.model")
+    assert (tmp_path / "again.model").read_bytes() == model.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["again.model"]
+
+
+def test_training_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train_sentencepiece(iter(SAMPLE), 500, tmp_path / "quiet.model")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_training_learns_indentation_and_from_lines_of_any_length(tmp_path: Path) -> None:
+    train_sentencepiece([*SAMPLE, "wordy" * 100_000], 600, tmp_path / "m")
+    tokenizer = load_tokenizer(TokenizerConfig(path=str(tmp_path / "m")))
+    indented, word = tokenizer.encode_batch(["\n        return", "wordy" * 8])
+    assert len(indented) <= 3
+    assert len(word) < 16
+
+
+def test_lines_are_thinned_evenly_to_the_limit() -> None:
+    def numbered() -> Iterator[str]:
+        yield from (f"{index:09d}\n\n  \n" for index in range(1000))
+
+    assert len(sample_lines(numbered(), 9000)) == 1000
+    kept = [int(line) for line in sample_lines(numbered(), 2000)]
+    assert kept == list(range(0, 1000, 8))
+    assert [len(line) for line in sample_lines(["x" * (LINE_CHARACTERS + 5)], 10**6)] == [LINE_CHARACTERS, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "vocab_size", "wanted", "fix"),
+    [
+        (
+            "hello world",
+            4096,
+            "the corpus is too small for a tokenizer of",
+            "fix: set tokenizer.vocab_size to at most ",
+        ),
+        (
+            "".join(map(chr, range(0x4E00, 0x4F00))),
+            300,
+            "is less than the characters",
+            "fix: set tokenizer.vocab_size to ",
+        ),
+        (" \n\t\n", 300, "the corpus holds only whitespace", "fix: check data.path"),
+    ],
+)
+def test_training_that_cannot_be_says_what_could(
+    tmp_path: Path, text: str, vocab_size: int, wanted: str, fix: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        train_sentencepiece([text], vocab_size, tmp_path / "m")
+    assert wanted in str(caught.value)
+    assert fix in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    advised = re.search(r"vocab_size to (?:at most )?(\d+)", str(caught.value))
+    if advised:
+        train_sentencepiece([text], int(advised[1]), tmp_path / "m")
+
+
+def test_a_tokenizer_that_is_to_be_trained_passes_the_check(model: Path, json_file: Path) -> None:
+    check_tokenizer(TokenizerConfig())
+    check_tokenizer(TokenizerConfig(path=str(model)))
+    check_tokenizer(TokenizerConfig(kind="huggingface", path=str(json_file)))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_a_file_that_is_missing_or_no_model_is_named(tmp_path: Path, kind: str) -> None:
+    missing = refuse(kind=kind, path=str(tmp_path / "gone"))
+    assert f"tokenizer.path = '{tmp_path}/gone' cannot be read: No such file or directory" in missing
+    assert "fix: give the path of a model file" in missing
+    for content in (b"no model", b""):
+        (tmp_path / "bad").write_bytes(content)
+        bad = refuse(kind=kind, path=str(tmp_path / "bad"))
+        assert f"tokenizer.path = '{tmp_path}/bad' is not a" in bad
+        assert "fix: give another file, or set tokenizer.kind" in bad
+
+
+def test_a_path_and_a_kind_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    assert "tokenizer.kind = 'huggingface' needs tokenizer.path\n  fix: set" in refuse(kind="huggingface")
+    assert "tokenizer.kind = 'bytes' reads no file\n  fix: leave tokenizer.path out" in refuse(kind="bytes", path="x")
+
+
+def test_a_sentencepiece_model_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["hello world"] * 5),
+        model_writer=model,
+        vocab_size=20,
+        eos_id=-1,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "m").write_bytes(model.getvalue())
+    message = refuse(path=str(tmp_path / "m"))
+    assert "has no end-of-text token" in message
+    assert "fix: train it with eos_id >= 0" in message
+
+
+def test_a_tokenizer_json_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    byte_level(["<pad>"]).save(str(tmp_path / "t.json"))
+    message = refuse(kind="huggingface", path=str(tmp_path / "t.json"))
+    assert "none of </s>, <|endoftext|>, <|end_of_text|>, <|im_end|>, <|eot_id|>" in message
+    assert "fix: add one of them" in message
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(
+    json_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    message = refuse(kind="huggingface", path=str(json_file))
+    assert "needs the package `tokenizers`, which is not installed" in message
+    assert "fix: pip install 'torchtitan-cp[hub]'" in message

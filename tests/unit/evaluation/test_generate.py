@@ -1,0 +1,79 @@
+"""Generation with a cache gives what full forwards give, and text comes as it is made."""
+
+import pytest
+import torch
+
+from models.llama import Llama, LlamaArgs
+from torchtitan_cp.cli import generate as program
+from torchtitan_cp.cli.generate import LayerCache, attend_cached, generate, stream_text
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
+
+SHAPES = {
+    "plain": LlamaArgs(48, 3, 4, 2, 16, 96, 97),
+    "every option": LlamaArgs(48, 3, 4, 2, 16, 96, 97, windows=(5, 0), qkv_bias=True, qk_norm=True, sinks=True),
+}
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+
+
+def model_of(shape: LlamaArgs) -> Llama:
+    model = Llama(shape, attend_cached).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.set_rope([0.5**pair for pair in range(8)], 1.0, torch.device("cpu"))
+    return model
+
+
+def full_logits(model: Llama, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        caches = [LayerCache() for _ in model.layers]
+        return model(torch.tensor([tokens]), torch.arange(len(tokens)), iter(caches))[0]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_cache_gives_the_logits_of_full_forwards(name: str) -> None:
+    model = model_of(SHAPES[name])
+    tokens = [*PROMPT, *range(20)]
+    want = full_logits(model, tokens)
+    caches = [LayerCache() for _ in model.layers]
+    with torch.no_grad():
+        rows = [model(torch.tensor([PROMPT]), torch.arange(len(PROMPT)), iter(caches))[0]]
+        for place in range(len(PROMPT), len(tokens)):
+            rows.append(model(torch.tensor([[tokens[place]]]), torch.tensor([place]), iter(caches))[0])
+    assert (torch.cat(rows) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_tokens_are_those_of_full_forwards_and_end_at_the_end_of_text(name: str) -> None:
+    model, tokens = model_of(SHAPES[name]), list(PROMPT)
+    for _ in range(12):
+        tokens.append(int(full_logits(model, tokens)[-1].argmax()))
+    made = tokens[len(PROMPT) :]
+    assert list(generate(model, PROMPT, 12)) == made
+    end = made[5]
+    assert list(generate(model, PROMPT, 12, eos_id=end)) == made[: made.index(end)]
+
+
+def test_sampled_tokens_follow_the_seed_and_the_temperature() -> None:
+    model = model_of(SHAPES["plain"])
+
+    def sample(temperature: float, seed: int) -> list[int]:
+        return list(generate(model, PROMPT, 12, temperature, torch.Generator().manual_seed(seed)))
+
+    assert sample(5.0, 1) == sample(5.0, 1)
+    assert sample(5.0, 1) != sample(5.0, 2)
+    assert sample(1e-6, 1) == list(generate(model, PROMPT, 12))
+
+
+def test_a_drawn_token_has_the_probability_of_the_softmax() -> None:
+    logits, generator = torch.tensor([0.0, 1.0, 2.0]), torch.Generator().manual_seed(0)
+    drawn = torch.bincount(torch.tensor([program._draw(logits, 2.0, generator) for _ in range(4000)]), minlength=3)
+    want = (logits / 2.0).softmax(-1)
+    # Four standard deviations of a share of 4,000 draws are at most 4 / (2 sqrt(4000)).
+    assert (drawn / 4000 - want).abs().max() < 0.032
+
+
+def test_text_comes_in_whole_characters_and_all_of_it() -> None:
+    prompt = list(b"a")
+    parts = list(stream_text("bé→".encode(), ByteTokenizer(), prompt))
+    assert parts == ["b", "é", "→"]
+    assert list(stream_text("é".encode()[:1], ByteTokenizer(), prompt)) == ["\ufffd"]

@@ -1,0 +1,121 @@
+"""Who is ill, and what it is called, from one vector a rank."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtitan_cp.health import BlockWatch, StepReport
+from torchtitan_cp.health.monitor import diagnose, largest, read
+
+# Two blocks: loss, tokens, gradient, logit, memory, wishes to stop and to save, outputs of the blocks, squared norms of
+# the blocks and of the rest.
+GOOD = [10.0, 4.0, 0.5, 3.0, 100.0, 0.0, 0.0, 1.0, 2.0, 9.0, 7.0, 0.0]
+
+
+def ill(**changes: float) -> list[float]:
+    places = {"loss": 0, "gradient": 2, "output_0": 7, "output_1": 8, "square_0": 9, "square_rest": 11}
+    row = list(GOOD)
+    for name, value in changes.items():
+        row[places[name]] = value
+    return row
+
+
+def found(*rows: list[float]) -> list[str]:
+    return diagnose(np.array(rows))
+
+
+def test_all_finite_finds_nothing() -> None:
+    assert found(GOOD, GOOD) == []
+
+
+def test_a_rank_is_named_and_not_those_whose_gradients_it_spoiled() -> None:
+    spoiled = ill(square_0=math.nan, square_rest=math.nan)
+    assert found(spoiled, ill(loss=math.nan, gradient=math.nan, square_0=math.nan)) == ["rank 1: the loss is nan"]
+
+
+def test_the_first_block_whose_output_is_ill_is_named_before_all_that_follows_from_it() -> None:
+    assert found(GOOD, ill(output_1=math.inf, loss=math.nan)) == ["rank 1: the output of block 1 is inf"]
+    assert found(ill(output_0=math.nan, output_1=math.nan)) == ["rank 0: the output of block 0 is nan"]
+
+
+def test_a_backward_names_its_rank_before_the_reduction_hides_it() -> None:
+    rows = (ill(square_0=math.inf), ill(gradient=math.inf, square_0=math.inf))
+    assert found(*rows) == ["rank 1: the gradient at its first block is inf, the loss is finite"]
+
+
+def test_a_weight_gradient_that_is_ill_alone_names_the_block_and_who_holds_the_shard() -> None:
+    (finding,) = found(GOOD, ill(square_0=math.inf))
+    assert finding.startswith("rank 1: a weight's gradient in block 0 is inf")
+    (finding,) = found(ill(square_rest=math.nan), GOOD)
+    assert finding.startswith("rank 0: a weight's gradient in the embedding, last norm or output is nan")
+
+
+def test_the_report_has_the_mean_loss_the_norms_and_the_largest_of_all_ranks() -> None:
+    report = read(np.array([GOOD, [2.0, 4.0, 0.5, 5.0, 90.0, 0.0, 1.0, 4.0, 0.5, 16.0, 9.0, 8.0]]))
+    assert report == StepReport(
+        loss=3.0,
+        grad_norm=7.0,
+        peak_memory_bytes=100,
+        largest_logit=5.0,
+        block_grad_norms=(5.0, 4.0),
+        block_outputs=(4.0, 2.0),
+        save=True,
+    )
+
+
+class Blocks(nn.Module):
+    """A part that has layers 1 and 2 of four; the second gives a tuple, as a block with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": nn.Linear(3, 3), "2": Doubled()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.layers["2"](self.layers["1"](x))
+        return out
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x, x.sum()
+
+
+def test_the_watch_sees_the_largest_of_all_forwards_and_backwards_and_forgets_it() -> None:
+    part, x = Blocks(), torch.randn(4, 5, 3, requires_grad=True)
+    watch = BlockWatch([part])
+    outputs = [part(scale * x) for scale in (1.0, -3.0)]
+    with torch.no_grad():
+        part(100 * x)
+    for out in outputs:
+        out.square().sum().backward()
+    seen, gradient = watch.take(4, torch.device("cpu"))
+    largest_output = max(out.abs().max().item() for out in outputs)
+    assert seen.tolist() == [0.0, pytest.approx(largest_output / 2), pytest.approx(largest_output), 0.0]
+    inner = [(2 * out @ (2 * part.layers["1"].weight)).abs().max().item() for out in outputs]  # type: ignore[operator]
+    assert gradient.item() == pytest.approx(max(inner), rel=1e-5)
+    seen, gradient = watch.take(4, torch.device("cpu"))
+    assert (seen.tolist(), gradient.item()) == ([0.0] * 4, 0.0)
+
+
+def test_the_watch_passes_nan_on_whatever_comes_after() -> None:
+    part, x = Blocks(), torch.ones(1, 1, 3, requires_grad=True)
+    watch = BlockWatch([part])
+    for scale in (math.nan, 1.0):
+        part(scale * x).sum().backward()
+    seen, gradient = watch.take(4, torch.device("cpu"))
+    assert torch.isnan(seen).tolist() == [False, True, True, False]
+    assert seen.dtype == torch.float32
+    assert not gradient.isnan()  # 1.0's own gradient does not depend on x, and NaN's neither
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_largest_value_is_exact_and_lets_nothing_pass(dtype: torch.dtype, value: float) -> None:
+    x = torch.randn(2, 7, 5).to(dtype)
+    x[0, 3, 1] = -9.0
+    assert largest(x).item() == 9.0
+    x[1, 6, 4] = value
+    assert not largest(x).isfinite()

@@ -1,0 +1,42 @@
+"""Losses by position, document and source against loops."""
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
+from torchtitan_cp.metrics.positions import bin_starts
+
+
+def bin_of(position: int) -> str:
+    return str(0 if position < 16 else 2 ** (position.bit_length() - 1))
+
+
+def test_bins_are_powers_of_two_from_16() -> None:
+    assert bin_starts(100) == [0, 16, 32, 64]
+    assert bin_starts(64) == [0, 16, 32]
+    assert bin_starts(1) == [0]
+
+
+def test_each_token_counts_once_in_its_bins_and_its_source() -> None:
+    generator = np.random.default_rng()
+    tally = LossBreakdown(100, ["a", "b", "never"], torch.device("cpu"))
+    want: dict[tuple[str, str], list[float]] = {}
+    for sources in (("a", "b"), ("b", "b")):
+        losses = generator.random((2, 50)).astype(np.float32)
+        counted, within = generator.random((2, 50)) < 0.8, generator.integers(0, 100, (2, 50))
+        positions = generator.permutation(100)[:50]
+        tally.add(*map(torch.from_numpy, (losses * counted, counted, positions, within)), sources)
+        for row, column in np.argwhere(counted):
+            for kind, key in (
+                ("position", bin_of(int(positions[column]))),
+                ("document", bin_of(int(within[row, column]))),
+                ("source", sources[row]),
+            ):
+                want.setdefault((kind, key), []).append(float(losses[row, column]))
+    found = tally.details()
+    got = {("position", key): loss for key, loss in found.by_position.items()}
+    got |= {("document", key): loss for key, loss in found.by_document_position.items()}
+    got |= {("source", key): loss for key, loss in found.by_source.items()}
+    assert got == pytest.approx({key: np.mean(losses) for key, losses in want.items()}, rel=1e-6)
+    assert found.tokens == sum(len(losses) for (kind, _), losses in want.items() if kind == "source")

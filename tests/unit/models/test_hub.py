@@ -1,0 +1,118 @@
+"""Hugging Face checkpoints that cannot be started from are refused with the reason; what is read of their configs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models import ARCHITECTURES
+from models.llama import Llama, LlamaArgs
+from models.llama.hub import HUB
+from tests.support.hub_models import save_model, write_start
+from tests.support.runs import TINY, write_run
+from torchtitan_cp.checkpoint.hub import (
+    INDEX_FILE,
+    load_hub_weights,
+    rope_parameters,
+)
+from torchtitan_cp.cli.check import preflight
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.training.registry import model_args_of, register
+
+
+def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    path = write_run(tmp_path, TINY)
+    with pytest.raises(ConfigError, match=r"cannot be written in Hugging Face's format: .*\n.*checkpoint.export"):
+        preflight(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
+    with pytest.raises(ConfigError, match=r"checkpoint.export is made of checkpoints"):
+        preflight(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
+
+
+ROPES = {
+    "ntk is another theta": (
+        Rope(theta=1e4, kind="ntk", factor=4.0),
+        {"rope_type": "default", "rope_theta": 1e4 * 4.0 ** (64 / 62)},
+    ),
+    "linear": (Rope(kind="linear", factor=4.0), {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "longrope with one list": (
+        Rope(kind="longrope", factor=4.0, original_seq_len=64, long_factor=(2.0, 3.0)),
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "long_factor": [2.0, 3.0],
+            "short_factor": [2.0, 3.0],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_scaling_is_written_with_their_keys(name: str) -> None:
+    rope, want = ROPES[name]
+    assert rope_parameters(rope, 64) == want
+
+
+def hub_problem(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        model_args_of(load_config(path, overrides).model)
+    return str(caught.value)
+
+
+def change_config(folder: Path, **keys: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+
+
+def test_what_the_config_of_a_checkpoint_says_must_be_the_shape(tmp_path: Path) -> None:
+    path = write_start(tmp_path, "mistral")
+    shape = model_args_of(load_config(path, []).model)
+    assert (shape.vocab_size, shape.windows) == (288, (20,)), "the vocabulary is the checkpoint's"
+    message = hub_problem(path, "--model.overrides.n_layers=2", "--model.overrides.windows=[0]")
+    assert "n_layers 2 and not 4, windows (0,) and not (20,)" in message
+    assert "add model.overrides = {n_layers = 4, windows = [20]}" in message
+    assert "cannot be read: No such file" in hub_problem(path, "--model.hub_checkpoint=/none")
+    change_config(tmp_path / "hub", model_type="gpt2")
+    assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)
+    change_config(tmp_path / "hub", model_type="llama", attention_bias=True)
+    assert "attention_bias is True, and these blocks have False" in hub_problem(path)
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "llama"}')
+    assert "config.json has no 'num_attention_heads'" in hub_problem(path)
+
+
+def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
+    whole = load_file(tmp_path / "model.safetensors")
+
+    def problem() -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_hub_weights(tmp_path, [model], HUB.names)
+        return str(caught.value)
+
+    save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, tmp_path / "model.safetensors")
+    assert "has no tensor model.norm.weight, which is our norm.weight" in problem()
+    save_file({**whole, "model.layers.0.mlp.down_proj.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert "no place for: model.layers.0.mlp.down_proj.bias" in problem()
+    save_file({**whole, "model.norm.weight": torch.zeros(47)}, tmp_path / "model.safetensors")
+    assert "model.norm.weight has the shape [47], and the model's is [48]" in problem()
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:5000])
+    assert "model.safetensors cannot be read" in problem()
+    (tmp_path / "model.safetensors").unlink()
+    assert f"has neither model.safetensors nor {INDEX_FILE}" in problem()
+
+
+def test_options_that_no_family_has_are_not_exported() -> None:
+    shape = LlamaArgs(48, 4, 4, 2, 12, 96, 288)
+    for options, message in (
+        ({"sinks": True}, "no published family of this block has sinks"),
+        ({"qkv_bias": True, "qk_norm": True}, "has qkv_bias and qk_norm"),
+        ({"windows": (20, 0)}, r"mistral has one window in every layer, and windows = \[20, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            HUB.config(LlamaArgs(**{**shape.__dict__, **options}))  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Experts against a loop over tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.moe import Moe, MoeArgs
+from models.moe.model import Experts, MoeBlock, Router
+from tests.support.runs import EXPERTS, write_run
+from torchtitan_cp.cli import check as preflight
+
+SHAPE = MoeArgs(48, 2, 4, 2, 16, 40, 97, n_experts=6, experts_per_token=2, balance=0.5)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_token_gets_the_shared_sum_of_its_experts(normalized: bool) -> None:
+    shape = MoeArgs(8, 1, 2, 1, 4, 12, 97, n_experts=5, experts_per_token=3, normalize_shares=normalized)
+    block = MoeBlock(shape, lambda *_: torch.zeros(()), 0).double()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(2, 7, 8, dtype=torch.float64)
+    got = block.mlp(hidden)
+    for row, token in [(0, 0), (1, 6), (1, 3)]:
+        x = block.ffn_norm(hidden[row, token])
+        probabilities = (block.router.gate.weight @ x).float().softmax(-1)
+        chosen = probabilities.argsort(descending=True)[:3]
+        shares = probabilities[chosen] / (probabilities[chosen].sum() if normalized else 1.0)
+        want = hidden[row, token].clone()
+        for expert, share in zip(chosen, shares, strict=True):
+            w1, w2, w3 = (getattr(block.experts, name)[expert] for name in ("w1", "w2", "w3"))
+            want += share * (w2 @ (F.silu(w1 @ x) * (w3 @ x)))
+        # Shares are fp32.
+        assert (got[row, token] - want).norm() < 1e-6 * want.norm()
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    experts = Experts(SHAPE)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    experts(torch.randn(3, 48), torch.ones(3, 2), torch.tensor([[0, 1], [1, 0], [0, 1]])).sum().backward()
+    assert experts.w1.grad is not None
+    assert experts.w1.grad[:2].abs().amin((1, 2)).min() >= 0
+    assert experts.w1.grad[:2].norm() > 0
+    assert experts.w1.grad[2:].norm() == 0
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: object, window: int) -> Tensor:
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def make() -> Moe:
+    model = Moe(SHAPE, attend)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.set_rope([0.5**pair for pair in range(8)], 1.0, torch.device("cpu"))
+    return model
+
+
+def head(hidden: Tensor, output: Any) -> tuple[Tensor, Tensor]:
+    return hidden.square().sum(), hidden.detach()
+
+
+def test_the_balance_loss_is_the_formula_and_only_in_training() -> None:
+    model, tokens = make(), torch.randint(97, (3, 10))
+    routed: list[tuple[Tensor, Tensor]] = []
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda module, inputs, output: routed.append(output))
+    with_balance, _ = model(tokens, torch.arange(10), None, head)
+    of_layers = routed[::2]  # of the two times it runs in a layer
+    model.eval()
+    without, _ = model(tokens, torch.arange(10), None, head)
+    want = 0.0
+    for probabilities, chosen in of_layers:
+        for row in range(3):
+            for expert in range(6):
+                share = (chosen[row] == expert).sum() / 20
+                want += 0.5 * 6 * float(share * probabilities[row, :, expert].detach().sum())
+    assert (with_balance - without).item() == pytest.approx(want, rel=1e-4)
+
+
+def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
+    """Followed alone, its gradient evens out how often experts are chosen."""
+    torch.manual_seed(1)
+    block = MoeBlock(SHAPE, attend, 0)
+    hidden = torch.randn(4, 64, 48) + 1.0
+    torch.nn.init.normal_(block.router.gate.weight, std=0.1)
+    block.router.gate.weight.data[0] += 0.1
+
+    def most_chosen() -> float:
+        _, chosen = block.router(block.ffn_norm(hidden))
+        return (chosen.flatten().bincount(minlength=6).max() / chosen.numel()).item()
+
+    before = most_chosen()
+    optimizer = torch.optim.SGD(block.router.parameters(), lr=4e-5)
+    for _ in range(100):
+        optimizer.zero_grad()
+        block.balance(hidden, None).backward()
+        optimizer.step()
+    assert before > 0.4
+    assert most_chosen() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--parallel.tp=2", "parallel.tp does not go with the architecture 'moe': its experts are not dealt out"),
+        ("--parallel.pp=2", "set parallel.pp = 1, or use another model.architecture"),
+        ("--compile.enable=true", "set compile.enable = false"),
+        ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),
+        ("--model.overrides.balance=-1.0", "balance = -1.0 would reward experts"),
+        ("--model.hub_checkpoint=/none", "model.hub_checkpoint: /none/config.json cannot be read"),
+    ],
+)
+def test_what_experts_cannot_have_is_refused_before_a_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    path = write_run(tmp_path, EXPERTS)
+    assert preflight.main([str(path), "--ranks", "2", override]) == 2
+    assert message in capsys.readouterr().err

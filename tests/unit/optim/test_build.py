@@ -1,0 +1,92 @@
+"""Parameter groups, implementations, and where the state is kept."""
+
+import importlib
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.small_net import assert_same, names_of, small_net, train, weights
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Optimizer, ParameterGroup
+from torchtitan_cp.optim import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.offload import keep_state_on_host
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = small_net()
+    decaying, plain = build_optimizer(model, Optimizer(weight_decay=0.3)).param_groups
+    assert decaying["weight_decay"] == 0.3
+    assert plain["weight_decay"] == 0.0
+    assert names_of(model, decaying) == {"tok_embeddings.weight", "layers.0.weight", "layers.1.weight"}
+    assert names_of(model, plain) == {"layers.0.bias", "norm.weight"}
+
+
+def test_the_first_rule_that_matches_a_parameter_rules_it() -> None:
+    model = small_net()
+    rules = (ParameterGroup("^tok|norm", 0.1, 0.0), ParameterGroup("weight", 2.0), ParameterGroup("bias"))
+    optimizer = build_optimizer(model, Optimizer(lr=0.5, weight_decay=0.3, groups=rules))
+    found = {
+        (group["lr"], group["lr_scale"], group["weight_decay"]): names_of(model, group)
+        for group in optimizer.param_groups
+    }
+    assert found == {
+        (0.05, 0.1, 0.0): {"tok_embeddings.weight", "norm.weight"},
+        (1.0, 2.0, 0.3): {"layers.0.weight", "layers.1.weight"},
+        (0.5, 1.0, 0.0): {"layers.0.bias"},
+    }
+    set_learning_rates(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("rules", [("nrom",), ("norm", "norm.weight")])
+def test_a_rule_that_matches_nothing_is_refused_by_name(rules: tuple[str, ...]) -> None:
+    index, last = len(rules) - 1, rules[-1]
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(small_net(), Optimizer(groups=tuple(ParameterGroup(rule) for rule in rules)))
+    assert f"optimizer.groups[{index}].match = '{last}' matches no parameter that the rules" in str(caught.value)
+    assert "names are like tok_embeddings.weight, layers.0.bias, norm.weight" in str(caught.value)
+
+
+def test_a_rule_for_another_pipeline_stage_is_not_refused() -> None:
+    settings = Optimizer(groups=(ParameterGroup("output"),))
+    build_optimizer(small_net(), settings, names=["tok_embeddings.weight", "output.weight"])
+
+
+def test_every_implementation_takes_the_same_steps() -> None:
+    results = []
+    for implementation in ("fused", "foreach", "for-loop"):
+        model = small_net()
+        optimizer = build_optimizer(model, Optimizer(implementation=implementation))
+        flags = {name: optimizer.param_groups[0][name] for name in ("fused", "foreach")}
+        assert flags == {"fused": True, "foreach": None} if implementation == "fused" else not flags["fused"]
+        train(model, optimizer, 3)
+        results.append(weights(model))
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_kept_on_the_host_between_steps_changes_no_step(name: str) -> None:
+    model, twin = small_net(), small_net()
+    optimizer, other = (build_optimizer(m, Optimizer(name=name)) for m in (model, twin))
+    keep_state_on_host(optimizer)
+    train(model, optimizer, 3)
+    train(twin, other, 3)
+    assert_same(weights(model), weights(twin), rtol=0)
+
+
+def test_offloading_says_that_it_is_inactive_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build_optimizer(small_net(), Optimizer(offload_state=True))
+    assert "optimizer.offload_state is inactive" in caplog.text
+
+
+def test_a_missing_torchao_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'torchtitan-cp[float8]'")):
+        build_optimizer(small_net(), Optimizer(state="8bit"))

@@ -1,0 +1,108 @@
+"""The chunked loss against torch's cross-entropy over full logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.logits import case, largest_tensor, sums_over_full_logits
+from torchtitan_cp.optim import IGNORED, chunked_cross_entropy, wrong_answers
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 37, 74, 1000])
+def test_loss_and_gradients_equal_full_logits_at_any_chunk(chunk: int) -> None:
+    hidden, weight, labels = case(torch.float32)
+    total, per_token = chunked_cross_entropy(hidden, weight, labels, chunk)
+    (total / 60).backward()
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = wide_hidden @ wide_weight.t()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    (expected.sum() / 60).backward()
+    # 50-term sums in fp32 against fp64.
+    torch.testing.assert_close(per_token.double(), expected.view(2, 37), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total.double(), expected.sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shard_of_ignored_tokens_alone_gives_zero_loss_and_gradients() -> None:
+    hidden, weight, labels = case(torch.float32)
+    total, per_token = chunked_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED), 8)
+    total.backward()
+    assert total.item() == 0
+    assert not per_token.any()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_without_gradients_the_loss_is_the_same() -> None:
+    hidden, weight, labels = case(torch.float32)
+    with torch.no_grad():
+        total, per_token = chunked_cross_entropy(hidden, weight, labels, 8)
+    expected, expected_per_token = chunked_cross_entropy(hidden, weight, labels, 8)
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(per_token, expected_per_token)
+
+
+def test_bf16_gradients_come_in_bf16_and_close_to_fp64() -> None:
+    hidden, weight, labels = case(torch.bfloat16)
+    total, _ = chunked_cross_entropy(hidden, weight, labels, 8)
+    (total / 68).backward()
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = wide_hidden @ wide_weight.t()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    (expected / 68).backward()
+    for got, want in ((hidden.grad, wide_hidden.grad), (weight.grad, wide_weight.grad)):
+        assert got.dtype == torch.bfloat16
+        # bf16 keeps 8 bits: logits, their gradient and the product are each rounded once.
+        assert ((got.double() - want).norm() / want.norm()).item() < 4 * 2**-8
+
+
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_the_largest_tensor_holds_one_chunks_logits_at_any_length(tokens: int) -> None:
+    assert largest_tensor(tokens, torch.randn(1000, 8, requires_grad=True)) == 16 * 1000
+
+
+def test_z_loss_is_in_the_sum_and_the_gradients_and_not_in_the_losses_of_tokens() -> None:
+    hidden, weight, labels = case(torch.float32)
+    total, per_token = chunked_cross_entropy(hidden, weight, labels, 8, z_loss=0.01)
+    total.backward()
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    pure, z = sums_over_full_logits(wide_hidden, wide_weight, labels)
+    (pure + 0.01 * z).backward()
+    torch.testing.assert_close(per_token.sum().double(), pure, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total.double(), pure + 0.01 * z, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_cross_entropy(hidden, weight, labels, 8, z_loss=0.01)[0], total.detach())
+
+
+def test_ignored_tokens_of_any_size_give_no_nan() -> None:
+    hidden, weight, labels = case(torch.float32)
+    total, _ = chunked_cross_entropy(hidden * 1e4, weight, torch.full_like(labels, IGNORED), 8, z_loss=0.1)
+    total.backward()
+    assert total.item() == 0
+    assert not hidden.grad.any()
+
+
+def test_a_label_that_is_no_row_of_the_vocabulary_makes_the_loss_infinite() -> None:
+    hidden, weight, labels = case(torch.float32)
+    labels[0, 7] = 50
+    assert chunked_cross_entropy(hidden, weight, labels, 8)[0].item() == torch.inf
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_largest_logit_is_that_of_all_chunks_and_calls(grad: bool) -> None:
+    hidden, weight, labels = case(torch.float32)
+    largest = torch.tensor(-torch.inf)
+    with torch.set_grad_enabled(grad):
+        for scale in (3.0, 1.0):
+            chunked_cross_entropy(hidden * scale, weight, labels, 8, largest_logit=largest)
+        torch.testing.assert_close(largest, (3 * hidden @ weight.t()).max().detach())
+        chunked_cross_entropy(hidden * torch.nan, weight, labels, 8, largest_logit=largest)
+    assert largest.isnan()
+
+
+def test_where_nothing_is_asked_nothing_is_wrong() -> None:
+    hidden, weight, labels = case(torch.float32)
+    assert wrong_answers(hidden, weight, torch.full_like(labels, IGNORED)).tolist() == [0, 0]

@@ -1,0 +1,44 @@
+"""Muon against torch's own on one process."""
+
+import pytest
+import torch
+
+from tests.support.muon_net import SETTINGS, gradients, small_net, train
+from torchtitan_cp.optim import build_optimizer
+from torchtitan_cp.optim.muon import orthogonalize
+
+
+def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws() -> None:
+    model = small_net()
+    optimizer = build_optimizer(model, SETTINGS)
+    muon = {p for group in optimizer.param_groups if group["muon"] for p in group["params"]}
+    assert muon == {layer.weight for layer in model.layers}
+    train(model, optimizer, 1)
+    assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in muon)
+    assert set(optimizer.state[model.output.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
+    model, twin = small_net(), small_net()
+    ours = train(model, build_optimizer(model, SETTINGS, compute_dtype=torch.bfloat16))
+    matrices = [layer.weight for layer in twin.layers]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    others = [[twin.tok_embeddings.weight, twin.output.weight], [layer.bias for layer in twin.layers]]
+    groups = [{"params": others[0], "weight_decay": 0.1}, {"params": others[1], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95))
+    for step in range(3):
+        for parameter, gradient in zip(twin.parameters(), gradients(twin, step), strict=True):
+            parameter.grad = gradient
+        for optimizer in (muon, adamw):
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[-1]["lr"] = 0.02 / (step + 1)
+            optimizer.step()
+    for mine, theirs in zip(ours, twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (9, 9)])
+def test_singular_values_come_near_one_and_a_zero_matrix_stays_zero(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, dtype=torch.float64)))
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    assert not orthogonalize(torch.zeros(shape)).any()

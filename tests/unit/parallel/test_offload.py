@@ -1,0 +1,156 @@
+"""What blocks keep goes to host memory and comes back, and no number changes."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.llama import Llama, LlamaArgs
+from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
+from torchtitan_cp.parallel import apply
+from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
+from torchtitan_cp.parallel.offload import HostMemory, Parked, taken
+
+SHAPE = LlamaArgs(32, 3, 4, 2, 8, 48, vocab_size=61)
+S = 64
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def attend_layer(q: Tensor, k: Tensor, v: Tensor, plan: Plan, window: int) -> Tensor:
+    return attend(q, k, v, plan)
+
+
+def make_model(device: str) -> Llama:
+    torch.manual_seed(3)
+    model = Llama(SHAPE, attend_layer).to(device)
+    model.set_rope([1.0, 0.1, 0.01, 0.001], 1.0, torch.device(device))
+    return model
+
+
+def micro_batches(device: str) -> list[tuple[Tensor, Plan]]:
+    """Two, with masks of their own."""
+    tokens = torch.randint(0, 61, (2, 2, S), device=device, generator=torch.Generator(device).manual_seed(1))
+    masks = [AttentionMask(), AttentionMask(document_lengths=((10, 54),))]
+    return [(part, make_plan(S, mask=mask, kernel="reference")) for part, mask in zip(tokens, masks, strict=True)]
+
+
+def gradients(model: Llama, device: str, order: Callable[[list[Tensor]], Iterator[Tensor]]) -> dict[str, Tensor]:
+    """Of both micro-batches, both forwards first, and the backwards in an order."""
+    positions = torch.arange(S, device=device)
+    losses = [model(tokens, positions, plan).square().sum() for tokens, plan in micro_batches(device)]
+    for loss in order(losses):
+        loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
+
+
+def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> HostMemory:
+    host = HostMemory(torch.device(device), smallest_bytes=1024)
+    tile_mlps(model, tiles)
+    recompute_blocks(model, kind, None if compiled else host)
+    if compiled:
+        apply.compile_blocks(model, "default")
+    for layer in model.layers.values():
+        layer.forward = host.around(layer.forward)  # type: ignore[method-assign]
+    return host
+
+
+HIDDEN = 2 * S * 32 * 4
+ATTENTION = HIDDEN + 2 * S * 4 * 4
+# [checkpoint, tiles, compiled] -> bytes parked by a block in a forward; None: more than the inputs.
+KINDS = {
+    ("full", 1, False): HIDDEN,
+    ("attention_saved", 1, False): HIDDEN + ATTENTION,
+    ("attention_saved", 2, False): HIDDEN + ATTENTION,
+    ("none", 1, False): None,
+    ("selective", 1, False): HIDDEN,
+    ("attention_saved", 1, True): HIDDEN + ATTENTION,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", [iter, reversed], ids=["first", "last"])
+@pytest.mark.parametrize(("kind", "tiles", "compiled"), KINDS)
+def test_gradients_are_the_same_bits_and_what_is_kept_was_parked(
+    kind: str, tiles: int, compiled: bool, order: Callable[[list[Tensor]], Iterator[Tensor]], device: str
+) -> None:
+    plain, model = make_model(device), make_model(device)
+    tile_mlps(plain, tiles)
+    want = gradients(plain, device, order)
+    host = offloaded(model, kind, tiles, compiled, device)
+    parked_bytes = KINDS[kind, tiles, compiled]
+    got = gradients(model, device, order)
+    for name, gradient in want.items():
+        if compiled:
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-4)
+        else:
+            assert torch.equal(got[name], gradient), name
+    forwards = 2 * SHAPE.n_layers
+    if parked_bytes:
+        assert host.parked_bytes == forwards * parked_bytes
+    else:
+        assert host.parked_bytes > 5 * forwards * HIDDEN
+
+
+def test_the_attention_is_not_run_twice_when_it_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runs = make_model("cpu"), []
+    recompute_blocks(model, "attention_saved", HostMemory(torch.device("cpu"), smallest_bytes=1))
+    with Counted(runs):
+        gradients(model, "cpu", iter)
+    assert len(runs) == 2 * SHAPE.n_layers
+
+
+class Counted(TorchDispatchMode):
+    """Counts runs of the attention's forward that reach the device."""
+
+    def __init__(self, runs: list[object]) -> None:
+        super().__init__()
+        self.runs = runs
+
+    def __torch_dispatch__(self, function: object, types: object, args: object = (), kwargs: object = None) -> object:
+        if function is OPERATOR:
+            self.runs.append(function)
+        return function(*args, **(kwargs or {}))  # type: ignore[operator,misc]
+
+
+def test_a_tensor_is_fetched_while_the_one_kept_after_it_is_used() -> None:
+    host = HostMemory(torch.device("cpu"), smallest_bytes=8)
+    tensors = [torch.full((4,), float(number)) for number in range(3)]
+    parked = [host.park(tensor) for tensor in tensors]
+    assert all(isinstance(each, Parked) and each.back is None for each in parked)
+    assert host.park(torch.zeros(1)).shape == (1,)
+    assert torch.equal(taken(parked[2]), tensors[2])
+    assert [each.back is not None for each in parked] == [False, True, False]
+    del parked[2]
+    assert torch.equal(taken(parked[1]), tensors[1])
+    assert parked[0].back is not None
+
+
+def test_a_cpu_says_that_offloading_is_inactive(caplog: pytest.LogCaptureFixture) -> None:
+    assert apply.host_memory("cpu") is None
+    assert "activation.offload is inactive" in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["full", "attention_saved"])
+def test_the_device_holds_less(kind: str) -> None:
+    peaks = []
+    for offload in (False, True):
+        shape = LlamaArgs(512, 8, 8, 8, 64, 512, vocab_size=61)
+        model = Llama(shape, attend_layer).to("cuda", torch.bfloat16)
+        model.set_rope([1.0] * 32, 1.0, torch.device("cuda"))
+        host = HostMemory(torch.device("cuda"))
+        recompute_blocks(model, kind, host if offload else None)
+        if offload:
+            for layer in model.layers.values():
+                layer.forward = partial(host.around(layer.forward))  # type: ignore[method-assign]
+        tokens = torch.zeros(1, 16384, dtype=torch.int64, device="cuda")
+        positions = torch.arange(16384, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        model(tokens, positions, make_plan(16384), lambda hidden, output: hidden.float().square().sum()).backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        del model
+    # Eight inputs of 16 MiB each, and for attention_saved as much again.
+    assert peaks[1] < peaks[0] - 4 * 16384 * 512 * 2

@@ -1,0 +1,84 @@
+"""Parameters and FLOPs, against the real network and torch's own counter."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.llama import FLAVORS, Llama, LlamaArgs
+from models.moe import FLAVORS as EXPERTS
+from models.moe import Moe, MoeArgs
+from torchtitan_cp.attention import attend, make_plan
+from torchtitan_cp.config import load_config
+from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.metrics import flops_per_token
+from torchtitan_cp.planner.estimate import model_flops
+from torchtitan_cp.planner.parameters import count_parameters, total_parameters, vocabulary_of
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [*((Llama, shape) for shape in FLAVORS.values()), *((Moe, shape) for shape in EXPERTS.values())],
+    ids=[*FLAVORS, *(f"experts {name}" for name in EXPERTS)],
+)
+def test_parameters_are_those_of_the_network(build: type[Llama], shape: Any) -> None:
+    shape = dataclasses.replace(shape, vocab_size=shape.vocab_size or 4096)
+    with torch.device("meta"):
+        model = build(shape, lambda *_: None)  # type: ignore[arg-type]
+    counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert total_parameters(shape) == sum(counted.values())
+    assert count_parameters(shape).block == sum(n for name, n in counted.items() if name.startswith("layers.0."))
+
+
+def test_linear_flops_are_those_that_torch_counts() -> None:
+    shape = LlamaArgs(64, 3, 4, 2, 16, 96, vocab_size=128)
+    plan = make_plan(32)
+    model = Llama(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    model.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan).sum().backward()
+    # The operator of attention is ours, so the counter sees the linear layers alone. The embedding's rows have no
+    # gradient to pass on, but every linear layer's input has one.
+    assert counter.get_total_flops() == model_flops(shape, 32)[0] * 32
+
+
+def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
+    shape = MoeArgs(64, 3, 4, 2, 16, 96, vocab_size=128, n_experts=8, experts_per_token=2)
+    model = Moe(shape, lambda q, k, v, plan, window: attend(q, k, v, plan))
+    model.set_rope([1.0] * 8, 1.0, torch.device("cpu"))
+    plan = make_plan(32)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 32, dtype=torch.int64), plan.positions, plan)
+    # For the balance of the experts the router runs a second time, and its sums are multiplied with the shares.
+    router, balance = 3 * 64 * 8, 3 * 8
+    assert counter.get_total_flops() == (model_flops(shape, 32)[0] / 3 + 2 * router) * 32 + 2 * balance
+    counts = count_parameters(shape)
+    assert counts.block_matrices - counts.token_matrices == 6 * 3 * 64 * 96
+
+
+def test_attention_flops_are_those_that_torch_counts_for_a_full_mask_times_its_causal_share() -> None:
+    shape = LlamaArgs(64, 1, 4, 4, 16, 96, vocab_size=128)
+    q = torch.randn(1, 4, 64, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert model_flops(shape, 64)[1] == pytest.approx(counter.get_total_flops() * (64 * 65 / 2) / 64**2)
+
+
+@pytest.mark.parametrize("windows", [(0,), (1024, 0), (512,)])
+def test_flops_agree_with_those_that_a_run_reports(windows: tuple[int, ...]) -> None:
+    shape = dataclasses.replace(FLAVORS["1B"], windows=windows)
+    linear, attention = model_flops(shape, 65536)
+    reported = flops_per_token(shape.linear_parameters(), shape.layer_windows, shape.n_heads, shape.head_dim, 65536)
+    # A run's formula gives a causal token S/2 keys, where it sees (S + 1)/2; at a window of 512, 511.5 and 512.
+    assert linear + attention / 65536 == pytest.approx(reported, rel=2e-3)
+
+
+def test_the_vocabulary_is_the_shapes_or_else_the_tokenizers() -> None:
+    quickstart = load_config("train_configs/quickstart.toml")
+    assert vocabulary_of(quickstart, FLAVORS["debug"]) == 4096
+    assert vocabulary_of(quickstart, FLAVORS["8B"]) == 128256
+    missing = load_config("train_configs/quickstart.toml", ["--tokenizer.path=none.model"])
+    with pytest.raises(DataError, match=r"none\.model"):
+        vocabulary_of(missing, FLAVORS["debug"])

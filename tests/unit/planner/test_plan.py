@@ -1,0 +1,143 @@
+"""The command as a user meets it, and estimates that follow from what changes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from models import ARCHITECTURES
+from torchtitan_cp.cli.plan import main
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.planner.devices import make_cluster
+from torchtitan_cp.planner.estimate import Estimate
+from torchtitan_cp.planner.plan import plan_config
+from torchtitan_cp.training.registry import register
+
+LONG = "train_configs/llama3_8b_4k_to_1m.toml"
+
+
+def estimates(path: str, *overrides: str, nodes: int = 8, device: str = "h100-80g") -> tuple[Estimate, ...]:
+    register(ARCHITECTURES)
+    return plan_config(load_config(path, overrides), make_cluster(device, nodes))
+
+
+def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in printed
+    for stage in ("4K", "16K", "64K", "256K", "512K", "1M"):
+        assert len(re.findall(rf"^│ {stage} ", printed, re.MULTILINE)) == 3
+    assert re.search(r"1M +│ 64 +│ hybrid", printed)
+
+
+def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8", "--activation.checkpoint=none", "--curriculum.stages[2].cp=1"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"DOES NOT FIT: 64K needs [\d.]+ GiB a rank, [\d.]+ more than there are, during", printed)
+    assert re.search(r"│ 64K .* NO ", printed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--nodes", "3"], "curriculum.stages[0].global_batch_tokens"),
+        (["--nodes", "0"], "at least one node"),
+        (["--nodes", "128", "--parallel.tp=16"], "parallel.tp = 16 does not divide the model's n_kv_heads"),
+        (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
+        (
+            ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--parallel.tp=2", "--nodes", "16"],
+            "parallel.tp does not go with",
+        ),
+    ],
+)
+def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
+    assert main([LONG, "--nodes", "8", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {LONG}: ")
+    assert wanted in errors
+
+
+def test_an_unknown_device_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="h100-80g, h200-141g, a100-80g, b200-192g, cpu"):
+        make_cluster("tpu")
+
+
+def test_seconds_of_a_step_are_the_sum_of_their_kinds_and_mfu_follows() -> None:
+    for estimate in estimates(LONG):
+        assert all(value >= 0 for value in estimate.seconds.values())
+        flops = estimate.linear_flops + estimate.attention_flops
+        assert estimate.mfu == pytest.approx(flops / sum(estimate.seconds.values()) / (64 * 989e12))
+        assert estimate.tokens_per_second * estimate.step_seconds == pytest.approx(4_194_304)
+
+
+def test_a_step_takes_longer_and_more_memory_at_a_longer_length_on_the_same_ranks() -> None:
+    long, longer = (
+        estimates(
+            LONG, f"--curriculum.stages[5].seq_len={length}", "--curriculum.stages[5].global_batch_tokens=4194304"
+        )
+        for length in (524288, 1048576)
+    )
+    assert longer[5].step_seconds > 1.5 * long[5].step_seconds
+    assert longer[5].memory.total > long[5].memory.total
+    assert longer[5].linear_flops == long[5].linear_flops
+
+
+def test_activation_modes_trade_memory_for_time_in_their_order() -> None:
+    modes = [estimates(LONG, f"--activation.checkpoint={mode}")[2] for mode in ("none", "attention_saved", "full")]
+    assert modes[0].memory.total > modes[1].memory.total > modes[2].memory.total
+    assert modes[0].step_seconds < modes[1].step_seconds < modes[2].step_seconds
+
+
+def test_a_slower_network_costs_a_ring_across_nodes_and_nothing_inside_one() -> None:
+    register(ARCHITECTURES)
+    config = load_config(LONG, ["--context_parallel.strategy=ring", "--curriculum.stages[5].strategy=ring"])
+    fast, slow = (plan_config(config, make_cluster("h100-80g", 8, network_bandwidth=rate)) for rate in (50e9, 1e9))
+    assert slow[5].exposed_seconds > 2 * fast[5].exposed_seconds
+    messages = "context-parallel messages"
+    assert slow[2].seconds[messages] == fast[2].seconds[messages]
+
+
+def test_shards_shrink_with_the_ranks_and_the_pipelines_bubble_with_the_micro_batches() -> None:
+    small, large = (estimates(LONG, "--curriculum.stages[0].global_batch_tokens=8388608", nodes=n)[0] for n in (8, 16))
+    assert large.memory.weights == small.memory.weights / 2
+    assert large.memory.optimizer == small.memory.optimizer / 2
+    few, many = (
+        estimates(LONG, "--parallel.pp=4", f"--curriculum.stages[1].global_batch_tokens={batch}", nodes=32)[1]
+        for batch in (4_194_304, 8_388_608)
+    )
+    share = [estimate.seconds["pipeline bubble"] / estimate.step_seconds for estimate in (few, many)]
+    assert share[1] < share[0]
+
+
+def test_state_that_waits_on_the_host_is_back_for_the_update() -> None:
+    tight = ("--activation.checkpoint=full", "--activation.mlp_tiles=8", "--model.flavor=70B")
+    stages = [f"--curriculum.stages[{index}].cp=8" for index in range(6)]
+    waiting, there = (
+        estimates(LONG, *tight, *stages, f"--optimizer.offload_state={offload}", nodes=1)[0]
+        for offload in ("true", "false")
+    )
+    bytes_of_all = 16 * there.parameters / 8
+    assert waiting.memory.moment == "update, with the state back from the host"
+    assert waiting.memory.total == pytest.approx(bytes_of_all, rel=0.01)
+    assert there.memory.total > bytes_of_all
+
+
+def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_often() -> None:
+    pipe = "--parallel.pp=2"
+    auto, always = (estimates(LONG, pipe, f"--parallel.fsdp_reshard={how}", nodes=16)[0] for how in ("auto", "always"))
+    assert always.memory.total == auto.memory.total
+    assert always.step_seconds >= auto.step_seconds
+
+
+def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LONG, "--nodes", "8", "--data.document_mask=true"]) == 0
+    said = "4K is planned as one causal sequence: document_mask makes it cheaper"
+    assert said in capsys.readouterr().out
+
+
+def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.toml"
+    path.write_text('[tokenizer]\nkind = "bytes"\n')
+    for device in ("h100-80g", "here"):
+        assert main([str(path), "--device", device]) == 2
+        assert "there is no stage to train" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""What the search finds fits, is no slower than what it was given, and says why."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from models import ARCHITECTURES
+from tests.support.runs import write_run
+from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.cli.plan import main
+from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.planner.devices import Cluster, make_cluster
+from torchtitan_cp.planner.plan import plan_config
+from torchtitan_cp.planner.search import search
+from torchtitan_cp.training.registry import register
+
+OPTIONS = ["--curriculum.stages[0].seq_len=8192", "--curriculum.stages[0].global_batch_tokens=65536"]
+
+
+def test_the_best_layout_fits_and_is_no_slower_than_the_given_one(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    config = load_config(write_run(tmp_path), [*OPTIONS, "--parallel.tp=2", "--activation.checkpoint=full"])
+    cluster = make_cluster("h100-80g", 1, 4)
+    found = search(config, cluster)
+    assert all(estimate.fits for estimate in found.estimates)
+    given, chosen = (sum(e.step_seconds for e in plan_config(c, cluster)) for c in (config, found.config))
+    assert chosen <= given
+    assert chosen == pytest.approx(sum(estimate.step_seconds for estimate in found.estimates))
+    assert [reason.split(" ")[0] for reason in found.reasons] == [
+        "parallel.tp", "parallel.pp", "activation.checkpoint", "8K:",
+    ]  # fmt: skip
+
+
+def test_the_written_file_plans_as_the_search_said_and_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, written = write_run(tmp_path), tmp_path / "found.toml"
+    arguments = [str(path), *OPTIONS, "--device", "cpu", "--search", "--write", str(written)]
+    assert main(arguments) == 0
+    assert "micro-batches; cp" in capsys.readouterr().out
+    config = load_config(written)
+    assert plan_config(config, make_cluster("cpu"))[0].fits
+    assert main(arguments) == 2
+    assert "File exists\n  fix: give the path of a new file" in capsys.readouterr().err
+
+
+def hopper(config: Path, *overrides: str) -> tuple[Config, Cluster]:
+    register(ARCHITECTURES)
+    return load_config(config, overrides), make_cluster("h100-80g", 1)
+
+
+TWO = """
+[model]
+flavor = "{flavor}"
+
+[tokenizer]
+kind = "bytes"
+
+[evaluation]
+interval = 10
+
+[[curriculum.stages]]
+seq_len = 8192
+steps = 10
+global_batch_tokens = 524288
+{own}
+
+[[curriculum.stages]]
+seq_len = 65536
+global_batch_tokens = 524288
+until = {until}
+"""
+
+
+def two_stages(
+    folder: Path, own: str = "", until: str = "{validation_loss = 2.5, max_tokens = 1e8}", flavor: str = "1B"
+) -> Path:
+    path = folder / "two.toml"
+    path.write_text(TWO.replace("{own}", own).replace("{until}", until).replace("{flavor}", flavor))
+    return path
+
+
+@pytest.mark.parametrize("own", ["activation = {checkpoint = 'none'}", "tp = 4", ""])
+def test_what_is_found_is_planned_as_it_is_written_whatever_stages_had(tmp_path: Path, own: str) -> None:
+    config, cluster = hopper(two_stages(tmp_path, own))
+    found = search(config, cluster)
+    assert found.estimates == plan_config(found.config, cluster)
+    assert all(estimate.fits for estimate in found.estimates)
+    said = "curriculum.stages [0]: their own tp, pp and activation.checkpoint are left out"
+    assert (said in found.reasons) == bool(own)
+    for stage in found.config.curriculum.stages:
+        assert (stage.tp, stage.pp, stage.activation.checkpoint) == (None, None, None)
+
+
+def test_a_gate_on_the_first_length_is_searched_and_kept(tmp_path: Path) -> None:
+    path = two_stages(tmp_path, until="{short_loss_rise = 0.02, max_tokens = 1e8}")
+    found = search(*hopper(path))
+    assert found.config.curriculum.stages[1].until["short_loss_rise"] == 0.02
+
+
+def test_where_a_run_would_refuse_all_the_reason_is_said(tmp_path: Path) -> None:
+    config, cluster = hopper(two_stages(tmp_path), "--curriculum.stages[0].global_batch_tokens=100")
+    with pytest.raises(ConfigError, match="global_batch_tokens = 100 is not a multiple"):
+        search(config, cluster)
+
+
+def test_what_float8_messages_do_not_cover_is_not_proposed(tmp_path: Path) -> None:
+    path = two_stages(tmp_path)
+    config, cluster = hopper(path, "--context_parallel.kv_transfer=float8")
+    slow = dataclasses.replace(cluster, link_bandwidth=12e9)
+    found = search(config, slow)
+    assert all(stage.strategy not in ("all_to_all", "hybrid") for stage in found.config.curriculum.stages)
+    asked = load_config(path, ["--context_parallel.kv_transfer=float8", "--context_parallel.strategy=all_to_all"])
+    with pytest.raises(ContextParallelError, match="does not cover"):
+        plan_config(dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel, cp=8)), cluster)
+
+
+def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    config = load_config(write_run(tmp_path), [*OPTIONS, "--model.flavor=405B", "--model.overrides={}"])
+    with pytest.raises(ConfigError, match="nothing fits on 2 x cpu"):
+        search(config, make_cluster("cpu"))

@@ -1,0 +1,1 @@
+"""The commands of `torchtitan-cp`, a file each. With train.py they alone import `models`."""

@@ -1,0 +1,102 @@
+"""`torchtitan-cp plan CONFIG` says what a config takes before it is run."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from models import ARCHITECTURES
+from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.config import Config, ConfigError, UserError, format_error, load_config, to_toml
+from torchtitan_cp.config.check import check_stages
+from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
+from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
+from torchtitan_cp.planner.plan import model_args_of, plan_config, plan_volumes
+from torchtitan_cp.planner.report import print_estimates
+from torchtitan_cp.planner.search import search
+from torchtitan_cp.training.registry import register
+
+BAD_INPUT, DOES_NOT_FIT = 2, 1
+HERE = "here"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan-cp plan",
+        description="Memory, messages and time of each stage of a config on a cluster, without running it. "
+        "Any key can be overridden: --section.key=value. Exit code 1: a stage does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument(
+        "--device", default="h100-80g", choices=[*ACCELERATORS, HERE], help="here: this machine's, measured in seconds"
+    )
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=0, help="default: the device's usual node")
+    parser.add_argument("--intra-bandwidth", type=float, default=0.0, help="GB/s a rank sends inside a node")
+    parser.add_argument("--inter-bandwidth", type=float, default=0.0, help="GB/s a rank sends to other nodes")
+    parser.add_argument("--search", action="store_true", help="find the fastest layout of the ranks that fits")
+    parser.add_argument("--write", type=Path, metavar="TOML", help="with --search: put it into a new file")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.write and not options.search:
+        parser.error("--write writes what --search finds; give both")
+    register(ARCHITECTURES)
+    console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False)
+    try:
+        fits = _plan(console, load_config(options.config, overrides), options)
+    except (UserError, ContextParallelError) as error:
+        print(format_error(options.config, error), file=sys.stderr)
+        return BAD_INPUT
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool:
+    """Print what a config takes, or what a search makes of it. Returns whether it fits."""
+    check_stages(config)
+    cluster = cluster_of(options, config)
+    if options.search:
+        found = search(config, cluster)
+        config = found.config
+        for reason in found.reasons:
+            console.print(reason, markup=False)
+    estimates = plan_config(config, cluster)
+    print_estimates(console, estimates, plan_volumes(config, cluster), cluster)
+    if options.write:
+        note = f"# Found by the planner for {cluster.ranks} x {cluster.name}.\n# Ranks: {cluster.ranks}\n"
+        write(options.write, note + to_toml(config))
+        console.print(f"written: {options.write}")
+    return all(estimate.fits for estimate in estimates)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a new file.
+
+    Raises:
+        ConfigError: it exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--write {path}: {error.strerror}", fix="give the path of a new file") from None
+
+
+def cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
+    """The cluster that the command line describes."""
+    measured, ranks = None, options.gpus_per_node
+    if options.device == HERE:
+        ranks = ranks or ranks_here()
+        measured = measure_accelerator(config, model_args_of(config), ranks)
+    return make_cluster(
+        options.device,
+        options.nodes,
+        ranks,
+        options.intra_bandwidth * 1e9,
+        options.inter_bandwidth * 1e9,
+        measured,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

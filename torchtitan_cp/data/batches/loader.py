@@ -1,0 +1,173 @@
+"""From a stage's sequences to the micro-batches of one rank, read ahead by torchdata.
+
+Ranks come in as integers. Which sequences a step holds depends on its number alone; which of them a rank reads, on
+their work and its place among the data-parallel ranks; which tokens of those, on the plan made of their documents.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torchdata.nodes as nodes
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan_cp.attention import AttentionMask, Plan
+from torchtitan_cp.data.batches.balance import attention_work, balanced_order
+from torchtitan_cp.data.batches.packing import PackedSequence
+
+START_METHOD = "forkserver"  # a fork of a process with threads may hang
+
+
+class Samples(Protocol):
+    """Where sequences come from: StageSamples."""
+
+    def sequence(self, number: int) -> PackedSequence: ...
+
+    def document_lengths(self, number: int) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How the sequences of one optimizer step are dealt out, and which share is this rank's.
+
+    Attributes:
+        seq_len: S.
+        micro_batches: forwards of one step on one rank.
+        micro_batch_sequences: B, sequences of one forward on one rank.
+        dp: data-parallel ranks; dp_rank: this one's place among them.
+        make_plan: (S, mask=, like=) -> this rank's plan; can be pickled.
+        windows: how many keys the queries of a layer see, for every kind of layer; 0 for all.
+    """
+
+    seq_len: int
+    micro_batches: int
+    micro_batch_sequences: int
+    dp: int
+    dp_rank: int
+    make_plan: Callable[..., Plan]
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step over all ranks."""
+        return self.micro_batches * self.micro_batch_sequences * self.dp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.seq_len * self.sequences
+
+    def plans(self, mask: AttentionMask | None = None) -> dict[int, Plan]:
+        """The plan of each window, and of none, all on one layout."""
+        mask = mask or AttentionMask()
+        plan = self.make_plan(self.seq_len, mask=mask)
+        plans = {0: plan}
+        for window in set(self.windows) - {0}:
+            plans[window] = self.make_plan(self.seq_len, mask=replace(mask, window=(window - 1, -1)), like=plan)
+        return plans
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward of one rank.
+
+    Attributes:
+        tokens: `[B, S/cp]` int64.
+        labels: `[B, S/cp]` int64, the token after each; IGNORED where there is none.
+        positions: `[S/cp]` int64, or `[B, S/cp]` where rows differ.
+        plans: for the attention of layers by their window; 0 is no window.
+        numbers: of its sequences, in the stage.
+        sources: names of what each sequence comes from.
+        document_positions: `[B, S/cp]` int64, tokens of its own document before each.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    plans: dict[int, Plan]
+    numbers: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    document_positions: Tensor | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Of layers without a window."""
+        return self.plans[0]
+
+    def pin_memory(self) -> "MicroBatch":
+        """This with what the device fetches in pinned memory; torch's loader calls it by this name."""
+        return replace(self, **{part: getattr(self, part).pin_memory() for part in ("tokens", "labels", "positions")})
+
+
+def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> np.ndarray:
+    """`[micro_batches, dp, B]` int64: numbers of the sequences of a step of the stage, dealt out by their work."""
+    numbers = range(step * batch_layout.sequences, (step + 1) * batch_layout.sequences)
+    work = [attention_work(samples.document_lengths(number)) for number in numbers]
+    return numbers.start + balanced_order(work, batch_layout.dp, batch_layout.micro_batches)
+
+
+def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
+    """This rank's micro-batches of a step of the stage."""
+    return tuple(
+        read_rows(samples, batch_layout, rows)
+        for rows in assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
+    )
+
+
+def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
+    """The micro-batch of these sequences, and the plan that their documents ask for."""
+    rows = [samples.sequence(number) for number in numbers]
+    lengths = tuple(row.document_lengths for row in rows)
+    whole = all(row == (batch_layout.seq_len,) for row in lengths)
+    plans = batch_layout.plans(None if whole else AttentionMask(document_lengths=lengths))
+    tokens, labels, positions, within = (
+        plans[0].shard(torch.from_numpy(np.stack([getattr(row, part) for row in rows])), dim=1)
+        for part in ("tokens", "labels", "positions", "document_positions")
+    )
+    same = bool((positions == positions[0]).all())
+    sources = tuple(row.pieces[0].source for row in rows)
+    return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
+
+
+class _Steps(Dataset[tuple[MicroBatch, ...]]):
+    """This rank's share of any step of the stage, by the step's number."""
+
+    def __init__(self, samples: Samples, batch_layout: BatchLayout) -> None:
+        self.samples, self.batch_layout = samples, batch_layout
+
+    def __getitem__(self, step: int) -> tuple[MicroBatch, ...]:
+        return read_step(self.samples, self.batch_layout, step)
+
+
+def read_steps(
+    samples: Samples, first: int, steps: int, batch_layout: BatchLayout, *, workers: int, read_ahead: int, pin: bool
+) -> Iterator[tuple[MicroBatch, ...]]:
+    """The micro-batches of `steps` steps from `first` on, in order.
+
+    Args:
+        workers: processes that read and plan; 0: a thread of this one does.
+        read_ahead: steps kept ready, beside the one that each worker is at.
+        pin: copy them to pinned memory, so that a GPU can fetch them while it computes.
+
+    Raises:
+        RuntimeError: a worker died; torch names its signal.
+    """
+    apart: dict[str, Any] = {"multiprocessing_context": START_METHOD, "prefetch_factor": 1} if workers else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+        loader = StatefulDataLoader(
+            _Steps(samples, batch_layout),
+            batch_size=None,
+            sampler=range(first, first + steps),
+            num_workers=workers,
+            pin_memory=pin,
+            snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
+            **apart,
+        )
+    ready = nodes.Prefetcher(nodes.IterableWrapper(tuple(step) for step in loader), prefetch_factor=read_ahead)
+    return iter(nodes.Loader(ready))

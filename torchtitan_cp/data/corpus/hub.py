@@ -1,0 +1,75 @@
+"""Datasets of Hugging Face by name or folder, streamed. The package datasets is an extra."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan_cp.config.sections import SourceKeys
+from torchtitan_cp.data.corpus.record import Record, SourceFile
+from torchtitan_cp.data.corpus.rows import read_row
+from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.extras import import_extra
+
+
+def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
+    """The dataset as one file: a folder with the size of all its files and the newest mtime, a name with neither.
+
+    Nothing is fetched, so a dataset by name passes as it stands.
+    """
+    _import_datasets(source)
+    if not source.path:
+        raise DataError(
+            f"{source.where}.source = 'huggingface' needs {source.where}.path",
+            fix=f"set {source.where}.path to a dataset's name or a local folder",
+        )
+    folder = Path(source.path).expanduser()
+    statuses = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+    name = "/".join([source.path, source.subset, source.split, source.revision])
+    size_bytes = sum(status.st_size for status in statuses)
+    yield SourceFile(name, folder, size_bytes, max((status.st_mtime_ns for status in statuses), default=0))
+
+
+def read_dataset(file: SourceFile, source: SourceKeys, skipped_records: SkippedRecords) -> Iterator[Record]:
+    """The rows of a dataset.
+
+    Raises:
+        DataError: it cannot be found or read; what is left of it is not skipped.
+    """
+    number, read_bytes = 0, 0
+    try:
+        for number, row in enumerate(_open(file.path, source), start=1):
+            found = read_row(row, source, f"{source.path}:{number}", skipped_records)
+            if found:
+                content, group = found
+                read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
+                yield Record(content, f"{file.name}:{number}", read_bytes, group)
+    except DataError:
+        raise
+    except Exception as error:  # the package raises whatever its file systems and formats raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{source.where}: the dataset {source.path!r} cannot be read after {number} rows: {reason}",
+            fix="give a folder, or a name this machine can reach, and a subset and split of it; then start again",
+        ) from error
+
+
+def _open(path: Path, source: SourceKeys) -> Any:
+    """The split's rows, whether it is a folder that `save_to_disk` wrote, one of data files, or a name."""
+    datasets = _import_datasets(source)
+    if (path / "dataset_dict.json").exists():
+        return datasets.load_from_disk(os.fspath(path))[source.split]
+    if (path / "state.json").exists():
+        return datasets.load_from_disk(os.fspath(path))
+    return datasets.load_dataset(
+        os.fspath(path) if path.exists() else source.path,
+        source.subset or None,
+        split=source.split,
+        revision=source.revision or None,
+        streaming=True,
+    )
+
+
+def _import_datasets(source: SourceKeys) -> Any:
+    return import_extra("datasets", extra="hub", needed_by=f"{source.where}.source = 'huggingface'")

@@ -1,0 +1,104 @@
+"""How long a source's documents are: what decides which context lengths it can teach."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+STATISTICS_FILE = "statistics.json"
+TABLE_COLUMNS = 140
+LONG_TOKENS = {"4K": 4096, "32K": 32768, "128K": 131072}
+
+
+@dataclass(frozen=True)
+class LengthStatistics:
+    """Lengths of the documents of one split, in tokens with the one that ends each.
+
+    Attributes:
+        documents, tokens: how many.
+        mean, p50, p90, p99, longest: tokens; a percentile is the length of a document there is. 0 without documents.
+        long_fraction: share of the tokens that stand in documents of at least 4K, 32K and 128K tokens.
+    """
+
+    documents: int
+    tokens: int
+    mean: float
+    p50: int
+    p90: int
+    p99: int
+    longest: int
+    long_fraction: dict[str, float]
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> "LengthStatistics":
+        """The statistics of lengths `[documents]` int64."""
+        tokens = int(lengths.sum())
+        known = lengths if len(lengths) else np.zeros(1, dtype=np.int64)
+        p50, p90, p99 = (int(length) for length in np.percentile(known, (50, 90, 99), method="inverted_cdf"))
+        long_fraction = {
+            name: float(lengths[lengths >= least].sum() / max(1, tokens)) for name, least in LONG_TOKENS.items()
+        }
+        return cls(len(lengths), tokens, float(known.mean()), p50, p90, p99, int(known.max()), long_fraction)
+
+
+@dataclass(frozen=True)
+class SourceStatistics:
+    """What became of one source.
+
+    Attributes:
+        train, validation: of the documents that are kept.
+        left_out_documents, left_out_tokens: those of less than min_document tokens.
+        split_documents: those of more than max_document tokens, before they were split.
+        rejects: what could not be read, by kind.
+    """
+
+    train: LengthStatistics
+    validation: LengthStatistics
+    left_out_documents: int
+    left_out_tokens: int
+    split_documents: int
+    skipped_records: dict[str, int]
+
+    def write(self, folder: Path) -> None:
+        """Keep it beside the tokens."""
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        (folder / STATISTICS_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "SourceStatistics":
+        """What `write` kept."""
+        values = json.loads((folder / STATISTICS_FILE).read_text(encoding="utf-8"))
+        train, validation = (LengthStatistics(**values.pop(split)) for split in ("train", "validation"))
+        return cls(train, validation, **values)
+
+    def skipped(self) -> str:
+        """What is not as it stood in the corpus, in one line; empty if all of it is."""
+        parts = [f"{count} x {kind}" for kind, count in sorted(self.skipped_records.items())]
+        if self.left_out_documents:
+            parts.append(f"{self.left_out_documents} x shorter than min_document ({self.left_out_tokens} tokens)")
+        return ", ".join(parts)
+
+
+def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:
+    """Lines of a table of each source's training documents, for a terminal or a log."""
+    table = Table(title="Documents to train on, lengths in tokens", box=box.SIMPLE_HEAD)
+    table.add_column("source", overflow="fold")
+    longer = [f"in ≥{name}" for name in LONG_TOKENS]
+    for header in ("documents", "tokens", "mean", "p50", "p90", "p99", "longest", *longer, "held out"):
+        table.add_column(header, justify="right")
+    for name, statistics in sources.items():
+        train = statistics.train
+        counts = (train.documents, train.tokens, round(train.mean), train.p50, train.p90, train.p99, train.longest)
+        shares = (f"{share:.1%}" for share in train.long_fraction.values())
+        table.add_row(name, *(f"{count:,}" for count in counts), *shares, f"{statistics.validation.tokens:,}")
+    console = Console(file=io.StringIO(), width=TABLE_COLUMNS)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())

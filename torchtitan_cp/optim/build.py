@@ -1,0 +1,127 @@
+"""The optimizer of a model: which parameters go together, who updates them, and where their state is kept."""
+
+import importlib
+import logging
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchtitan_cp.config import ConfigError, sections
+from torchtitan_cp.optim.muon import Muon
+from torchtitan_cp.optim.offload import keep_state_on_host
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+}
+NO_RULE = sections.ParameterGroup()
+
+
+def build_optimizer(
+    model: nn.Module,
+    settings: sections.Optimizer,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    names: Iterable[str] | None = None,
+) -> Optimizer:
+    """The optimizer of [optimizer] over the model's parameters, sharded or not.
+
+    Its groups hold `lr_scale`, which `set_learning_rates` honours. Loading a state dict keeps the groups'
+    settings as they are here: moments come from the checkpoint, numbers from the file.
+
+    Args:
+        model: has `layers` where settings.name is muon: the matrices in there are Muon's.
+        compute_dtype: what Muon orthogonalises in.
+        names: of the parameters of the whole model, where `model` is only a pipeline stage of it.
+
+    Raises:
+        ConfigError: a rule of settings.groups matches nothing, or torchao is missing.
+
+    Source: AdamW, Loshchilov and Hutter, 2019; its 8-bit state, Dettmers et al., 2022; Muon, see there.
+    """
+    groups = _parameter_groups(model, settings)
+    _check_rules(settings.groups, list(names or (name for name, _ in model.named_parameters())))
+    optimizer = _adamw([group for group in groups if not group["muon"]], settings)
+    if settings.name == "muon":
+        matrices = [group for group in groups if group["muon"]]
+        optimizer = Muon(matrices, optimizer, momentum=settings.muon_momentum, dtype=compute_dtype)
+    optimizer.register_load_state_dict_pre_hook(_keep_settings)
+    if settings.offload_state:
+        device = next(model.parameters()).device
+        if device.type == "cpu":
+            logger.warning("optimizer.offload_state is inactive: the optimizer's state is in host memory on a CPU")
+        else:
+            keep_state_on_host(optimizer)
+    set_learning_rates(optimizer, settings.lr)
+    return optimizer
+
+
+def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
+    """Give each group lr times its `lr_scale`."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr * group["lr_scale"])
+        else:
+            group["lr"] = lr * group["lr_scale"]
+
+
+def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimizer:
+    numbers: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    if settings.state == "8bit":
+        return _import_torchao().AdamW8bit(groups, **numbers)
+    return torch.optim.AdamW(groups, **numbers, **IMPLEMENTATIONS[settings.implementation])
+
+
+def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
+    """Parameters of equal numbers together. By default matrices decay, norms and biases do not."""
+    hidden: set[nn.Parameter] = set()
+    if settings.name == "muon":
+        hidden = {parameter for parameter in model.layers.parameters() if parameter.ndim == 2}  # type: ignore[union-attr]
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        rule = _rule_of(name, settings.groups)
+        default = settings.weight_decay if parameter.ndim >= 2 else 0.0
+        decay = default if rule.weight_decay is None else rule.weight_decay
+        groups.setdefault((rule.lr_scale, decay, parameter in hidden), []).append(parameter)
+    return [
+        {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay, "muon": muon}
+        for (lr_scale, decay, muon), parameters in groups.items()
+    ]
+
+
+def _rule_of(name: str, rules: Iterable[sections.ParameterGroup]) -> sections.ParameterGroup:
+    return next((rule for rule in rules if re.search(rule.match, name)), NO_RULE)
+
+
+def _check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -> None:
+    used = {id(_rule_of(name, rules)) for name in names}
+    for index, rule in enumerate(rules):
+        if id(rule) not in used:
+            raise ConfigError(
+                f"optimizer.groups[{index}].match = {rule.match!r} matches no parameter that the rules before it left",
+                fix=f"names are like {names[0]}, {names[len(names) // 2]}, {names[-1]}",
+            )
+
+
+def _keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Put this optimizer's settings in place of the saved ones."""
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=False)  # torch itself says what does not fit
+    return {**state, "param_groups": [{**own, "params": saved["params"]} for own, saved in pairs]}
+
+
+def _import_torchao() -> Any:
+    """The optional package `torchao`."""
+    try:
+        return importlib.import_module("torchao.optim")
+    except ImportError as error:
+        raise ConfigError(
+            "optimizer.state = '8bit' needs the package `torchao`, which is not installed",
+            fix="pip install 'torchtitan-cp[float8]'",
+        ) from error

@@ -1,0 +1,130 @@
+"""Every question about the device, asked in one place; the rest of the code is the same on CPU and GPU."""
+
+import ctypes
+import gc
+import hashlib
+import os
+import resource
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cp.runtime.gloo import use_one_thread
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device a rank computes on, and the backend its collectives use."""
+
+    device: torch.device
+    backend: str
+
+    @property
+    def name(self) -> str:
+        """As its maker calls it; for a CPU, its threads."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"cpu, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a rank"
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory used since the last reset: allocated on a GPU, resident in the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = _from_proc("/proc/self/status", "VmHWM")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+    def reset_peak_memory(self) -> None:
+        """Count the peak from what is used now; where a CPU's system cannot, it goes on from the start."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            # Freed memory that the process still holds would hide what is taken next.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def free_memory_bytes(self) -> int:
+        """Memory that could still be taken: of the GPU, or of the machine."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        free = _from_proc("/proc/meminfo", "MemAvailable")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
+
+    def move(self, x: Tensor) -> Tensor:
+        """A host tensor on the device, without waiting for the copy."""
+        return x.to(self.device, non_blocking=True)
+
+
+def _from_proc(path: str, name: str) -> int | None:
+    """A line of Linux's process files in bytes; None where there are none."""
+    with suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def find_device(local_rank: int = 0) -> Device:
+    """One GPU a rank where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        return Device(torch.device("cuda", local_rank), "nccl")
+    return Device(torch.device("cpu"), "gloo")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the job."""
+
+    rank: int
+    size: int
+    device: Device
+
+
+def start_ranks(timeout_seconds: float) -> World:
+    """Join the process group that torchrun describes in the environment.
+
+    Args:
+        timeout_seconds: a collective that waits longer raises.
+    """
+    device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.device.type == "cuda":
+        torch.cuda.set_device(device.device)
+    use_one_thread()
+    if not dist.is_initialized():
+        device_id = device.device if device.device.type == "cuda" else None
+        dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch refuse every kernel that may give other bits the next time, before the first is chosen.
+
+    Attention on CUDA then runs FlashAttention's deterministic backward, matrix products a fixed workspace.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def seed_step(seed: int, stage: int, step: int, role: tuple[int, ...]) -> None:
+    """Random numbers of an optimizer step from what the step is, whatever ran before it or elsewhere.
+
+    Args:
+        seed: the run's.
+        stage, step: numbers of both, in the curriculum and in the run.
+        role: this rank's place in the axes along which ranks must draw numbers of their own.
+    """
+    digest = hashlib.sha256(repr((seed, stage, step, role)).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,311 @@
+"""The model on this rank: its parts, sharded and filled, their optimizers, and what a stage of the curriculum sets."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
+from torchtitan_cp.config import Config
+from torchtitan_cp.curriculum import StagePlan, rope_frequencies
+from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
+from torchtitan_cp.metrics import layer_costs
+from torchtitan_cp.optim import (
+    IGNORED,
+    TokenLoss,
+    VocabularyShard,
+    build_optimizer,
+    scale_gradients,
+    set_learning_rates,
+    wrong_answers,
+)
+from torchtitan_cp.parallel import (
+    Hidden,
+    Meshes,
+    Pipeline,
+    Stopwatch,
+    bubble_share,
+    parallelize,
+    plan_stages,
+    vocabulary_part,
+    wrap_blocks,
+)
+from torchtitan_cp.runtime import World
+from torchtitan_cp.training import registry
+
+# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> what it finds
+Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
+Observe = Callable[[MicroBatch, Tensor], None]
+WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
+
+
+class LayerAttention:
+    """What the model is handed, with the plan of each window that a layer has."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of a layer that has this window."""
+        return attend(q, k, v, plans[window], sinks=sinks)
+
+    def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
+        """Sum over the ranks that share each sequence."""
+        return sum_ranks(x, next(iter(plans.values())))
+
+
+class StepSums(NamedTuple):
+    """What a step's forwards gave on this rank, scalars.
+
+    Attributes:
+        loss: summed loss of the tokens that this rank counts.
+        tokens: unmasked, over all ranks.
+        largest_logit: of this rank's rows of the vocabulary; minus infinity on a rank without the last part.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    largest_logit: Tensor
+
+
+class ParallelModel:
+    """This rank's parts of the model: all of it, or its stages of the pipeline. Collective to make.
+
+    Args:
+        config: of the run.
+        world: this process among the ranks.
+        meshes: of the run.
+        args: sizes of the model.
+        begins: the stage whose tp, pp and activation the parts are made with.
+        longest: tokens of the longest stage's sequences; the pipeline is split by what layers cost there.
+
+    Attributes:
+        parts: modules, in order of their layers.
+        optimizers: of each part.
+        pipeline: None on one pipeline rank.
+        token_loss: the last part's loss.
+        mesh: (pp, dp, cp, tp) of the stage entered.
+        observe: told of each micro-batch of a step and the losses of its tokens, on ranks with the last part.
+        watches: time what is launched; see `take_seconds`.
+        role: this rank's place in pp, dp and cp of the stage entered; tensor-parallel peers share it, as they share
+            what they compute and so their random numbers.
+    """
+
+    def __init__(
+        self, config: Config, world: World, meshes: Meshes, args: Any, begins: StagePlan, longest: int
+    ) -> None:
+        self.config, self.world, self.meshes, self.args = config, world, meshes, args
+        self.device = world.device.device
+        self.compute_dtype = getattr(torch, config.training.compute_dtype)
+        self.activation = begins.activation
+        settings, mesh = config.parallel, meshes.pp
+        self.layers = plan_stages(settings, mesh.size(), layer_costs(args, longest))
+        architecture = registry.architecture(config.model)
+        parallel = dataclasses.replace(settings, tp=begins.tp, pp=begins.pp)
+        begun_with = dataclasses.replace(config, activation=begins.activation, parallel=parallel)
+        self.parts = nn.ModuleList()
+        for number in self.layers.of(mesh.get_local_rank()):
+            with torch.device("meta"):
+                part = architecture.build(args, LayerAttention())
+                whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
+                part.keep(*self.layers.layers[number])  # type: ignore[operator]
+            parallelize(part, meshes, architecture.sharding, begun_with)
+            self.parts.append(part)
+        self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
+        self.reset_optimizers()
+        self.token_loss = TokenLoss(config.training.loss_chunk_tokens, config.training.z_loss)
+        self.observe: Observe | None = None
+        self.watches = {name: Stopwatch(self.device) for name in WATCHED}
+        watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
+        self.pipeline = None
+        if mesh.size() > 1:
+            tied = args.tie_embeddings
+            self.pipeline = Pipeline(list(self.parts), self.layers, mesh, settings.pp_schedule, self.device, tied=tied)
+            self.watches |= self.pipeline.watches
+
+    def reset_optimizers(self) -> None:
+        """Optimizers without any state."""
+        self.optimizers = [
+            build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=self.parameter_names)
+            for part in self.parts
+        ]
+
+    def enter(self, stage: StagePlan) -> BatchLayout:
+        """Make the stage's groups and frequencies, and its policy of what is kept. Collective.
+
+        Returns:
+            how its steps are dealt out.
+        """
+        if stage.activation != self.activation:
+            self.activation = stage.activation
+            for part in self.parts:
+                wrap_blocks(part, stage.activation, self.config.compile, self.device.type)
+        self.mesh = mesh = self.meshes.for_cp(stage.cp)
+        settings = self.config.context_parallel
+        self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
+        hybrid = stage.strategy == "hybrid"
+        cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
+        context_parallel = ContextParallel(
+            cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
+        )
+        frequencies, factor = rope_frequencies(stage.rope, self.args.head_dim, stage.seq_len)
+        for part in self.parts:
+            part.set_rope(frequencies, factor, self.device)  # type: ignore[operator]
+        return BatchLayout(
+            stage.seq_len,
+            stage.micro_batches,
+            stage.micro_batch_sequences,
+            stage.dp,
+            mesh.get_local_rank("dp"),
+            context_parallel.planner(),
+            tuple(sorted({0, *self.args.windows})),
+        )
+
+    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
+        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
+        tokens = self.count_tokens(micro_batches)
+        loss_sum = torch.zeros((), device=self.device)
+        self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
+
+        def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
+            result = self._forward(forward, state, batch)
+            if isinstance(result, Tensor):
+                return result
+            loss_sum.add_(result[1].sum())
+            if self.observe:
+                self.observe(batch, result[1])
+            return result[0] / tokens
+
+        if self.pipeline:
+            self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
+        else:
+            for batch in micro_batches:
+                with self.watches["forward"].running():
+                    loss = run(self.parts[0], None, batch)
+                with self.watches["backward"].running():
+                    self._backward(loss)
+        return StepSums(loss_sum * self.meshes.owns_loss, tokens, self.token_loss.largest_logit)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def token_losses(self, batch: MicroBatch) -> Tensor | None:
+        """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
+        result = self._look(batch, self.token_loss)
+        return None if result is None else result[1]
+
+    def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
+        """How many labels of each sequence are not the likeliest token, `[B]` int64, of the tokens on this rank.
+
+        None on a rank without the last part. Collective.
+        """
+        return self._look(batch, wrong_answers)
+
+    @torch.no_grad()
+    def _look(self, batch: MicroBatch, measure: Measure) -> Any:
+        """What `measure` finds in a micro-batch, without gradients."""
+        run = partial(self._forward, measure=measure)
+        if self.pipeline:
+            return self.pipeline.evaluate(batch, self._hidden(batch), run)
+        return run(self.parts[0], None, batch)
+
+    def count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
+        """Unmasked tokens of the step over every rank, at least 1."""
+        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
+        # Filled on the device: a copy of a number from pageable memory would have the host wait.
+        tokens = torch.full((), count if self.meshes.owns_tokens else 0, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tokens)
+        return tokens.clamp_min(1)
+
+    def _forward(
+        self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
+    ) -> Any:
+        """A part's forward on a micro-batch, from the hidden states before it or from the tokens.
+
+        Returns:
+            of the last part what `measure` makes of its hidden states, by default the loss; else hidden states.
+        """
+        move = self.world.device.move
+        tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
+
+        def head(hidden: Tensor, output: nn.Linear) -> Any:
+            hidden, weight, group, first = vocabulary_part(hidden, output.weight)
+            vocabulary = VocabularyShard(group, first) if group else None
+            return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
+
+        return forward(tokens if state is None else state, positions, batch.plans, head)
+
+    def _hidden(self, batch: MicroBatch) -> Hidden:
+        """What travels between stages of the pipeline."""
+        sequences, length = batch.tokens.shape
+        return Hidden((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
+
+    def update(self, lr: float, grad_norm: float) -> None:
+        """Clip the gradients, let the optimizers run, and forget the gradients.
+
+        Args:
+            grad_norm: global norm of the gradients.
+        """
+        with self.watches["optimizer"].running():
+            scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
+            for optimizer in self.optimizers:
+                set_learning_rates(optimizer, lr)
+                optimizer.step()
+            self.zero_grad()
+
+    def pop_timings(self) -> dict[str, float]:
+        """Seconds since the last call: `forward`, `backward` and `optimizer`, and in them `cp_wait`, for which messages
+        of context parallelism were waited for, and `cp_flight`, from their posting until then; with a pipeline
+        `pipeline`, the whole of its steps."""
+        return {name: watch.take() for name, watch in self.watches.items()}
+
+    def memory_by_kind(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients (which are there from backward to update) and optimizer state."""
+        weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
+        states = [
+            value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
+        ]
+        kept = sum(_local_bytes(value) for value in states if isinstance(value, Tensor))
+        return {"weights": weights, "gradients": weights, "optimizer": kept}
+
+    def zero_grad(self) -> None:
+        """Free them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def grad_norm_groups(self) -> list[list[nn.Parameter]]:
+        """This rank's parameters, each counted once over the pipeline: of every block of the model, and the others."""
+        groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
+        for name, parameter in self.pipeline.counted if self.pipeline else self.parts[0].named_parameters():
+            pieces = name.split(".")
+            groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
+        return groups
+
+    def shares_batch_with(self, rank: int) -> bool:
+        """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
+        (place,) = (self.mesh.mesh == rank).nonzero().tolist()
+        return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
+
+    def exchange_of(self, batch_layout: BatchLayout) -> str:
+        """The strategy, and for `auto` what it came to."""
+        plan, tp = batch_layout.plans()[0], self.meshes.degrees.tp
+        heads = (self.args.n_heads // tp, self.args.n_kv_heads // tp)
+        return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
+
+    def describe_pipeline(self, stage: StagePlan) -> str:
+        """Its schedule, layers and bubble in words; empty without one."""
+        if self.pipeline is None:
+            return ""
+        settings = self.config.parallel
+        bubble = bubble_share(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
+        layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
+        return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
+
+
+def _local_bytes(x: Tensor) -> int:
+    own = x.to_local() if isinstance(x, DTensor) else x
+    return own.numel() * own.element_size()

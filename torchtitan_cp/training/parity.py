@@ -1,0 +1,351 @@
+"""A config's own proof: its first step, short, with parallelism and on one rank, side by side.
+
+The one rank runs the plain model: no sharding, and attention by torch's scaled_dot_product_attention, so
+the comparison is with another implementation and not with the same one on fewer ranks.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.curriculum import StagePlan, rope_frequencies
+from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
+from torchtitan_cp.optim import IGNORED
+from torchtitan_cp.runtime import World
+from torchtitan_cp.training import registry
+from torchtitan_cp.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+SHORT_TOKENS = 512
+FP32_TOLERANCE = 1e-5
+# A bf16 run is compared with fp32; it may be as far from it as the plain model in bf16, and half as much again.
+BF16_ALLOWANCE = 1.5
+BF16_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared quantity.
+
+    Attributes:
+        what: the loss, or the attention output or gradients of a part of the model.
+        difference: relative L2 difference to one rank in fp32; largest: largest difference over the largest value.
+        allowed: the difference that still counts as parity.
+    """
+
+    what: str
+    difference: float
+    largest: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layout of the curriculum beside one rank; memory is what a step adds to what was held before it."""
+
+    layout: str
+    seq_len: int
+    rows: tuple[Row, ...]
+    parallel_peak_bytes: int
+    single_peak_bytes: int
+
+    @property
+    def holds(self) -> bool:
+        return all(row.holds for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a forward and backward gave: all tensors fp32 on the host, whole."""
+
+    loss: float
+    attention: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    peak_bytes: int
+
+
+def verify_parity(config: Config, world: World, length: int) -> bool:
+    """Compare every layout of the curriculum with one rank, print the tables, write parity.json.
+
+    Args:
+        length: tokens of a sequence; 0 takes the smallest of at least 512 that the layout can cut.
+
+    Returns:
+        whether parity holds everywhere.
+
+    Raises:
+        ConfigError: the unsharded model does not fit on one rank.
+    """
+    trainer = Trainer(config, world)
+    _check_fits(trainer)
+    comparisons, seen = [], set()
+    for stage in trainer.stages:
+        layout = (stage.cp, stage.strategy, stage.all_to_all_ranks)
+        if layout in seen:
+            continue
+        seen.add(layout)
+        comparisons.append(_compare(trainer, _short(trainer, stage, length)))
+    if world.rank == 0:
+        _print(comparisons, config.training.compute_dtype, world.size)
+        check_dump_folder(config.job.dump_folder)
+        (Path(config.job.dump_folder) / "parity.json").write_text(
+            json.dumps(
+                [dataclasses.asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons], indent=1
+            )
+        )
+    return all(comparison.holds for comparison in comparisons)
+
+
+def _short(trainer: Trainer, stage: StagePlan, length: int) -> StagePlan:
+    """The stage's layout at a short length, one micro-batch a rank, or one for each rank of the pipeline."""
+    config = trainer.config
+    unit = stage.cp * trainer.meshes.degrees.tp * (8 if config.context_parallel.layout == "balanced" else 2)
+    seq_len = length or min(-(-SHORT_TOKENS // unit) * unit, stage.seq_len)
+    micro_batches = trainer.meshes.pp.size()
+    tokens = seq_len * stage.dp * stage.micro_batch_sequences * micro_batches
+    return dataclasses.replace(stage, seq_len=seq_len, micro_batches=micro_batches, global_batch_tokens=tokens)
+
+
+def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
+    """Run a stage's first step both ways. Collective; the comparison is rank 0's."""
+    name = f"cp {stage.cp} x dp {stage.dp}, {stage.strategy}"
+    if trainer.world.rank == 0:
+        logger.info(
+            "parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences
+        )
+    batch_layout = trainer.enter_stage(stage)
+    parallel = _parallel_step(trainer, batch_layout)
+    weights = _whole(trainer, lambda p: p)
+    rows: list[Row] = []
+    single_peak = 0
+    if trainer.world.rank == 0:
+        exact = _single_step(trainer, stage, batch_layout, weights, torch.float32)
+        single_peak = exact.peak_bytes
+        rounded = exact
+        if trainer.model.compute_dtype != torch.float32:
+            rounded = _single_step(trainer, stage, batch_layout, weights, trainer.model.compute_dtype)
+            single_peak = rounded.peak_bytes
+        rows = list(_rows(parallel, exact, rounded, trainer.model.compute_dtype))
+    holds = torch.tensor([all(row.holds for row in rows)], device=trainer.device.device)
+    dist.broadcast(holds, 0)
+    if not holds and trainer.world.rank != 0:
+        rows = [Row("on rank 0", 1.0, 1.0, 0.0)]
+    return Comparison(name, stage.seq_len, tuple(rows), parallel.peak_bytes, single_peak)
+
+
+def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
+    """The configured way, gathered; peak memory is the largest of all ranks."""
+    batches = read_step(trainer.data_pipeline.samples, batch_layout, 0)
+    trainer.device.reset_peak_memory()
+    before = trainer.device.peak_memory_bytes()
+    with _watch_attention(trainer.model.parts) as outputs:
+        report = trainer.gradients(batches)
+    peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    own = {key: batch_layout.plans()[0].unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
+    attention = _of_all_stages(trainer, own)
+    gradients = _whole(trainer, lambda p: p.grad)
+    for optimizer in trainer.model.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return Step(report.loss, attention, gradients, int(peak))
+
+
+def _single_step(
+    trainer: Trainer, stage: StagePlan, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
+) -> Step:
+    """All sequences of the step on this rank alone, by the plain model and full logits in fp32."""
+    device = trainer.device
+    model = registry.architecture(trainer.config.model).build(trainer.model.args, _plain_attention)
+    model.load_state_dict(weights, strict=False)
+    model.to(device.device, dtype)
+    frequencies, factor = rope_frequencies(stage.rope, trainer.model.args.head_dim, stage.seq_len)
+    model.set_rope(frequencies, factor, device.device)  # type: ignore[operator]
+    tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, batch_layout))
+    device.reset_peak_memory()
+    before = device.peak_memory_bytes()
+
+    def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
+        logits = output(hidden).float().flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss, loss.detach()
+
+    with _watch_attention([model]) as outputs:
+        differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, documents, head))
+        differentiated.backward()
+    peak = device.peak_memory_bytes() - before
+    attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
+    gradients = {key: p.grad.float().cpu() for key, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.item(), attention, gradients, peak)
+
+
+def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The step's sequences of all ranks, uncut, those of data-parallel rank 0's first micro-batch first.
+
+    Returns:
+        tokens, labels, positions, and the number of each token's document, all `[sequences, S]` int64.
+    """
+    rows = [
+        trainer.data_pipeline.samples.sequence(number)
+        for number in assign_sequences(trainer.data_pipeline.samples, 0, batch_layout).flatten().tolist()
+    ]
+    documents = [np.repeat(np.arange(len(row.document_lengths)), row.document_lengths) for row in rows]
+    parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "positions")]
+    tokens, labels, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
+    return tokens, labels, positions, numbers
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int, sinks: Tensor | None = None
+) -> Tensor:
+    """Scaled dot-product attention of whole sequences with their mask written out."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    rows = torch.arange(q.shape[2], device=q.device)
+    distance = rows.unsqueeze(1) - rows
+    seen = (distance >= 0) & (distance < (window or len(rows)))
+    mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    if sinks is not None:
+        # One more key of zeros: its score is the sink and its value nothing.
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
+        column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
+        mask = torch.cat([scores, column], -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+@contextmanager
+def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Outputs of every attention that was handed in, `[B, S/cp, Hq, D]`, by module name, of the next forward."""
+    outputs: dict[str, Tensor] = {}
+    watched: list[tuple[Any, Callable[..., Tensor]]] = []
+
+    def watch(name: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attended(*arguments: Any, **options: Any) -> Tensor:
+            out = attend(*arguments, **options)
+            outputs.setdefault(name, out.detach())
+            return out
+
+        return attended
+
+    for name, module in (entry for part in parts for entry in part.named_modules()):
+        if hasattr(module, "attend"):
+            watched.append((module, module.attend))
+            module.attend = watch(name, module.attend)
+    try:
+        yield outputs
+    finally:
+        for module, attend in watched:
+            module.attend = attend
+
+
+def _whole(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """What `get` finds of each parameter, of all ranks, fp32 on the host. Collective."""
+    found = {name: get(p) for part in trainer.model.parts for name, p in part.named_parameters()}
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
+    return _of_all_stages(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
+
+
+def _of_all_stages(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name of every rank of this one's pipeline. Collective."""
+    if trainer.model.pipeline is None:
+        return own
+    stages: list[Any] = [None] * trainer.model.pipeline.ranks
+    dist.all_gather_object(stages, own, group=trainer.model.pipeline.group)
+    return {name: x for stage in stages for name, x in stage.items()}
+
+
+def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
+    """An attention output with the heads of the tensor-parallel ranks beside its own, `[B, S/cp, Hq, D]`."""
+    mesh = trainer.meshes.tp
+    return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False).full_tensor()
+
+
+def _rows(parallel: Step, exact: Step, rounded: Step, dtype: torch.dtype) -> Iterator[Row]:
+    """The differences, the loss first, then attention in the order of the layers, then gradients."""
+
+    def row(what: str, got: list[Tensor], want: list[Tensor], plain: list[Tensor]) -> Row:
+        apart = [_flat(x) - _flat(y) for x, y in zip(got, want, strict=True)]
+        norm = torch.stack([_flat(x).norm() for x in want]).norm().clamp_min(torch.finfo(torch.float64).tiny)
+        difference = (torch.stack([x.norm() for x in apart]).norm() / norm).item()
+        largest = max(float(x.abs().max()) for x in apart) / max(float(x.abs().max()) for x in want)
+        allowed = FP32_TOLERANCE
+        if dtype != torch.float32:
+            of_one = [(_flat(x) - _flat(y)).norm() for x, y in zip(plain, want, strict=True)]
+            allowed = max(BF16_ALLOWANCE * (torch.stack(of_one).norm() / norm).item(), BF16_FLOOR)
+        return Row(what, difference if difference == difference else float("inf"), largest, allowed)
+
+    losses = [[torch.tensor([step.loss])] for step in (parallel, exact, rounded)]
+    yield row("loss", *losses)
+    for name in exact.attention:
+        missing = torch.full_like(exact.attention[name], float("nan"))
+        got = parallel.attention.get(name, missing)
+        yield row(f"attention output, {name}", [got], [exact.attention[name]], [rounded.attention[name]])
+    for part, names in _parts(exact.gradients).items():
+        steps = [[step.gradients[name] for name in names] for step in (parallel, exact, rounded)]
+        yield row(f"gradients, {part}", *steps)
+
+
+def _parts(gradients: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Parameters by layer: the name up to the layer's number."""
+    parts: dict[str, list[str]] = {}
+    for name in gradients:
+        pieces = name.split(".")
+        part = ".".join(pieces[:2]) if len(pieces) > 2 and pieces[1].isdigit() else pieces[0]
+        parts.setdefault(part, []).append(name)
+    return parts
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.double().flatten()
+
+
+def _check_fits(trainer: Trainer) -> None:
+    """Refuse a model whose unsharded weights, gradients and comparison do not fit beside the sharded ones."""
+    parameters = trainer.model.parameter_count
+    copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
+    needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"parity needs the whole model on one rank, {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free",
+            fix="check a slice of it: --model.overrides.n_layers=2, or a smaller --model.flavor",
+        )
+
+
+def _print(comparisons: list[Comparison], dtype: str, ranks: int) -> None:
+    console = Console()
+    for comparison in comparisons:
+        title = f"{comparison.layout}: {ranks} ranks beside one, {comparison.seq_len} tokens, {dtype}"
+        table = Table(title=title, title_justify="left")
+        for header in ("compared", "relative L2", "largest", "allowed", ""):
+            table.add_column(header, justify="left" if header == "compared" else "right")
+        for row in comparison.rows:
+            verdict = "ok" if row.holds else "APART"
+            table.add_row(row.what, f"{row.difference:.1e}", f"{row.largest:.1e}", f"{row.allowed:.1e}", verdict)
+        console.print(table)
+        console.print(
+            f"peak memory of the step: {comparison.parallel_peak_bytes / 2**20:,.0f} MiB a rank, "
+            f"{comparison.single_peak_bytes / 2**20:,.0f} MiB on one rank (beyond what was held before it)\n"
+        )
+    broken = [f"{c.layout}: {row.what}" for c in comparisons for row in c.rows if not row.holds]
+    console.print("parity holds" if not broken else f"PARITY BROKEN, first at {broken[0]} ({len(broken)} in all)")
