@@ -1,6 +1,7 @@
 """Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
 
 import dataclasses
+import math
 import re
 import tempfile
 from pathlib import Path
@@ -301,8 +302,16 @@ def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
                 f"{key} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
                 fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
             )
-        if named and (min(named.values()) < 0 or not sum(named.values()) > 0):
-            raise ConfigError(f"{key} has weights that sum to zero, or one below it", fix="give weights above 0")
+        if named and (min(named.values()) < 0 or not 0 < sum(named.values()) < math.inf):
+            raise ConfigError(
+                f"{key} has weights that sum to zero, or one that is negative or infinite", fix="give weights above 0"
+            )
+    unknown = sorted(set(config.data.max_epochs) - names)
+    if unknown:
+        raise ConfigError(
+            f"data.max_epochs names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
+            fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
+        )
     if own.short_share > 1:
         raise ConfigError(f"{where}.short_share = {own.short_share} is more than all", fix="use 0 to 1")
     if bool(own.short_share) != bool(own.short_seq_len) or own.short_seq_len >= stage.seq_len:

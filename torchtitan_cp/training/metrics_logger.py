@@ -17,6 +17,7 @@ from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import Config, to_toml
 from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data import statistics_table
@@ -28,7 +29,6 @@ from torchtitan_cp.metrics import Console, MetricsWriter, StepRecord, find_peak,
 from torchtitan_cp.metrics.console import StageSummary
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.pictures import length_histogram, loss_against_position, passkey_map, tile_map
-from torchtitan_cp.optim import IGNORED
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
