@@ -1,4 +1,4 @@
-"""Packages that only some corpora and tokenizers need."""
+"""Optional packages, which only some corpora and tokenizers need."""
 
 import importlib
 from typing import Any
@@ -7,12 +7,12 @@ from torchtitan_cp.data.errors import DataError
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
-    """An optional package.
+    """Import an optional package.
 
     Args:
-        module: its name, as imported.
-        extra: of ours, which installs it.
-        needed_by: the key and value that ask for it, for the message.
+        module: name of the module.
+        extra: of this package, which installs it.
+        needed_by: the key and value that need it, for the message.
 
     Raises:
         DataError: it is not installed.

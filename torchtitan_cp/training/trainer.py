@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from torchtitan_cp.checkpoint import CheckpointManager, Progress, SaveSchedule, check_identity
 from torchtitan_cp.checkpoint.hub import start_from_hub
@@ -21,7 +18,6 @@ from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
-from torchtitan_cp.data import prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.metrics.profiling import Profiling
@@ -30,7 +26,7 @@ from torchtitan_cp.parallel import Meshes, check_tensor_parallel
 from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.data_pipeline import DataPipeline
+from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import check_exportable, exported_stages
 from torchtitan_cp.training.health_monitor import HealthMonitor
@@ -65,9 +61,10 @@ class Trainer:
 
         # However long that takes: a killed pass goes on from where it was, but one of these ranks waits for another.
         set_activity("preparing the corpus", 0, math.inf)
-        corpus = prepare(config.data, config.tokenizer)
+        self.signals = StopSignals()
+        with self.signals:
+            corpus = prepare_corpus(config, lambda: self.signals.received is not None)
         set_activity("building the model", 0, config.job.startup_timeout_seconds)
-        self._check_same_corpus(corpus.fingerprint)
         lengths = [stage.seq_len for stage in self.stages]
         self.data_pipeline = DataPipeline(config, corpus, max(lengths))
         self.data_pipeline.check_gates(self.stages)
@@ -78,7 +75,7 @@ class Trainer:
         check_head_dim(self.stages, args.head_dim)
         self.meshes = Meshes(self.device.device.type, degrees)
         self.model = ParallelModel(config, world, self.meshes, args, begins, max(lengths))
-        self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
+        self.save_schedule = SaveSchedule(config.checkpoint)
         self.stopping = self.time_is_up = False
         self.health_monitor = HealthMonitor(config, world, self.model, self._stop_and_save_requests)
         self.evaluator = Evaluator(
@@ -95,17 +92,6 @@ class Trainer:
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
         self.patience_seconds = config.job.startup_timeout_seconds
-
-    def _check_same_corpus(self, fingerprint: str) -> None:
-        """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, fingerprint)
-        others = [rank for rank, other in enumerate(found) if other != found[0]]
-        if others:
-            raise ConfigError(
-                f"rank {', '.join(map(str, others))} has other tokens than rank 0: corpora {sorted(set(found))}",
-                fix="give every node the same files under data.path, and delete data.cache_folder where it is older",
-            )
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins with or goes on in: its tp and pp are those of this process's life."""
