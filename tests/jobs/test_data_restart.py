@@ -23,7 +23,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.support import half_made
-from torchtitan_cp.data import prepare, tokenizing
+from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus import tokenizing
 corpus, cache, source, document, last = sys.argv[1:]
 half_made.shrink()
 write, written = tokenizing._SplitsWriter.write, 0

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, children, kill_at, lines_of, steps_taken
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
-from torchtitan_cp.checkpoint import writer
 
 pytestmark = pytest.mark.jobs
 
@@ -34,18 +34,18 @@ def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_on_a_full_disk(path: Path, *overrides: str) -> tuple[list[float], list[str]]:
     """On a rank: a run in which rank 1 has no room from step 4 to step 11, at two of the saves."""
     trainer = prepared(path, *overrides)
-    create = writer.SummingFileSystem.create_stream
+    create = FileSystem.create_stream
 
-    def create_stream(self: writer.SummingFileSystem, name: object, mode: str) -> object:
+    def create_stream(self: FileSystem, name: object, mode: str) -> object:
         if trainer.world.rank == 1 and 4 <= trainer.progress.step <= 11:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(self, name, mode)  # type: ignore[arg-type]
 
-    writer.SummingFileSystem.create_stream = create_stream  # type: ignore[method-assign, assignment]
+    FileSystem.create_stream = create_stream  # type: ignore[method-assign, assignment]
     try:
         trainer.run()
     finally:
-        writer.SummingFileSystem.create_stream = create  # type: ignore[method-assign]
+        FileSystem.create_stream = create  # type: ignore[method-assign]
     lines = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
     return losses(lines), sorted(path.name for path in trainer.checkpoints.folder.iterdir())
 
@@ -61,7 +61,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_again_when_there_is_room(
 
 def fail_at_the_end(path: Path, *overrides: str) -> None:
     trainer = prepared(path, *overrides)
-    writer.SummingFileSystem.create_stream = None  # type: ignore[method-assign, assignment]
+    FileSystem.create_stream = None  # type: ignore[method-assign, assignment]
     trainer.run()
 
 
