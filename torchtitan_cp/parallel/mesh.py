@@ -1,4 +1,4 @@
-"""Meshes of a run: one that the parameters are placed on for good, and one for each context-parallel degree."""
+"""Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -6,11 +6,11 @@ from torchtitan_cp.config.degrees import Degrees
 
 
 class Meshes:
-    """Hands out meshes over all ranks of the job.
+    """Meshes over all ranks of the job.
 
-    Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context
-    parallelism, then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product
-    no stage changes; a stage with another CP degree only gets other groups, made when it starts and kept.
+    Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context parallelism,
+    then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product no stage changes; a
+    stage with another CP degree only gets other groups, made when it starts and kept.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -39,17 +39,17 @@ class Meshes:
 
     @property
     def pp(self) -> DeviceMesh:
-        """This rank's pipeline, itself alone if there is none."""
+        """The ranks of this rank's pipeline; this rank alone without one."""
         return self.parameters["pp"]
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's losses go into sums over the job: its peers in tp have the same ones."""
+        """Whether this rank's losses count in sums over the job: its tensor-parallel peers have the same losses."""
         return self.parameters.get_local_rank("tp") == 0
 
     @property
     def owns_tokens(self) -> bool:
-        """The same of its tokens, which its peers in pp read as well."""
+        """Whether this rank's tokens count in sums over the job: its pipeline reads the same tokens."""
         return self.owns_loss and self.parameters.get_local_rank("pp") == 0
 
     def for_cp(self, degree: int) -> DeviceMesh:
@@ -76,8 +76,8 @@ class Meshes:
         """(groups that hold different sequences, cp)."""
         return self.degrees.dp_replicate * self.degrees.fsdp // cp, cp
 
-    def describe(self) -> str:
-        """The axes and who talks to whom, from this rank's place."""
+    def summary(self) -> str:
+        """The axes, and the ranks that share each with this one, a line each."""
         names = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
         axes = {name: self.parameters[axis].size() for name, axis in names.items()}
         lines = [f"mesh, outermost first: {', '.join(f'{name} {size}' for name, size in axes.items())}"]

@@ -95,7 +95,7 @@ class MetricsLogger:
             f"{config.model.architecture} {config.model.flavor}: {self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
-            f"{self.model.meshes.describe()}\n"
+            f"{self.model.meshes.summary()}\n"
             f"{statistics_table(statistics)}"
         )
         self.console.start()

@@ -11,7 +11,7 @@ from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import check_tensor_parallel, plan_stages
+from torchtitan_cp.parallel import check_tensor_parallel, plan_pipeline
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.export import check_exportable
 
@@ -36,7 +36,7 @@ def preflight(config: Config, ranks: int) -> str:
     costs = layer_costs(args, max(stage.seq_len for stage in stages))
     for stage in stages:
         check_stage(config, args, stage)
-        plan_stages(config.parallel, stage.pp, costs)
+        plan_pipeline(config.parallel, stage.pp, costs)
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
