@@ -1,7 +1,7 @@
 """Output layer and cross-entropy together, a chunk of the sequence at a time: full logits never exist."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ def chunked_cross_entropy(
     rows = hidden.flatten(0, 1).split(chunk_tokens)
     chunks = zip(rows, labels.flatten().split(chunk_tokens), strict=True)
     results = [_chunk_loss(_logits(row, weight), label, vocabulary, largest_logit) for row, label in chunks]
-    losses, squares = torch.cat([r.losses for r in results]), torch.cat([r.squares for r in results])
+    losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
     return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
 
 
@@ -128,28 +128,19 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
     return labels.new_zeros(len(labels)).index_add_(0, rows, wrong.long())
 
 
-class _ChunkLoss(NamedTuple):
-    """Of each token in a chunk: loss and squared logsumexp (0 where ignored), logsumexp, its label's local row.
-
-    Attributes:
-        is_here: whether this rank holds that row.
-    """
-
-    losses: Tensor
-    squares: Tensor
-    log_sums: Tensor
-    row: Tensor
-    is_here: Tensor
-
-
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows @ weight.t()).float()
 
 
 def _chunk_loss(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None, largest_logit: Tensor | None
-) -> _ChunkLoss:
-    """Reduce logits `[tokens, V_local]` over the whole vocabulary."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Reduce logits `[tokens, V_local]` over the whole vocabulary.
+
+    Returns:
+        Of each token its loss and its squared logsumexp (0 where ignored), its logsumexp, the local row of its label,
+        and whether this rank holds that row.
+    """
     row = labels - (vocabulary.first if vocabulary else 0)
     is_here = (row >= 0) & (row < logits.shape[-1])
     row = (row * is_here).unsqueeze(-1)
@@ -162,7 +153,7 @@ def _chunk_loss(
         log_sums, targets = by_rank[:, 0].logsumexp(0), by_rank[:, 1].amax(0)
     kept = labels != IGNORED
     losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
-    return _ChunkLoss(losses, squares, log_sums, row, is_here)
+    return losses, squares, log_sums, row, is_here
 
 
 def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
@@ -194,8 +185,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(rows[chunk], weight)
-            found = _chunk_loss(logits, targets[chunk], vocabulary, largest_logit)
-            losses[chunk], squares, log_sums, row, is_here = found
+            result = _chunk_loss(logits, targets[chunk], vocabulary, largest_logit)
+            losses[chunk], squares, log_sums, row, is_here = result
             z_sum += squares.sum()
             slope = (1 + 2 * z_loss * log_sums) * (targets[chunk] != IGNORED)
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))

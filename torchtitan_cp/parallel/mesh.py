@@ -22,10 +22,8 @@ class Meshes:
 
     def __init__(self, device_type: str, degrees: Degrees) -> None:
         self.device_type, self.degrees = device_type, degrees
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp)
-        self.parameters = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        self._by_cp: dict[int, DeviceMesh] = {}
-        self._hybrid: dict[tuple[int, int], DeviceMesh] = {}
+        self._made: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.parameters = self._mesh(dp_replicate=degrees.dp_replicate, fsdp=degrees.fsdp)
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -54,27 +52,21 @@ class Meshes:
 
     def for_cp(self, degree: int) -> DeviceMesh:
         """The mesh (pp, dp, cp, tp) with this CP degree. Collective."""
-        if degree not in self._by_cp:
-            self._by_cp[degree] = init_device_mesh(
-                self.device_type,
-                (self.degrees.pp, *self._data(degree), self.degrees.tp),
-                mesh_dim_names=("pp", "dp", "cp", "tp"),
-            )
-        return self._by_cp[degree]
+        return self._mesh(dp=self.degrees.dp_replicate * self.degrees.fsdp // degree, cp=degree)
 
     def for_hybrid(self, degree: int, all_to_all_ranks: int) -> DeviceMesh:
         """The same CP ranks as a 2-D mesh (ring, all-to-all), for the hybrid exchange. Collective."""
-        key = (degree, all_to_all_ranks)
-        if key not in self._hybrid:
-            dp, cp = self._data(degree)
-            shape = (self.degrees.pp, dp, cp // all_to_all_ranks, all_to_all_ranks, self.degrees.tp)
-            names = ("pp", "dp", "ring", "all_to_all", "tp")
-            self._hybrid[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
-        return self._hybrid[key]["ring", "all_to_all"]
+        dp = self.degrees.dp_replicate * self.degrees.fsdp // degree
+        mesh = self._mesh(dp=dp, ring=degree // all_to_all_ranks, all_to_all=all_to_all_ranks)
+        return mesh["ring", "all_to_all"]
 
-    def _data(self, cp: int) -> tuple[int, int]:
-        """(groups that hold different sequences, cp)."""
-        return self.degrees.dp_replicate * self.degrees.fsdp // cp, cp
+    def _mesh(self, **data_axes: int) -> DeviceMesh:
+        """The mesh (pp, data axes, tp), made once."""
+        axes = {"pp": self.degrees.pp, **data_axes, "tp": self.degrees.tp}
+        key = tuple(axes.items())
+        if key not in self._made:
+            self._made[key] = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return self._made[key]
 
     def summary(self) -> str:
         """The axes, and the ranks that share each with this one, a line each."""
