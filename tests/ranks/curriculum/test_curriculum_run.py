@@ -18,7 +18,7 @@ from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.batches.loader import read_step
-from torchtitan_cp.metrics import Console
+from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.optim import IGNORED
 from torchtitan_cp.training import registry
 
@@ -195,7 +195,7 @@ def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]
     trainer.gradients = recorded  # type: ignore[method-assign]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Console, "say", lambda console, text: said.append(text))
+        patch.setattr(ConsoleSink, "print", lambda console, text: said.append(text))
         trainer.run()
     return trainer.progress.step, taken, "\n".join(said)
 
