@@ -15,6 +15,8 @@ from torchtitan_cp.data import (
     prepare,
 )
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
@@ -83,6 +85,7 @@ def test_of_two_processes_one_builds_and_the_other_waits_and_finds(data: Data, t
     assert "waiting" not in logs[1][1]
 
 
+@pytest.mark.deep
 def test_another_process_builds_when_the_builder_dies(data: Data) -> None:
     builder = start(data, "print('written', flush=True); time.sleep(600)")
     assert builder.stdout is not None

@@ -17,7 +17,8 @@ from tests.support.jobs import ForkedJob, Kill, kill_at, lines_of
 from tests.support.runs import losses, write_run
 from torchtitan_cp.training.trainer import Trainer
 
-pytestmark = pytest.mark.jobs
+# One worker takes both tests, which share the undisturbed run.
+pytestmark = [pytest.mark.jobs, pytest.mark.deep, pytest.mark.xdist_group("kills")]
 
 # Three stages of two sources, a context-parallel degree of its own in the second.
 STAGES = ((128, 512, 1), (256, 1024, -1), (512, 2048, 1))

@@ -103,6 +103,7 @@ def rank_process(launcher: int, rank: int) -> int:
     raise AssertionError(f"rank {rank} not found")
 
 
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_job_by_name_within_a_minute_and_the_next_run_resumes(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -84,3 +84,7 @@ def as_markdown() -> str:
         lines += [f"| `{key.name}` | {key.type} | `{key.default}` | {text} |" for key, text in escaped]
         lines.append("")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

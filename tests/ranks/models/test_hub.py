@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from models.llama.hub import HUB
 from models.moe.hub import HUB as MOE_HUB
 from tests.support.curricula import TWO_STAGES
+from tests.support.deep import deep_rows
 from tests.support.hub_models import EXPERTS, FAMILIES, OURS, write_start
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, gradients_of, prepared, train, write_run
@@ -78,7 +79,7 @@ def close(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@deep_rows("family", FAMILIES, default=["llama", "qwen2, windows in the last layers", "qwen3"])
 def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_training(
     ranks: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
@@ -124,7 +125,7 @@ def write_experts(folder: Path) -> Path:
     return write_run(folder, f"{start}overrides = {{{{{OURS}, tie_embeddings = false, {sizes}}}}}\n{rest}")
 
 
-@pytest.mark.parametrize(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])])
+@deep_rows(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])], default=[(4, ["--parallel.cp=2"])])
 def test_experts_of_transformers_have_their_logits_here_and_back_there_after_training(
     ranks: Callable[[int], RankPool], tmp_path: Path, size: int, overrides: list[str]
 ) -> None:
@@ -157,7 +158,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("layout", WIDE)
+@deep_rows("layout", WIDE, default=["CP 2 x TP 2"])
 def test_the_weights_arrive_bit_for_bit_on_ranks_and_give_the_same_loss(
     ranks: Callable[[int], RankPool], tmp_path: Path, layout: str
 ) -> None:

@@ -1,6 +1,7 @@
 """What is done to a model before it trains changes where things are, and none of its numbers."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import SHARDING, Llama, LlamaArgs
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.small_llama import attend, config
 from torchtitan_cp.config.degrees import Degrees
@@ -79,8 +81,20 @@ def plain(ranks: Callable[[int], RankPool]) -> dict[bool, tuple[dict[str, Tensor
     return {tied: ranks(1)(run_step, 1, 1, tied, {})[0] for tied in (False, True)}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows(
+    ("layout", "tied"),
+    itertools.product(LAYOUTS, (False, True)),
+    default=[
+        ("FSDP 4", False),
+        ("replicas only", True),
+        ("HSDP 2 x TP 2", True),
+        ("attention saved, on TP 2", False),
+        ("MLP in 3 tiles, recomputed, on FSDP 2 x TP 2", False),
+        ("MLP in 3 tiles, selective", True),
+        ("weights never freed, 2 gathered ahead", False),
+        ("compiled, selective, on FSDP 2", True),
+    ],
+)
 def test_weights_are_the_same_on_any_layout_and_gradients_are_summed_and_not_averaged(
     ranks: Callable[[int], RankPool],
     plain: dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]],
