@@ -30,9 +30,11 @@ def recompute_blocks(model: nn.Module, kind: str, host: HostMemory | None = None
     """
     if kind == "none":
         return
-    contexts: Callable[[], Any] | None = None if kind == "full" else partial(_contexts, kind)
+    contexts: Callable[[], Any] | None = None
     if host and kind == "attention_saved":
         contexts = host.save_outputs(OPERATOR)
+    elif kind != "full":
+        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kind))
     for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = recomputed(layer.forward, contexts)
 
@@ -45,10 +47,6 @@ def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> F
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
     return run
-
-
-def _contexts(kind: str) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, kind))
 
 
 class Tiles:

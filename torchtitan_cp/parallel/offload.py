@@ -8,6 +8,7 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +120,13 @@ class HostMemory:
 
         def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
             outputs: list[Any] = []
-            return _Save(operator, self.offload, outputs), _Recall(operator, outputs)
+
+            def save(call: Callable[[], Any]) -> Any:
+                result = call()
+                outputs.append(tree_map(self.offload, result))
+                return result
+
+            return _Intercept(operator, save), _Intercept(operator, lambda _: tree_map(restore, outputs.pop(0)))
 
         return contexts
 
@@ -129,24 +136,13 @@ def restore(offloaded: Any) -> Any:
     return offloaded.restore() if isinstance(offloaded, OffloadedTensor) else offloaded
 
 
-class _Save(TorchDispatchMode):
-    def __init__(self, operator: Any, offload: Callable[[Tensor], Any], outputs: list[Any]) -> None:
+class _Intercept(TorchDispatchMode):
+    """Hands each call of an operator to a function, instead of making it."""
+
+    def __init__(self, operator: Any, handle: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self.operator, self.offload, self.outputs = operator, offload, outputs
+        self.operator, self.handle = operator, handle
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function is self.operator:
-            self.outputs.append(tree_map(self.offload, result))
-        return result
-
-
-class _Recall(TorchDispatchMode):
-    def __init__(self, operator: Any, outputs: list[Any]) -> None:
-        super().__init__()
-        self.operator, self.outputs = operator, outputs
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is self.operator:
-            return tree_map(restore, self.outputs.pop(0))
-        return function(*args, **(kwargs or {}))
+        call = partial(function, *args, **(kwargs or {}))
+        return self.handle(call) if function is self.operator else call()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.checkpoint import CheckpointManager
-from torchtitan_cp.checkpoint.hub import GIB, hub_names, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Model
@@ -86,14 +86,7 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
                 logger.info("%s is written, for transformers", out)
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    dtype: str = "float32",
-    tokenizer: Tokenizer | None = None,
-    *,
-    max_bytes: int = 5 * GIB,
-) -> None:
+def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:
     """Write weights, config.json, generation_config.json and the tokenizer's files; all of them, or nothing.
 
     Args:
@@ -101,7 +94,6 @@ def export(
         out: must not exist.
         dtype: of the weights as written; float32 keeps them as they were trained.
         tokenizer: of the run, if it is loaded.
-        max_bytes: of one safetensors file.
 
     Raises:
         UserError: there is no checkpoint or a damaged one, the format cannot express the model, or OUT exists.
@@ -125,7 +117,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_weights(saved, sources, partial, getattr(torch, dtype), max_bytes)
+        _write_weights(saved, sources, partial, getattr(torch, dtype))
         _write_settings(saved, config, args.head_dim, tokenizer, dtype, partial)
         partial.rename(out)
     except BaseException:
@@ -135,7 +127,7 @@ def export(
 
 
 def _write_weights(
-    saved: SavedModel, sources: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype, max_bytes: int
+    saved: SavedModel, sources: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype
 ) -> None:
     def read(hub_names: list[str]) -> dict[str, Tensor]:
         values = saved.read(list({sources[hub_name][0] for hub_name in hub_names}))
@@ -148,7 +140,7 @@ def _write_weights(
 
     shapes = {hub_name: saved.tensors[name][0][entry is not None :] for hub_name, (name, entry) in sources.items()}
     sizes = [(hub_name, math.prod(shape) * dtype.itemsize) for hub_name, shape in shapes.items()]
-    save_hub_weights(out, sizes, read, max_bytes)
+    save_hub_weights(out, sizes, read)
 
 
 def _write_settings(
