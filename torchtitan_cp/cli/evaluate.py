@@ -22,7 +22,8 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.config import Config, UserError
-from torchtitan_cp.config.check import VARIANTS, check_config
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import (
     Activation,
     Compile,

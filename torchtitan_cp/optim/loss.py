@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-IGNORED = -100
+from torchtitan_cp.config.labels import IGNORED
 
 
 @dataclass(frozen=True)

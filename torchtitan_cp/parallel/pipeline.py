@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.degrees import SCHEDULES
+from torchtitan_cp.config.names import SCHEDULES
 from torchtitan_cp.config.sections import Parallel
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.health import StepReport
@@ -28,7 +29,6 @@ from torchtitan_cp.health.trace import (
     modules_that_run,
     unit_of,
 )
-from torchtitan_cp.optim import IGNORED
 from torchtitan_cp.parallel import wrap_blocks
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training.model import ParallelModel

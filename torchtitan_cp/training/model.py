@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.optim import (
-    IGNORED,
     TokenLoss,
     VocabularyShard,
     build_optimizer,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data import statistics_table
@@ -24,7 +25,6 @@ from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
 from torchtitan_cp.metrics.throughput import imbalance, mean_keys
-from torchtitan_cp.optim import IGNORED
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel

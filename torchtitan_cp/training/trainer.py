@@ -285,7 +285,7 @@ class Trainer:
     def _leave_stage(self) -> None:
         """Go on to the next stage, which reads on where this one stopped."""
         stage, passed = self.progress.stage, self.progress.passed(self.progress.stage)
-        samples = self.data_pipeline.samples_of(self.stages[stage], self.progress.source_tokens, passed)
+        samples = self.data_pipeline.stage_samples(self.stages[stage], self.progress.source_tokens, passed)
         self.progress = dataclasses.replace(
             self.progress,
             stage=stage + 1,
@@ -301,7 +301,7 @@ class Trainer:
         Returns:
             how its steps are dealt out.
         """
-        self.data_pipeline.enter(stage, self.progress.source_tokens, self.progress.passed(stage.index))
+        self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.passed(stage.index))
         return self.model.enter(stage)
 
     def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
@@ -313,7 +313,7 @@ class Trainer:
             f"attention by {self.model.exchange_of(batch_layout)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s"
         )
-        about += self.data_pipeline.describe(stage) + "; optimizer state reset" * stage.resets_optimizer
+        about += self.data_pipeline.describe_stage(stage) + "; optimizer state reset" * stage.resets_optimizer
         self.metrics_logger.say(about + self.model.describe_pipeline(stage), tag="stage", step=self.progress.step)
 
     # A step ------------------------------------------------------------------------------------------------

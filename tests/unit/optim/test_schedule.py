@@ -2,7 +2,8 @@
 
 import pytest
 
-from torchtitan_cp.config.sections import SCHEDULE_SHAPES, LRScheduler, Optimizer, StageLR
+from torchtitan_cp.config.names import SCHEDULE_SHAPES
+from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
 from torchtitan_cp.optim import LearningRates
 from torchtitan_cp.optim.schedule import LR_SHAPES
 
