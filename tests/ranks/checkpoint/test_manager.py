@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.rank_pool import RankFailure, RankPool
-from torchtitan_cp.checkpoint import CheckpointManager, Progress
-from torchtitan_cp.checkpoint import manager
+from torchtitan_cp.checkpoint import CheckpointManager, Progress, manager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.checkpoint.save import CheckpointWriter
 from torchtitan_cp.config.sections import Checkpoint, Optimizer
