@@ -23,4 +23,4 @@ def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the job starts anew from its checkpoint") == 2
     assert len(losses_of(path.parent)) == 9
-    assert not list(tmp_path.glob("relaunch-*"))
+    assert not list(tmp_path.glob("torchtitan-cp-*"))

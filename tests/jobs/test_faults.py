@@ -8,18 +8,18 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.deep import deep_rows
-from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, kill_at, lines_of, steps_taken
+from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, children, kill_at, lines_of, steps_taken
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
-from torchtitan_cp.checkpoint import writer
-from torchtitan_cp.cli.train import children, ranks_of
 
 # One worker takes all, as most compare with one run that nobody disturbed.
 pytestmark = [pytest.mark.jobs, pytest.mark.xdist_group("faults")]
@@ -36,18 +36,18 @@ def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_on_a_full_disk(path: Path, *overrides: str) -> tuple[list[float], list[str]]:
     """On a rank: a run in which rank 1 has no room from step 4 to step 11, at two of the saves."""
     trainer = prepared(path, *overrides)
-    create = writer.SummingFileSystem.create_stream
+    create = FileSystem.create_stream
 
-    def create_stream(self: writer.SummingFileSystem, name: object, mode: str) -> object:
+    def create_stream(self: FileSystem, name: object, mode: str) -> object:
         if trainer.world.rank == 1 and 4 <= trainer.progress.step <= 11:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(self, name, mode)  # type: ignore[arg-type]
 
-    writer.SummingFileSystem.create_stream = create_stream  # type: ignore[method-assign, assignment]
+    FileSystem.create_stream = create_stream  # type: ignore[method-assign, assignment]
     try:
         trainer.run()
     finally:
-        writer.SummingFileSystem.create_stream = create  # type: ignore[method-assign]
+        FileSystem.create_stream = create  # type: ignore[method-assign]
     lines = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
     return losses(lines), sorted(path.name for path in trainer.checkpoints.folder.iterdir())
 
@@ -63,7 +63,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_again_when_there_is_room(
 
 def fail_at_the_end(path: Path, *overrides: str) -> None:
     trainer = prepared(path, *overrides)
-    writer.SummingFileSystem.create_stream = None  # type: ignore[method-assign, assignment]
+    FileSystem.create_stream = None  # type: ignore[method-assign, assignment]
     trainer.run()
 
 
@@ -196,31 +196,52 @@ def test_ctrl_c_ends_a_job_whole_with_one_line_and_the_code_of_the_signal(
     folder = long_toml.parent / "interrupted"
     job = start(long_toml, f"--job.dump_folder={folder}")
     job.wait_for(lambda: steps_taken(folder) >= 2)
-    agent = children(job.process.pid)[0]
-    ranks = ranks_of(agent)
+    interrupt(job)
+
+
+def interrupt(job: LaunchedJob) -> None:
+    """As a terminal does: the ranks are in sessions of their own."""
+    ranks = children(job.process.pid)
     assert len(ranks) == 2
-    for process in [job.process.pid, agent, *ranks]:  # as a terminal sends it
-        os.kill(process, signal.SIGINT)
+    assert len({os.getsid(process) for process in [job.process.pid, *ranks]}) == 3
+    job.process.send_signal(signal.SIGINT)
     assert job.wait() == 128 + signal.SIGINT, job.log.read_text()
-    assert job.says("SIGINT: the ranks were ended; the same command goes on from the last checkpoint")
-    assert not job.says("torchtitan_cp/runtime/agent.py")
-    assert not any(Path(f"/proc/{process}").exists() for process in [agent, *ranks])
+    said = "SIGINT: the ranks were ended; the same command goes on from the last checkpoint"
+    assert job.log.read_text().splitlines()[-1] == said
+    assert not job.says("Traceback")
+    assert not job.says("frame #")
+    assert not any(Path(f"/proc/{process}").exists() for process in ranks)
 
 
 @pytest.mark.deep
-def test_with_gpus_ranks_are_programs_and_not_forks(
-    start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
+    """One waits for the other, which is held still."""
+    job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}")
+    job.wait_for(lambda: job.rank(0) is not None and job.rank(1) is not None)
+    job.signal_rank(1, signal.SIGSTOP)
+    time.sleep(1.0)
+    interrupt(job)
+    assert len(job.log.read_text().splitlines()) == 1
+
+
+@deep_rows(
+    ("override", "code", "said"),
+    [("--health.inject.step=2", 3, "error: step 2 "), ("--data.text_field=none", 2, "error: ")],
+    default=[("--health.inject.step=2", 3, "error: step 2 ")],
+)
+def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_rank_starts_again(
+    start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, override: str, code: int, said: str
 ) -> None:
-    """By what nvidia-smi says: a node that has it is taken to have GPUs, here without one."""
-    (tmp_path / "nvidia-smi").symlink_to("/bin/true")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    folder = tmp_path / "run"
-    job = start(long_toml, f"--job.dump_folder={folder}", "--curriculum.stages[0].steps=2")
-    job.wait_for(lambda: steps_taken(folder) >= 1)
-    agent = children(job.process.pid)[0]
-    assert ranks_of(agent) == children(agent)
-    assert job.wait() == 0, job.log.read_text()
-    assert [line["step"] for line in lines_of(folder)] == list(range(1, 23))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "so"}\n' * 9)
+    source = ("--data.source=jsonl", f"--data.path={rows}") if code == 2 else ()
+    job = start(long_toml, f"--job.dump_folder={tmp_path / 'run'}", *source, override)
+    assert job.wait() == code, job.log.read_text()
+    output = job.log.read_text()
+    assert output.splitlines()[-2].startswith(said), output
+    assert output.splitlines()[-1].startswith("  fix: "), output
+    assert output.count("error: ") == output.count("  fix: ") == 1, output
+    assert not any(unwanted in output for unwanted in ("Traceback", "frame #", "lost contact", "exitcode")), output
 
 
 @pytest.mark.deep

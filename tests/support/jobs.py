@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import train
 from tests.support.rank_pool import FORK
-from torchtitan_cp.cli.train import HERE, children, ranks_of
 
 REPOSITORY = Path(__file__).parents[2]
 # For a machine that is busy with other things.
@@ -84,6 +83,22 @@ class Job:
         os.kill(pid, which)
 
 
+LAUNCH = """
+import sys
+from torchtitan_cp.config import load_config
+from torchtitan_cp.runtime.launcher import launch
+program = sys.argv[1:]
+sys.exit(launch(program, 2, max_restarts=load_config(program[1], program[2:]).job.max_restarts))
+"""
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that still run."""
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
 class LaunchedJob(Job):
     """A job as run_train.sh starts it when it has checked the config, on two ranks.
 
@@ -94,11 +109,9 @@ class LaunchedJob(Job):
 
     def __init__(self, path: Path, *overrides: str) -> None:
         super().__init__(path.parent / "logs")
-        start = "import sys; from torchtitan_cp.cli.train import launch; sys.exit(launch(%r, sys.argv[1:]))"
-        command = [sys.executable, "-c", start % [*HERE, "--nproc-per-node", "2"]]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, str(REPOSITORY / "train.py"), str(path), *overrides],
+                [sys.executable, "-c", LAUNCH, str(REPOSITORY / "train.py"), str(path), *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
@@ -113,19 +126,18 @@ class LaunchedJob(Job):
         return self.process.wait(PATIENCE_SECONDS)
 
     def rank(self, number: int) -> int | None:
-        for agent in children(self.process.pid):
-            for pid in ranks_of(agent):
-                with suppress(OSError):
-                    if Path(f"/proc/{pid}/comm").read_text() == f"rank {number}\n":
-                        return pid
+        for pid in children(self.process.pid):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == f"rank {number}\n":
+                    return pid
         return None
 
     def kill(self) -> None:
         if not self.ended():
-            agents = children(self.process.pid)
-            for pid in [*agents, *(rank for agent in agents for rank in ranks_of(agent))]:
-                os.kill(pid, signal.SIGKILL)
+            ranks = children(self.process.pid)
             self.process.kill()
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
             self.process.wait()
 
 
@@ -194,10 +206,8 @@ def _run_rank(log: Path, place: dict[str, str], arguments: list[str], before: Ca
     if before:
         before()
     sys.argv = ["train.py", *arguments]
-    code = train._entry()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    train.worker_main()
+    os._exit(0)
 
 
 # Killing -------------------------------------------------------------------------------------------------------

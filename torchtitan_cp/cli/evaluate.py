@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> int:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)
     try:
-        saved = open_saved_model(options.checkpoint)
+        saved = open_saved_model(options.checkpoint, collective=True)
         found = evaluate(saved, for_evaluation(saved.config, world.size, options), world)
     except (UserError, ContextParallelError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -92,7 +92,7 @@ def export(
     dtype: str = "float32",
     tokenizer: Tokenizer | None = None,
     *,
-    most_bytes: int = 5 * GIB,
+    max_bytes: int = 5 * GIB,
 ) -> None:
     """Write weights, config.json, generation_config.json and the tokenizer's files; complete, or nothing.
 
@@ -101,7 +101,7 @@ def export(
         out: does not exist yet.
         dtype: of the weights as written; float32 is as they were trained.
         tokenizer: of the run, if it is at hand.
-        most_bytes: of one safetensors file.
+        max_bytes: of one safetensors file.
 
     Raises:
         UserError: no checkpoint, a model that the format cannot say, or OUT is there already.
@@ -122,7 +122,7 @@ def export(
         for theirs, entry in hub_names(name, size, hub.names)
     }
     with _complete_or_not_at_all(out) as partial:
-        _write_weights(saved, ours, partial, getattr(torch, dtype), most_bytes)
+        _write_weights(saved, ours, partial, getattr(torch, dtype), max_bytes)
         _write_settings(saved, described, args.head_dim, tokenizer, dtype, partial)
 
 
@@ -141,7 +141,7 @@ def _complete_or_not_at_all(out: Path) -> Iterator[Path]:
 
 
 def _write_weights(
-    saved: SavedModel, ours: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype, most_bytes: int
+    saved: SavedModel, ours: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype, max_bytes: int
 ) -> None:
     """Write the weights.
 
@@ -160,7 +160,7 @@ def _write_weights(
 
     shapes = {theirs: saved.tensors[name][0][0 if entry is None else 1 :] for theirs, (name, entry) in ours.items()}
     sizes = [(theirs, math.prod(shape) * dtype.itemsize) for theirs, shape in shapes.items()]
-    save_hub_weights(out, sizes, read, most_bytes)
+    save_hub_weights(out, sizes, read, max_bytes)
 
 
 def _write_settings(

@@ -103,7 +103,7 @@ class Trainer:
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins with or goes on in: its tp and pp are those of this process's life."""
-        self.saved = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
+        self.saved = self.checkpoints.find_newest() if self.config.checkpoint.enable else None
         if self.saved is None:
             return self.stages[0]
         path, self.progress = self.saved
@@ -430,7 +430,7 @@ class Trainer:
             return None
         self.checkpoints.wait()
         before = self.health_monitor.recovery_policy.steps_too_new
-        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
+        return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 

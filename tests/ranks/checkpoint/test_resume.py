@@ -16,7 +16,7 @@ from tests.support.curricula import TWO_STAGES
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
-from torchtitan_cp.checkpoint.manifest import read_manifest, wrong_files
+from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_
         data[len(data) // 2] ^= 1
         part.write_bytes(data)
     assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
-    manifest = read_manifest(newest)
-    assert wrong_files(newest, manifest, manifest.files) == []
+    assert verify_checkpoint(newest) == []
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step-10", "step-14", "step-5", "step-8"]
 
 

@@ -20,7 +20,6 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import CheckpointManager
-from torchtitan_cp.checkpoint.reader import CheckpointReader
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.replay import main, replay
 from torchtitan_cp.config.sections import Inject
@@ -508,10 +507,10 @@ def test_a_spike_with_no_healthy_step_before_it_is_skipped_and_said_to_be_unknow
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:
     """Weights and moments of a checkpoint."""
-    table = open_saved_model(path).table
-    known = {name: entry for name, entry in table.state_dict_metadata.items() if hasattr(entry, "size")}
+    reader = open_saved_model(path).reader
+    known = {name: entry for name, entry in reader.table.state_dict_metadata.items() if hasattr(entry, "size")}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in known.items()}
-    dcp.load(state, storage_reader=CheckpointReader(path, table), no_dist=True)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     return state
 
 

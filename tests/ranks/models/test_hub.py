@@ -23,14 +23,9 @@ from tests.support.deep import deep_rows
 from tests.support.hub_models import EXPERTS, FAMILIES, OURS, write_start
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, gradients_of, prepared, train, write_run
+from torchtitan_cp.attention.local_shard import shard_slices
 from torchtitan_cp.checkpoint import hub as hub_module
-from torchtitan_cp.checkpoint.hub import (
-    INDEX_FILE,
-    _copy,
-    _pieces,
-    hub_names,
-    shard_of,
-)
+from torchtitan_cp.checkpoint.hub import INDEX_FILE, _copy, _pieces, hub_names
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli import export as export_program
 from torchtitan_cp.cli.generate import LayerCache, load_model
@@ -100,7 +95,7 @@ def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_traini
     assert loss == pytest.approx(their_loss.item(), rel=1e-5)
 
     ranks(1)(train, path, "--curriculum.stages[0].steps=2")
-    export(tmp_path / "run", tmp_path / "out", most_bytes=100_000)
+    export(tmp_path / "run", tmp_path / "out", max_bytes=100_000)
     saved = open_saved_model(tmp_path / "run")
     model = load_model(saved, torch.device("cpu"))
     with torch.no_grad():
@@ -149,7 +144,7 @@ def test_experts_of_transformers_have_their_logits_here_and_back_there_after_tra
     assert not theirs
 
     ranks(size)(train, path, "--curriculum.stages[0].steps=2", *overrides)
-    export(tmp_path / "run", tmp_path / "out", most_bytes=100_000)
+    export(tmp_path / "run", tmp_path / "out", max_bytes=100_000)
     # In fp32 rounding may choose between two experts that a token is as good as torn between.
     back = in_transformers(tmp_path / "out", tokens[:1], torch.float64)[1]
     assert close(back, logits_here(tmp_path / "run", tokens[:1], torch.float64))
@@ -186,8 +181,8 @@ def read_rows(rows: int) -> tuple[int, int, int]:
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.arange(rows * 2.0).view(rows, 2)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    (first, stop) = (shard_of(sharded)[0].start, shard_of(sharded)[0].stop)
-    assert torch.equal(whole[shard_of(sharded)], sharded.to_local())
+    (first, stop) = (shard_slices(sharded)[0].start, shard_slices(sharded)[0].stop)
+    assert torch.equal(whole[shard_slices(sharded)], sharded.to_local())
     return first, stop, len(sharded.to_local())
 
 
@@ -334,11 +329,16 @@ def test_an_export_that_fails_leaves_nothing_and_says_why(
 
     saved = open_saved_model(tmp_path / "run")
     for file in saved.path.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out" / "c")]) == 2
+        assert f"{file.name} has another checksum than when it was written" in capsys.readouterr().err
         file.unlink()
-    with pytest.raises(ConfigError, match=r"step-1 cannot be read: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"step-1 cannot be loaded: .*FileNotFoundError"):
         saved.read(["norm.weight"])
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out" / "b")]) == 2
-    assert "step-1 cannot be read" in capsys.readouterr().err
+    assert "cannot be read (No such file or directory)" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 
