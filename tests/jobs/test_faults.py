@@ -213,6 +213,7 @@ def interrupt(job: LaunchedJob) -> None:
     assert not any(Path(f"/proc/{process}").exists() for process in ranks)
 
 
+@pytest.mark.deep
 def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
     """One waits for the other, which is held still."""
     job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}")
@@ -223,9 +224,10 @@ def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], 
     assert len(job.log.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
+@deep_rows(
     ("override", "code", "said"),
     [("--health.inject.step=2", 3, "error: step 2 "), ("--data.text_field=none", 2, "error: ")],
+    default=[("--health.inject.step=2", 3, "error: step 2 ")],
 )
 def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_rank_starts_again(
     start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, override: str, code: int, said: str
