@@ -27,7 +27,7 @@ SCRIPT = """
 import logging, os, signal, sys, time
 from pathlib import Path
 from torchtitan_cp.config.sections import Data, Tokenizer
-from torchtitan_cp.data import cache
+from torchtitan_cp.data.corpus import cache
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 fill = cache.write_splits
 def write_splits(*arguments):
@@ -66,7 +66,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished_and_the_next_one_clea
     assert len(finished(data)) == 1
 
 
-def test_of_two_processes_one_builds_and_the_other_waits_and_finds(data: Data, tmp_path: Path) -> None:
+def test_of_two_processes_one_builds_and_the_other_waits_for_it(data: Data, tmp_path: Path) -> None:
     go = tmp_path / "go"
     builder = start(data, f"while not Path({str(go)!r}).exists(): time.sleep(0.01)")
     deadline = time.monotonic() + 60

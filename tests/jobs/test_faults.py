@@ -1,4 +1,4 @@
-"""Full disks, killed and stopped ranks, signals: nothing is poisoned, lost or repeated."""
+"""Full disks, killed and stopped ranks, signals: no step and no checkpoint is lost, spoiled or repeated."""
 
 import errno
 import json
@@ -21,8 +21,7 @@ from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, childre
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
 
-# One worker takes all, as most compare with one run that nobody disturbed.
-pytestmark = [pytest.mark.jobs, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.jobs
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def train_on_a_full_disk(path: Path, *overrides: str) -> tuple[list[float], list
     return losses(lines), sorted(path.name for path in trainer.checkpoints.folder.iterdir())
 
 
-def test_training_goes_on_over_a_full_disk_and_saves_again_when_there_is_room(
+def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     settings = ("--checkpoint.interval=5", "--checkpoint.keep=9", "--checkpoint.asynchronous=false")
@@ -68,7 +67,7 @@ def fail_at_the_end(path: Path, *overrides: str) -> None:
 
 
 @pytest.mark.deep
-def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_could(
+def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     folder = f"--job.dump_folder={run_toml.parent / 'no-last'}"
@@ -115,14 +114,30 @@ def uninterrupted(ranks: Callable[[int], RankPool], long_toml: Path) -> list[flo
 
 
 def check_whole(folder: Path, uninterrupted: list[float]) -> None:
-    """Every step once, with the losses of the run that nobody disturbed, and every token once."""
+    """Every step once, with the losses of the undisturbed run, and every token once."""
     lines = lines_of(folder)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert losses(lines) == uninterrupted
     assert [line["tokens"] for line in lines] == [512 * step for step in range(1, STEPS + 1)]
 
 
-def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_itself(
+def test_a_run_killed_in_a_save_and_in_a_step_resumes_each_time_and_loses_no_step(
+    long_toml: Path, uninterrupted: list[float]
+) -> None:
+    folder, draw = long_toml.parent / "killed", random.Random(1)
+    for kill in (Kill(5, "save"), Kill(30, "step")):
+        job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+        try:
+            assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()
+        finally:
+            job.end()
+    job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+    assert job.wait() == [0, 0], job.log.read_text()
+    check_whole(folder, uninterrupted)
+
+
+@pytest.mark.deep
+def test_a_job_restarts_by_itself_after_a_rank_is_killed_and_loses_no_step(
     start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
     """torchrun starts the ranks again; tests/jobs/test_kills.py has many more such moments."""
@@ -145,7 +160,7 @@ def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_it
     [(signal.SIGTERM,), (signal.SIGTERM, signal.SIGUSR1)],
     default=[(signal.SIGTERM,)],
 )
-def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
+def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
     start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], signals: tuple[signal.Signals, ...]
 ) -> None:
     """They arrive while a checkpoint is being written, and on the launcher, as a scheduler sends them."""
@@ -163,14 +178,14 @@ def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
         assert f"stopped by a signal after step {taken} of {STEPS}; the state is saved" in job.log.read_text()
         assert (checkpoints / f"step-{taken}" / "manifest.json").exists()
         assert not list(checkpoints.glob("*.partial"))
-    job = start(long_toml, f"--job.dump_folder={folder}")
-    assert job.wait() == 0, job.log.read_text()
-    assert f"step-{taken}: {taken} of {STEPS} steps are done" in job.log.read_text()
+    resumed = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+    assert resumed.wait() == [0, 0], resumed.log.read_text()
+    assert f"step-{taken}: {taken} of {STEPS} steps are done" in resumed.log.read_text()
     check_whole(folder, uninterrupted)
 
 
 @deep_rows("hung", [0, 1], default=[1])
-def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
+def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
     start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], hung: int
 ) -> None:
     """Rank 0 holds the store through which ranks hear of each other."""
@@ -190,7 +205,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
     check_whole(folder, uninterrupted)
 
 
-def test_ctrl_c_ends_a_job_whole_with_one_line_and_the_code_of_the_signal(
+def test_ctrl_c_ends_every_process_with_one_line_and_the_exit_code_of_the_signal(
     start: Callable[..., LaunchedJob], long_toml: Path
 ) -> None:
     folder = long_toml.parent / "interrupted"
@@ -213,6 +228,7 @@ def interrupt(job: LaunchedJob) -> None:
     assert not any(Path(f"/proc/{process}").exists() for process in ranks)
 
 
+@pytest.mark.deep
 def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
     """One waits for the other, which is held still."""
     job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}")
@@ -223,9 +239,10 @@ def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], 
     assert len(job.log.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
+@deep_rows(
     ("override", "code", "said"),
     [("--health.inject.step=2", 3, "error: step 2 "), ("--data.text_field=none", 2, "error: ")],
+    default=[("--health.inject.step=2", 3, "error: step 2 ")],
 )
 def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_rank_starts_again(
     start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, override: str, code: int, said: str
@@ -287,7 +304,7 @@ def newest(checkpoints: Path) -> int:
 
 
 @pytest.mark.deep
-def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_start_while_there_is_none(
+def test_a_run_survives_a_full_disk_and_cannot_start_on_one(
     small_disk: Path, long_toml: Path, uninterrupted: list[float]
 ) -> None:
     checkpoints = small_disk / "checkpoints"
@@ -329,7 +346,7 @@ def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_
 
 
 @pytest.mark.deep
-def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
+def test_a_checkpoint_folder_removed_during_a_save_is_reported_and_made_again(
     long_toml: Path, uninterrupted: list[float]
 ) -> None:
     folder = long_toml.parent / "removed"

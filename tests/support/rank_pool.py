@@ -24,7 +24,7 @@ FORK.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.training.trainer"]
 )
 # A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up.
-MOST_GROUPS = 60
+MOST_GROUPS = 40
 
 
 class RankFailure(AssertionError):

@@ -17,9 +17,6 @@ from tests.support.runs import first_gradients, losses, packed_gradients, prepar
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.parallel.pipeline import SPLITS_ANY_BACKWARD
 
-# The references are computed once, so one worker takes all tests of this file.
-pytestmark = pytest.mark.xdist_group("parity")
-
 FOUR_LAYERS = "model.overrides.n_layers=4"
 BIAS, QK_NORM, SINKS = (f"model.overrides.{option}=true" for option in ("qkv_bias", "qk_norm", "sinks"))
 EXPERTS = (
