@@ -23,8 +23,8 @@ from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.evaluate import evaluate, for_evaluation, main, write
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
-from torchtitan_cp.data.batches.packing import IGNORED
 from torchtitan_cp.evaluation import Prompt
 from torchtitan_cp.runtime import start_ranks
 from torchtitan_cp.training import registry
@@ -82,8 +82,8 @@ def sums(path: Path, *overrides: str) -> Sums:
     trainer = prepared(path, *overrides)
     stage = trainer.stages[0]
     shape = resized(trainer.enter_stage(stage), stage.seq_len)
-    sampling = trainer.data_pipeline.sampling_of(stage)
-    whole, cut = (trainer.evaluator.held_out(shape, sampling, block) for block in (0, BLOCK))
+    data = trainer.data_pipeline.stage_data(stage)
+    whole, cut = (trainer.evaluator.held_out(shape, data, block) for block in (0, BLOCK))
     assert whole
     assert cut
     assert all(part.training for part in trainer.model.parts)
@@ -114,7 +114,7 @@ def plain_sums(path: Path) -> Sums:
     trainer = prepared(path)
     stage = trainer.stages[0]
     samples = trainer.data_pipeline.held_out_samples(
-        trainer.enter_stage(stage), trainer.data_pipeline.sampling_of(stage)
+        trainer.enter_stage(stage), trainer.data_pipeline.stage_data(stage)
     )
     assert samples
     names, bins = list(samples.packed), [0, 16, 32, 64, 128]
@@ -133,7 +133,7 @@ def plain_sums(path: Path) -> Sums:
         ]
         for place in np.flatnonzero(row.labels != IGNORED):
             column = int(np.searchsorted(bins, place, side="right")) - 1
-            by_bin[names.index(row.pieces[0].source), :, column] += losses[0][place], 1
+            by_bin[names.index(row.spans[0].source), :, column] += losses[0][place], 1
             if place >= BLOCK and place % BLOCK >= BLOCK // 2:
                 late += [[losses[0][place], 1], [losses[1][place], 1]]
     return names, by_bin.tolist(), late[0].tolist(), late[1].tolist()

@@ -15,7 +15,7 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.small_llama import attend, config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_part
+from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_shard
 from torchtitan_cp.parallel.tensor import overlap_products
 
 SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
@@ -35,7 +35,7 @@ def run_step(
     tokens = (torch.arange(4 * 16) % 61).view(4, 16).chunk(parts)[index]
 
     def head(hidden: Tensor, output: nn.Linear) -> Tensor:
-        whole, weight, group, first = vocabulary_part(hidden, output.weight)
+        whole, weight, group, first = vocabulary_shard(hidden, output.weight)
         assert (group is None) == (tp == 1)
         assert torch.equal(weight, output.weight.full_tensor()[first : first + len(weight)] if group else weight)  # type: ignore[operator]
         return (whole @ weight.t()).square().sum()
