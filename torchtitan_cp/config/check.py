@@ -320,6 +320,12 @@ def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
             )
         if named and (min(named.values()) < 0 or not sum(named.values()) > 0):
             raise ConfigError(f"{key} has weights that sum to zero, or one below it", fix="give weights above 0")
+    unknown = sorted(set(config.data.max_epochs) - names)
+    if unknown:
+        raise ConfigError(
+            f"data.max_epochs names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
+            fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
+        )
     if bool(own.short_share) != bool(own.short_seq_len) or own.short_seq_len >= stage.seq_len:
         raise ConfigError(
             f"{where} has short_share = {own.short_share} and short_seq_len = {own.short_seq_len}",

@@ -594,6 +594,22 @@ class StageData:
 
 
 @dataclass(frozen=True)
+class ResolvedStageData:
+    """StageData with [data] filled in where the stage says nothing."""
+
+    mixture: dict[str, float]
+    packing: str
+    packing_window: int
+    document_mask: bool
+    restart_positions: bool
+    max_epochs: dict[str, float] = field(default_factory=dict)
+    short_share: float = 0.0
+    short_seq_len: int = 0
+    growth_from: int = 0
+    growth_steps: int = 0
+
+
+@dataclass(frozen=True)
 class StageActivation:
     """What a stage keeps between forward and backward; default for each key: the value in [activation].
 

@@ -97,7 +97,10 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
             1,
             "data.mixture names 'books', and the sources are corpus",
         ),
-        (dataclasses.replace(STAGE, data=StageData(mixture={"corpus": 0.0})), 1, "has weights that sum to zero"),
+        *(
+            (dataclasses.replace(STAGE, data=StageData(mixture={"corpus": weight})), 1, "has weights that sum to zero")
+            for weight in (0.0, -1.0, float("inf"), float("nan"))
+        ),
         (dataclasses.replace(STAGE, data=StageData(short_share=0.5)), 1, "give both, with a length below 1024"),
         (dataclasses.replace(STAGE, data=StageData(growth_from=1024, growth_steps=5)), 1, "from a length below 1024"),
         (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
