@@ -16,7 +16,7 @@ run_part() {
     local out="$1/$2"
     case "$2" in
         # Without the suite's conftest: these tests need the library alone, and no package of the trainer.
-        tests) "$PYTHON" -m pytest --noconftest -q -m cuda tests/attention/test_kernels.py --junitxml "$out.xml" ;;
+        tests) "$PYTHON" -m pytest --noconftest -q -m cuda tests/unit/attention/test_kernels.py --junitxml "$out.xml" ;;
         kernels-causal) "$PYTHON" -m benchmarks kernels --kernels flash cudnn --lengths 65536 262144 --json "$out.json" ;;
         kernels-packed)
             "$PYTHON" -m benchmarks kernels --kernels flash cudnn --lengths 262144 --ranks 8 64 \

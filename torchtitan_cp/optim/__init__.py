@@ -1,6 +1,6 @@
-"""From gradients to new weights: the optimizer, its learning rates, clipping, and the chunked loss.
+"""From hidden states to new weights: the chunked loss, clipping, the optimizer and its learning rates.
 
-Imports `config` at most.
+Imports `attention` and `config` at most.
 """
 
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates

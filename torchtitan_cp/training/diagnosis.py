@@ -153,7 +153,7 @@ def _describe(event: Event, ranks: list[int], place: dict[str, int], times: floa
 
 def named_parts(model: ParallelModel) -> Iterator[tuple[int, str, nn.Module]]:
     """This rank's parts as Trace wants them."""
-    numbers = model.layers.of(model.meshes.pp.get_local_rank())
+    numbers = model.layers.of_rank(model.meshes.pp.get_local_rank())
     return ((number, "", part) for number, part in zip(numbers, model.parts, strict=True))
 
 

@@ -19,7 +19,7 @@ from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, Samples, 
 from torchtitan_cp.data.batches.packing import PackedSequence, Span
 from torchtitan_cp.evaluation import (
     Budget,
-    Evaluated,
+    EvaluationResult,
     Prompt,
     PromptWriter,
     Retrieval,
@@ -110,7 +110,7 @@ class Evaluator:
 
     def evaluate(
         self, stage: StagePlan, batch_layout: BatchLayout, *, at_end: bool, short_before: float | None
-    ) -> Evaluated | None:
+    ) -> EvaluationResult | None:
         """What [evaluation] asks for and there is time for; what the stage's gate asks for in any case. Collective.
 
         Args:
@@ -136,7 +136,7 @@ class Evaluator:
 
     def _evaluate(
         self, stage: StagePlan, batch_layout: BatchLayout, tokens: int, *, at_end: bool, short_before: float | None
-    ) -> Evaluated | None:
+    ) -> EvaluationResult | None:
         batch_layout, block = resized(batch_layout, stage.seq_len), self.settings.context_gain_tokens
         data = self.data_pipeline.stage_data(stage)
         held_out = self.held_out(batch_layout, data)
@@ -158,7 +158,7 @@ class Evaluator:
         placed, further = held_out, self.settings.position_seq_len
         if further and further != batch_layout.seq_len and self._due(f"loss by position to {further:,}", tokens):
             placed = self.held_out(resized(batch_layout, further), data) or held_out
-        return Evaluated(
+        return EvaluationResult(
             held_out.loss,
             unigram_loss(self.data_pipeline.corpus.unigram_counts, self._labels(batch_layout, data)),
             held_out.by_source,
@@ -171,7 +171,7 @@ class Evaluator:
             tuple(self.left_out),
         )
 
-    def judge(self, stage: StagePlan, found: Evaluated) -> Verdict:
+    def judge(self, stage: StagePlan, found: EvaluationResult) -> Verdict:
         """Whether the stage's gate opens."""
         measured = {
             "validation_loss": found.loss,
@@ -273,7 +273,7 @@ class Evaluator:
                 right = self.answer(variant, depths, resized(batch_layout, length), gate)
                 for place in range(min(len(depths), len(right))):
                     accuracy[place, lengths.index(length)] = np.mean(right[place :: len(depths)])
-            found[variant] = Retrieval(lengths, depths, accuracy)
+            found[variant] = Retrieval(accuracy, lengths, depths)
         return found
 
     def answer(self, variant: str, depths: Sequence[float], batch_layout: BatchLayout, gate: bool) -> list[bool]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import ARCHITECTURES
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
@@ -160,7 +161,7 @@ def test_losses_by_source_position_and_context_are_those_of_a_plain_model(
     assert late[0] != cut[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows("layout", LAYOUTS, default=["tp 2", "pp 2", "cp 2 x dp 2"])
 def test_losses_by_position_are_the_same_bin_by_bin_on_every_layout(
     ranks: Callable[[int], RankPool], run: Path, by_hand: Sums, layout: str
 ) -> None:
@@ -201,7 +202,7 @@ def answers(path: Path, made: list[Prompt], *overrides: str) -> list[bool]:
     return evaluator.answer("passkey", [0.0], resized(shape, 64), gate=False)
 
 
-@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
+@deep_rows("layout", ["one rank", *LAYOUTS], default=["pp 2", "cp 2 x dp 2"])
 def test_an_answer_is_right_where_all_its_tokens_are_the_likeliest_on_every_layout(
     ranks: Callable[[int], RankPool], run: Path, layout: str
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_gate_opens_on_passkeys_and_the_short_length_and_all_that_was_found_is
     assert not last["left_out"]
 
 
+@pytest.mark.deep
 def test_without_time_what_a_gate_asks_for_is_measured_and_nothing_else_and_both_are_told(
     ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +287,7 @@ cp = 2
 """
 
 
+@pytest.mark.deep
 def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

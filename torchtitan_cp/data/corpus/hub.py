@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_cp.config import UserError
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, read_row
 from torchtitan_cp.data.errors import DataError
-from torchtitan_cp.data.extras import import_extra
 
 
 def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
@@ -44,7 +45,7 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
                 content = record.content
                 read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
                 yield replace(record, position_bytes=read_bytes)
-    except DataError:
+    except UserError:
         raise
     except Exception as error:  # the package raises whatever its file systems and formats raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, fields_of, read_row
-from torchtitan_cp.data.extras import import_extra
 
 BATCH_ROWS = 256
 
