@@ -9,8 +9,9 @@ import numpy as np
 
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
-from torchtitan_cp.data.batches.stream import Documents, TokenStream
+from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
 from torchtitan_cp.data.batches.windows import DOCUMENT, OFFSET, PACKINGS, START, STOP, Window
+from torchtitan_cp.data.corpus.store import TokenStore
 
 
 class Span(NamedTuple):
@@ -132,7 +133,7 @@ class PackedStream:
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 
 
-def _read(store: Documents, spans: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _read(store: TokenStore | SeparatedStore, spans: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of the spans, and the token that follows each in its document: both `[S]` int64."""
     tokens, labels = [], []
     for document, start, stop in spans:

@@ -2,24 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-
-class Documents(Protocol):
-    """What a stream reads: TokenStore, or a view of one.
-
-    Attributes:
-        groups: `[documents]` int64; documents that belong together (one folder, one repository) share a number.
-    """
-
-    documents: int
-    tokens: int
-    document_lengths: np.ndarray
-    groups: np.ndarray
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
+from torchtitan_cp.data.corpus.store import TokenStore
 
 
 class SeparatedStore:
@@ -35,7 +22,7 @@ class SeparatedStore:
         documents, tokens, document_lengths, groups: as of a store; separators are counted.
     """
 
-    def __init__(self, store: Documents, separator: int) -> None:
+    def __init__(self, store: TokenStore, separator: int) -> None:
         self.store, self.separator = store, separator
         self.documents = store.documents
         self.document_lengths: np.ndarray = store.document_lengths + (store.document_lengths > 0)
@@ -87,7 +74,7 @@ class TokenStream:
         order: what shuffling permutes, `shuffled` or `related`.
     """
 
-    store: Documents
+    store: TokenStore | SeparatedStore
     block_tokens: int
     seed: int
     shuffle: bool = True

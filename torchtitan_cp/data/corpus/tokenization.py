@@ -72,6 +72,7 @@ class _State:
     held_out_key: str | None = None
 
 
+@dataclass(eq=False)
 class Tokenization:
     """The pass over one source, into one folder.
 
@@ -83,16 +84,11 @@ class Tokenization:
         stop_requested: asked after each document; the pass commits before it stops.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
-        folder: Path,
-        settings: dict[str, Any],
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self.corpus, self.tokenizer, self.folder, self.settings = corpus, tokenizer, folder, settings
-        self.source, self.stop_requested = corpus.source, stop_requested
+    corpus: Corpus
+    tokenizer: Tokenizer
+    folder: Path
+    settings: dict[str, Any]
+    stop_requested: Callable[[], bool]
 
     def run(self) -> dict[str, Any]:
         """Tokenize the corpus. Returns counts and fingerprint for the manifest.
@@ -104,7 +100,7 @@ class Tokenization:
         """
         self._start(read_journal(self.folder))
         self._read_corpus()
-        state, where, fraction = self.state, self.source.where, self.source.validation_fraction
+        state, where, fraction = self.state, self.corpus.source.where, self.corpus.source.validation_fraction
         held_out = self.writers[1].documents
         if fraction > 0 and not held_out and state.kept_documents > 1 and state.held_out_key is None:
             logger.info("%s.validation_fraction = %g holds out no document, so one is chosen", where, fraction)
@@ -161,7 +157,7 @@ class Tokenization:
 
     def _write(self, document: Document, ids: np.ndarray) -> None:
         """Add one document of tokens `[n]`, without its end, by the source's rules of length."""
-        state, source = self.state, self.source
+        state, source = self.state, self.corpus.source
         if document.resume_point.file != state.resume_point.file:
             state.resume_point, state.documents_read = document.resume_point, 0
         state.documents_read += 1
@@ -222,12 +218,12 @@ class Tokenization:
         }
 
     def _refuse_empty_split(self) -> None:
-        where, fraction, state = self.source.where, self.source.validation_fraction, self.state
+        where, fraction, state = self.corpus.source.where, self.corpus.source.validation_fraction, self.state
         train, held_out = (writer.documents for writer in self.writers)
         if not state.kept_documents:
             raise DataError(
                 f"all {state.left_out_documents} documents are shorter than {where}.min_document = "
-                f"{self.source.min_document} tokens",
+                f"{self.corpus.source.min_document} tokens",
                 fix="lower min_document",
             )
         if not train:
