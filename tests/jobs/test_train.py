@@ -138,17 +138,17 @@ def test_a_world_size_without_a_dry_run_is_refused(capsys: pytest.CaptureFixture
 
 def limits_of_preparing(path: Path) -> tuple[float, float]:
     """On a rank: how long it may prepare the corpus, and how long what comes after."""
-    limits, prepare = [], trainer.prepare
+    limits, prepare = [], trainer.prepare_corpus
 
     def watched(*arguments: Any) -> Any:
         limits.append(failure._now.limit_seconds)
         return prepare(*arguments)
 
-    trainer.prepare = watched  # type: ignore[assignment]
+    trainer.prepare_corpus = watched  # type: ignore[assignment]
     try:
         prepared(path, "--job.startup_timeout_seconds=77")
     finally:
-        trainer.prepare = prepare
+        trainer.prepare_corpus = prepare
     return limits[0], failure._now.limit_seconds
 
 

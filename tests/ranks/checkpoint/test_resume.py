@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,15 +225,18 @@ def test_deterministic_kernels_give_the_same_bits_twice(
     assert runs[0] == pytest.approx(straight, rel=1e-5)
 
 
-def train_on_own_corpus(paths: list[Path]) -> None:
-    train(paths[dist.get_rank()])
+def train_as_a_node_of_its_own(paths: list[Path]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(socket, "gethostname", lambda: f"node {dist.get_rank()}")
+        train(paths[dist.get_rank()])
 
 
-def test_ranks_that_read_other_tokens_are_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_nodes_that_read_other_tokens_are_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     paths = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         paths.append(write_run(tmp_path / name))
     (tmp_path / "other" / "corpus" / "ast.py").unlink()
     with pytest.raises(RankFailure, match=r"(?s)rank 1 has other tokens than rank 0.*give every node the same files"):
-        ranks(2)(train_on_own_corpus, paths)
+        ranks(2)(train_as_a_node_of_its_own, paths)
