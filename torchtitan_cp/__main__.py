@@ -14,7 +14,7 @@ COMMANDS = {
     "evaluate": ("torchtitan_cp.cli.evaluate", "what a checkpoint finds again, at which length and depth"),
     "generate": ("torchtitan_cp.cli.generate", "go on with a text"),
     "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),
-    "replay": ("torchtitan_cp.cli.replay", "run again what made a step's numbers ill"),
+    "replay": ("torchtitan_cp.cli.replay", "run the module that a bad step began in again, on one process"),
 }
 
 

@@ -313,7 +313,7 @@ def _read_progress(path: Path) -> Progress:
         DamagedError: that cannot be read.
     """
     try:
-        return Progress(**json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8")))
+        return Progress.from_json(json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8")))
     except TypeError as error:
         raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
 """The model on this rank: its parts, sharded and filled, their optimizers, and what a stage of the curriculum sets."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics import layer_costs
@@ -22,6 +24,7 @@ from torchtitan_cp.optim import (
     build_optimizer,
     scale_gradients,
     set_learning_rates,
+    square_norms,
     wrong_answers,
 )
 from torchtitan_cp.parallel import (
@@ -126,6 +129,7 @@ class ParallelModel:
             tied = args.tie_embeddings
             self.pipeline = Pipeline(list(self.parts), self.layers, mesh, settings.pp_schedule, self.device, tied=tied)
             self.watches |= self.pipeline.watches
+        self.norm_groups = self._group_parameters()
 
     def reset_optimizers(self) -> None:
         """Optimizers without any state."""
@@ -134,7 +138,7 @@ class ParallelModel:
             for part in self.parts
         ]
 
-    def enter(self, stage: StagePlan) -> BatchLayout:
+    def configure_stage(self, stage: StagePlan) -> BatchLayout:
         """Make the stage's groups and frequencies, and its policy of what is kept. Collective.
 
         Returns:
@@ -142,8 +146,7 @@ class ParallelModel:
         """
         if stage.activation != self.activation:
             self.activation = stage.activation
-            for part in self.parts:
-                wrap_blocks(part, stage.activation, self.config.compile, self.device.type)
+            self._wrap_blocks(self.config.compile)
         self.mesh = mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
         self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
@@ -165,7 +168,24 @@ class ParallelModel:
             tuple(sorted({0, *self.args.windows})),
         )
 
-    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
+    def _wrap_blocks(self, compiling: Compile) -> None:
+        for part in self.parts:
+            wrap_blocks(part, self.activation, compiling, self.device.type)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Run the blocks without torch.compile, as hooks inside compiled blocks would not run."""
+        layers = [layer for part in self.parts for layer in part.layers.values()]  # type: ignore[operator]
+        kept = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
+        if self.config.compile.enable:
+            self._wrap_blocks(Compile(enable=False))
+        try:
+            yield
+        finally:
+            for layer, replaced in zip(layers, kept, strict=True):
+                vars(layer).update(replaced)
+
+    def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
         """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
         tokens = self.count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device)
@@ -195,7 +215,7 @@ class ParallelModel:
 
     def token_losses(self, batch: MicroBatch) -> Tensor | None:
         """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
-        result = self._look(batch, self.token_loss)
+        result = self._measure(batch, self.token_loss)
         return None if result is None else result[1]
 
     def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
@@ -203,10 +223,10 @@ class ParallelModel:
 
         None on a rank without the last part. Collective.
         """
-        return self._look(batch, wrong_answers)
+        return self._measure(batch, wrong_answers)
 
     @torch.no_grad()
-    def _look(self, batch: MicroBatch, measure: Measure) -> Any:
+    def _measure(self, batch: MicroBatch, measure: Measure) -> Any:
         """What `measure` finds in a micro-batch, without gradients."""
         run = partial(self._forward, measure=measure)
         if self.pipeline:
@@ -277,13 +297,21 @@ class ParallelModel:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def grad_norm_groups(self) -> list[list[nn.Parameter]]:
-        """This rank's parameters, each counted once over the pipeline: of every block of the model, and the others."""
+    def square_norms(self) -> Tensor:
+        """This rank's share of the squared gradient norm of each block and of the other parameters, `[blocks + 1]`."""
+        return square_norms(self.norm_groups, self.world.size // self.meshes.pp.size())
+
+    def _group_parameters(self) -> list[list[nn.Parameter]]:
+        """This rank's parameters by block, and last those of no block; each counted once over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
         for name, parameter in self.pipeline.counted if self.pipeline else self.parts[0].named_parameters():
             pieces = name.split(".")
             groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
         return groups
+
+    def numbered_parts(self) -> list[tuple[int, nn.Module]]:
+        """This rank's parts, each with the number of its pipeline stage."""
+        return list(zip(self.layers.of(self.meshes.pp.get_local_rank()), self.parts, strict=True))
 
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""

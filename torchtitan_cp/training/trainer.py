@@ -7,9 +7,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,13 @@ from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
-from torchtitan_cp.health import NonFiniteError, StepReport
+from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
+from torchtitan_cp.health.inject import Injector
+from torchtitan_cp.health.monitor import HealthMonitor, StepReport
+from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
+from torchtitan_cp.health.replay import save_bundle
 from torchtitan_cp.metrics.profiling import Profiling
-from torchtitan_cp.optim import LearningRates
+from torchtitan_cp.optim import IGNORED, LearningRates
 from torchtitan_cp.parallel import Meshes, check_tensor_parallel
 from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
 from torchtitan_cp.runtime.watchdog import set_activity
@@ -33,9 +36,8 @@ from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import check_exportable, exported_stages
-from torchtitan_cp.training.health_monitor import HealthMonitor
 from torchtitan_cp.training.metrics_logger import MetricsLogger
-from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.model import ParallelModel, StepSums
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,8 @@ class Trainer:
         self.meshes = Meshes(self.device.device.type, degrees)
         self.model = ParallelModel(config, world, self.meshes, args, begins, max(lengths))
         self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
-        self.stopping = self.time_is_up = False
-        self.health_monitor = HealthMonitor(config, world, self.model, self._stop_and_save_requests)
+        self.stopping = self.save_requested = False
+        self._watch_health()
         self.evaluator = Evaluator(
             self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._asked
         )
@@ -120,6 +122,24 @@ class Trainer:
                 fix="put the stages back, or give the new run a folder of its own: --job.dump_folder=...",
             )
         return self.stages[min(self.progress.stage + self._stage_over(), last)]
+
+    def _watch_health(self) -> None:
+        """Make what detects, diagnoses and answers bad steps. Collective."""
+        model, settings = self.model, self.config.health
+        self.health_monitor = HealthMonitor(settings, model.parts, model.args.n_layers)
+        self.injector = Injector(settings.inject, model.parts, model.args.vocab_size, model.shares_batch_with)
+        self.diagnoser = Diagnoser(
+            model.numbered_parts(),
+            model.token_loss,
+            model.args.vocab_size,
+            IGNORED,
+            self.meshes.tp,
+            model.device,
+            self._repeat_step,
+            compiled=self.config.compile.enable,
+        )
+        # Of the newest healthy step of this stage: what a spike is compared with.
+        self.healthy_batches: tuple[MicroBatch, ...] = ()
 
     # Where the run stands ----------------------------------------------------------------------------------
 
@@ -168,7 +188,8 @@ class Trainer:
                     f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do."
                 )
             return
-        self.health_monitor.load_state(self.progress)
+        self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
+        self.health_monitor.spikes.recent = self.progress.recent
         self.metrics_logger.begin(self.data_pipeline)
         try:
             with self.signals, self._exports() as hurried:
@@ -223,7 +244,9 @@ class Trainer:
         )
         logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
         stage, now = self.stages[saved.stage], self.stages[saved.stage].text_recipe
-        changed = [f"{name} {was} -> {now.get(name)}" for name, was in saved.recipe.items() if now.get(name) != was]
+        changed = [
+            f"{name} {was} -> {now.get(name)}" for name, was in saved.text_recipe.items() if now.get(name) != was
+        ]
         if changed and saved.stage_step and not self._stage_over():
             logger.warning(
                 "stage %d reads its text in another way from here, and may skip some or read it twice: %s",
@@ -249,12 +272,12 @@ class Trainer:
         self.patience_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
-        self.progress = dataclasses.replace(self.progress, recipe=stage.text_recipe)
+        self.progress = dataclasses.replace(self.progress, text_recipe=stage.text_recipe)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
         left = stage.steps - self.progress.stage_step
-        at = self.progress.stage_step + self.progress.passed(stage.index)
-        batches = self.data_pipeline.steps(at, left, batch_layout, pin=self.device.device.type == "cuda")
+        pin = self.device.device.type == "cuda"
+        batches = self.data_pipeline.steps(self.progress.text_step, left, batch_layout, pin=pin)
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, batch_layout, time.perf_counter() - begun)
@@ -275,37 +298,39 @@ class Trainer:
                 self._validate(stage, batch_layout)
                 self.model.pop_timings()  # what it waited is not the next step's
                 # It may have taken long.
-                self.stopping, self.time_is_up = any_rank(*self._stop_and_save_requests(), device=self.device.device)
+                self.stopping, self.save_requested = any_rank(
+                    *self._stop_and_save_requests(), device=self.device.device
+                )
             self._save_if_due(self._stage_over())
             if self._stage_over():
                 self.metrics_logger.stage_over(stage, self.progress.step, self.progress.stage_losses)
-                self.metrics_logger.say(
-                    self.data_pipeline.describe_epochs(self.progress.stage_step + self.progress.passed(stage.index))
-                )
+                self.metrics_logger.say(self.data_pipeline.describe_epochs(self.progress.text_step))
             if self._stage_over() or self.stopping:
                 return
 
     def _leave_stage(self) -> None:
         """Go on to the next stage, which reads on where this one stopped."""
-        stage, passed = self.progress.stage, self.progress.passed(self.progress.stage)
-        samples = self.data_pipeline.samples_of(self.stages[stage], self.progress.source_tokens, passed)
+        progress, stage = self.progress, self.stages[self.progress.stage]
+        skipped = progress.skipped_steps(stage.index)
+        samples = self.data_pipeline.samples_of(stage, progress.source_tokens, skipped)
         self.progress = dataclasses.replace(
-            self.progress,
-            stage=stage + 1,
+            progress,
+            stage=stage.index + 1,
             stage_step=0,
             stage_done=False,
-            source_tokens=self.progress.source_tokens | samples.tokens_after(self.progress.stage_step + passed),
+            source_tokens=progress.source_tokens | samples.tokens_after(progress.text_step),
         )
-        self.health_monitor.forget_recent()
+        # Another length has other numbers.
+        self.health_monitor.spikes.recent, self.healthy_batches = [], ()
 
     def enter_stage(self, stage: StagePlan) -> BatchLayout:
-        """Make what the stage needs: groups, frequencies, samples. Collective.
+        """Make the groups, frequencies and samples that a stage needs. Collective.
 
         Returns:
-            how its steps are dealt out.
+            which sequences of its steps this rank reads.
         """
-        self.data_pipeline.enter(stage, self.progress.source_tokens, self.progress.passed(stage.index))
-        return self.model.enter(stage)
+        self.data_pipeline.enter(stage, self.progress.source_tokens, self.progress.skipped_steps(stage.index))
+        return self.model.configure_stage(stage)
 
     def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
         self.announced = stage.index
@@ -322,27 +347,24 @@ class Trainer:
     # A step ------------------------------------------------------------------------------------------------
 
     def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> bool:
-        """One optimizer step: read, run forward and backward, look, update, tell. Returns whether it was healthy."""
-        begun = time.perf_counter()
-        self._set_activity("waiting for its batch", step=self.progress.step + 1)
+        """One optimizer step: read, forward and backward, check, update, record. Returns whether it was healthy."""
+        begun, number = time.perf_counter(), self.progress.step + 1
+        self._set_activity("waiting for its batch", step=number)
         micro_batches = next(batches)
         waited = time.perf_counter() - begun
 
-        self._set_activity("in forward, backward and update with the others", step=self.progress.step + 1)
-        reseed = partial(seed_step, self.config.training.seed, stage.index, self.progress.stage_step, self.model.role)
-        reseed()
-        lr = (
-            self.learning_rates.at(stage.index, self.progress.stage_step)
-            * self.health_monitor.recovery_policy.lr_factor
-        )
-        self.metrics_logger.before(stage, self.progress.step + 1, micro_batches)
-        report = self.gradients(micro_batches)
-        self.stopping, self.time_is_up = report.stop, report.save
+        self._set_activity("in forward, backward and update with the others", step=number)
+        self._seed_step()
+        lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.recovery_policy.lr_factor
+        self.metrics_logger.before(stage, number, micro_batches)
+        report = self.forward_backward(micro_batches)
+        self.stopping, self.save_requested = report.stop, report.save
         healthy = not self.health_monitor.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
+            self.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
         else:
-            self._recover(stage, report, micro_batches, reseed)
+            self._recover(stage, report, micro_batches)
         seconds = time.perf_counter() - begun
         self.evaluator.budget.trained_seconds += seconds
         self.metrics_logger.step(
@@ -357,72 +379,109 @@ class Trainer:
         )
         return healthy
 
-    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
-        """Forward and backward of a step, and what every rank has to know of it. Collective."""
-        return self.health_monitor.gradients(self.progress.step + 1, micro_batches)
+    def _seed_step(self) -> None:
+        """Set the random numbers of the next step."""
+        seed_step(self.config.training.seed, self.progress.stage, self.progress.stage_step, self.model.role)
+
+    def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
+        """Forward and backward of the next step, and what it was on every rank. Collective."""
+        step = self.progress.step + 1
+        with self.injector.fault(step):
+            sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
+        return self._check_step(sums)
+
+    def _check_step(self, sums: StepSums) -> StepReport:
+        memory, requests = self.device.peak_memory_bytes(), self._stop_and_save_requests()
+        return self.health_monitor.check_step(*sums, self.model.square_norms(), memory, requests)
 
     def _update(self, stage: StagePlan, report: StepReport, lr: float) -> None:
-        """Let the optimizers run, and stand a step further."""
+        """Let the optimizers run, and count the step."""
         self.model.update(lr, report.grad_norm)
-        self.health_monitor.record_healthy_step(report)
+        self.recovery_policy.record_healthy_step()
+        self.health_monitor.spikes.record_healthy_step(report)
         progress, name = self.progress, str(stage.index)
         first = progress.stage_losses.get(name, [report.loss])[0]
         row = [first, report.loss, float(progress.stage_step + 1)]
-        self.progress = dataclasses.replace(
-            self.health_monitor.with_health_state(progress),
-            step=progress.step + 1,
-            stage_step=progress.stage_step + 1,
-            cursor=progress.cursor + stage.global_batch_tokens,
-            stage_losses={**progress.stage_losses, name: row},
+        self.progress = self._with_health(
+            dataclasses.replace(
+                progress,
+                step=progress.step + 1,
+                stage_step=progress.stage_step + 1,
+                trained_tokens=progress.trained_tokens + stage.global_batch_tokens,
+                stage_losses={**progress.stage_losses, name: row},
+            )
         )
 
-    def _recover(
-        self,
-        stage: StagePlan,
-        report: StepReport,
-        micro_batches: tuple[MicroBatch, ...],
-        reseed: Callable[[], None],
-    ) -> None:
-        """Leave everything as before the step but the text, which is passed over; or climb the ladder. Collective.
+    def _with_health(self, progress: Progress) -> Progress:
+        """The progress with the state of what watches the run."""
+        state = dataclasses.asdict(self.recovery_policy.state)
+        return dataclasses.replace(progress, health=state, recent=self.health_monitor.spikes.recent)
+
+    # A bad step --------------------------------------------------------------------------------------------
+
+    def _recover(self, stage: StagePlan, report: StepReport, micro_batches: tuple[MicroBatch, ...]) -> None:
+        """Skip the text of a bad step, or go back to a checkpoint; no weight has changed. Collective.
 
         Raises:
-            NonFiniteError: the run is to halt.
+            NonFiniteError: the run has to halt.
         """
         self.model.zero_grad()
-        recovery_policy, settings = self.health_monitor.recovery_policy, self.config.health
-        what, recoverable = self.health_monitor.describe(self.progress.step + 1, stage, report), True
-        if settings.replay:
-            set_activity("running a bad step again with the others", self.progress.step + 1, self._recovery_seconds)
-            found = self.health_monitor.diagnose(self.progress.step + 1, micro_batches, report, reseed)
-            what, recoverable = f"{what}. {found.said[0].upper()}{found.said[1:]}", found.recoverable
-        message = recovery_policy.trip(what, halts=settings.on_nonfinite == "halt", recoverable=recoverable)
-        if message:
-            self.metrics_logger.warn(message, self.progress.step + 1)
-            self.progress = self.health_monitor.with_health_state(self.progress.skipping())
-            return
-        set_activity("looking for a checkpoint to go back to", self.progress.step, self._recovery_seconds)
-        target = self._good_checkpoint() if settings.policy else None
-        rung = recovery_policy.climb(what, can_roll_back=target is not None)
-        told = f"{what}. "
-        if target:
-            path, saved = target
-            self.checkpoints.load(path, self.model.parts, self.model.optimizers)
-            recovery_policy.rolled_back(saved.step)
-            self.progress = self.progress.back_to(saved)
-            self.health_monitor.spikes.recent = saved.recent
-            told += f"ROLLED BACK to {path}, and the text since is passed over"
-            # So that it stays passed over if the run is resumed.
-            self.must_save = True
+        step = self.progress.step + 1
+        what, recoverable = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
+        if self.config.health.replay:
+            set_activity("running a bad step again with the others", step, self._recovery_seconds)
+            found = self._diagnose(step, report, micro_batches)
+            what, recoverable = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.recoverable
+        recovery = self.recovery_policy.decide(what, self._find_good_checkpoint, recoverable=recoverable)
+        if recovery.checkpoint is None:
+            self.progress = self.progress.after_skip()
         else:
-            self.progress = self.progress.skipping()
-            told += "There is no checkpoint to go back to"
-        if rung == "lower_lr":
-            told += (
-                f"; the learning rate is LOWERED to {recovery_policy.lr_factor:g} of it for {settings.lr_steps} steps"
-            )
-        self.progress = self.health_monitor.with_health_state(self.progress)
-        counts = f"{recovery_policy.state.rollbacks} rollbacks, {recovery_policy.state.lr_cuts} cuts so far"
-        self.metrics_logger.warn(f"{told} ({counts})", self.progress.step)
+            path, saved = recovery.checkpoint
+            self.checkpoints.load(path, self.model.parts, self.model.optimizers)
+            self.progress = self.progress.after_rollback(saved)
+            self.health_monitor.spikes.recent = saved.recent
+            # So that a resumed run skips that text too.
+            self.must_save = True
+        self.progress = self._with_health(self.progress)
+        self.metrics_logger.warn(recovery.message, self.progress.step)
+
+    def _diagnose(self, step: int, report: StepReport, micro_batches: tuple[MicroBatch, ...]) -> Diagnosis:
+        """Run a bad step again, find what it begins with, and keep the tensors of that. Collective."""
+        config, inject = self.config, self.injector.settings
+        read = self.injector.corrupt(step, micro_batches, again=True)
+        found = self.diagnoser.diagnose(step, read, report, self.healthy_batches)
+        state = self.recovery_policy.state
+        if state.replays >= config.health.bundles or not (report.findings or self.healthy_batches):
+            return found
+        self.recovery_policy.state = dataclasses.replace(state, replays=state.replays + 1)
+        about = {
+            "findings": report.findings or report.spikes,
+            "inject": dataclasses.asdict(inject),
+            "injected": self.injector.is_due(step, again=True),
+            "struck": self.injector.module,
+            "architecture": config.model.architecture,
+            "sizes": dataclasses.asdict(self.model.args),
+            "compute_dtype": config.training.compute_dtype,
+            "loss_chunk_tokens": config.training.loss_chunk_tokens,
+            "z_loss": config.training.z_loss,
+        }
+        return save_bundle(self.diagnoser, found, step, read, about, self.folder / "health" / f"step-{step}")
+
+    def _repeat_step(
+        self, step: int, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]
+    ) -> StepReport:
+        """Run a step again, uncompiled, with the random numbers it had; its gradients are freed. Collective.
+
+        Args:
+            within: watches the modules.
+        """
+        self._seed_step()
+        try:
+            with self.model.uncompiled(), self.injector.fault(step, again=True), within:
+                sums = self.model.forward_backward(tuple(micro_batches))
+            return self._check_step(sums)
+        finally:
+            self.model.zero_grad()
 
     @property
     def _recovery_seconds(self) -> float:
@@ -430,12 +489,12 @@ class Trainer:
         job = self.config.job
         return max(job.timeout_seconds, job.startup_timeout_seconds, self.config.checkpoint.timeout_seconds)
 
-    def _good_checkpoint(self) -> tuple[Path, Progress] | None:
-        """The newest that was not saved amid bad steps; an older one if the last rollback was to no avail."""
+    def _find_good_checkpoint(self, before: int | None) -> tuple[Path, Progress] | None:
+        """The newest checkpoint that was not saved amid bad steps, of a step before `before` if that is given."""
         if not self.config.checkpoint.enable:
             return None
+        set_activity("looking for a checkpoint to go back to", self.progress.step, self._recovery_seconds)
         self.checkpoints.wait()
-        before = self.health_monitor.recovery_policy.steps_too_new
         return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
@@ -473,7 +532,7 @@ class Trainer:
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint where one is due. Collective."""
         self.checkpoints.poll()
-        due = self.time_is_up or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
+        due = self.save_requested or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
@@ -484,7 +543,9 @@ class Trainer:
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.save_schedule.saved()
         self.must_save = False
-        if self.health_monitor.has_nonfinite_weights():  # a start would take it, and a good one might go for it
+        nonfinite = find_nonfinite_weight(self.model.parts) is not None
+        # A later start would resume from it, and retention might delete a good checkpoint for it.
+        if any_rank(nonfinite, device=self.device.device)[0]:
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return
