@@ -1,14 +1,20 @@
-"""Where a run stands, the data cursor included, and whether a checkpoint belongs to the run that wants to resume."""
+"""Where a run stands, the data cursor included, and whether a checkpoint belongs to the run that resumes from it."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config import ConfigError
 
+PROGRESS_FILE = "progress.json"
 # Keys of a progress.json written before, and what they are called now.
 OLD_KEYS = {"cursor": "trained_tokens", "passed_over": "skipped_ranges", "recipe": "text_recipe"}
+
+
+class DamagedError(Exception):
+    """A checkpoint's progress or manifest is missing or cannot be understood."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,20 @@ class Progress:
             skipped_ranges=[*saved.skipped_ranges, skipped],
             block_tokens=self.block_tokens,
         )
+
+
+def read_progress(folder: Path) -> Progress:
+    """Where the run of a checkpoint stood.
+
+    Raises:
+        DamagedError: its file is missing, or was written by another version of this program.
+    """
+    try:
+        return Progress.from_json(json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
+    except TypeError as error:
+        raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:

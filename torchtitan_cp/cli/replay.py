@@ -11,7 +11,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.health.replay import Bundle, replay
-from torchtitan_cp.optim import IGNORED, TokenLoss
+from torchtitan_cp.optim import TokenLoss
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import architecture, register
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         print(f"in the run:  {bundle.report['said']}")
         if bundle.report["injected"]:
             print("             (a fault made on purpose by [health.inject], which is made again here)")
-        event = replay(bundle, build, IGNORED)
+        event = replay(bundle, build)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

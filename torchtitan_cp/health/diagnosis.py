@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.health.monitor import StepReport
 
 WEIGHT, DATA, STEP = range(3)
@@ -198,19 +199,18 @@ def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ..
 
     None of an empty shard. The size is the absolute value, or infinite.
     """
-    own = (x.to_local() if isinstance(x, DTensor) else x).detach()
+    own = local_tensor(x).detach()
     if not own.numel():
         return None
-    nonfinite = ~own.isfinite()
-    bad = bool(nonfinite.any())
-    place = (nonfinite.flatten().to(torch.uint8) if bad else own.flatten().abs()).argmax()
+    flat = own.flatten()
+    low, high = torch.aminmax(flat)  # which pass NaN on
+    bad = not (low.isfinite() and high.isfinite())
+    largest = flat.argmax() if high >= -low else flat.argmin()
+    place = (~flat.isfinite()).to(torch.uint8).argmax() if bad else largest
     index = tuple(int(number) for number in torch.unravel_index(place, own.shape))
     value = float(own[index])
-    return (
-        (math.inf, str(value), tuple(own.shape), index)
-        if bad
-        else (abs(value), f"{abs(value):.3g}", tuple(own.shape), index)
-    )
+    size = math.inf if bad else abs(value)
+    return size, str(value) if bad else f"{size:.3g}", tuple(own.shape), index
 
 
 def modules_that_run(parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -237,16 +237,16 @@ def find_nonfinite_weight(parts: Iterable[nn.Module]) -> Event | None:
     return None
 
 
-def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int, ignored: int) -> Event | None:
+def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int) -> Event | None:
     """The first token or label of this rank that the vocabulary does not have.
 
     Args:
         batches: `tokens` and `labels` `[B, S/cp]` of each micro-batch.
-        vocabulary: V; ignored: the label that is not trained on.
+        vocabulary: V.
     """
     for number, batch in enumerate(batches):
         for what, ids in batch.items():
-            bad = ((ids < 0) | (ids >= vocabulary)) & ~((ids == ignored) & (what == "labels"))
+            bad = ((ids < 0) | (ids >= vocabulary)) & ~((ids == IGNORED) & (what == "labels"))
             if bad.any():
                 index = tuple(bad.nonzero()[0].tolist())
                 value = str(int(ids[index]))
@@ -315,7 +315,7 @@ class Diagnoser:
     Attributes:
         parts: (number of the pipeline stage, module) of each part of the model here.
         loss: the module of the loss, which the last part calls.
-        vocabulary: V; ignored: the label that is not trained on.
+        vocabulary: V.
         tp_mesh: of tensor parallelism; None without it.
         device: of this rank.
         run_step: runs a step again.
@@ -325,7 +325,6 @@ class Diagnoser:
     parts: Sequence[tuple[int, nn.Module]]
     loss: nn.Module
     vocabulary: int
-    ignored: int
     tp_mesh: DeviceMesh | None
     device: torch.device
     run_step: RunStep
@@ -342,9 +341,7 @@ class Diagnoser:
             healthy: micro-batches of the newest healthy step, which a spike is compared with; empty if there is none.
         """
         if not (report.findings or healthy):
-            return Diagnosis(
-                "no healthy step was taken since the process or the stage began, so its module is not known", False
-            )
+            return Diagnosis("there is no healthy step to compare it with yet, so its module is not known", False)
         usual, trace = ModuleTrace(self.watched), ModuleTrace(self.watched)
         if not report.findings:
             self.run_step(0, healthy, usual.watching())
@@ -352,7 +349,7 @@ class Diagnoser:
         reproduces = bool(again.findings or (again.spikes and not report.findings))
         ids = [{"tokens": batch.tokens, "labels": batch.labels} for batch in micro_batches]
         event = find_nonfinite_weight(part for _, part in self.parts)
-        event = event or find_invalid_tokens(ids, self.vocabulary, self.ignored)
+        event = event or find_invalid_tokens(ids, self.vocabulary)
         outgrown = [(math.inf, event)] if event else trace.outgrown(usual) if reproduces else []
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, outgrown)

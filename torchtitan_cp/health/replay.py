@@ -188,12 +188,11 @@ def pack_arguments(inputs: list[Any], whole: Callable[[Tensor], Tensor]) -> tupl
 # Running one again -------------------------------------------------------------------------------------------
 
 
-def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module], ignored: int) -> Event | None:
+def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None:
     """Run the module of a bundle again.
 
     Args:
         build: makes the module with the weights it had.
-        ignored: the label that is not trained on.
 
     Returns:
         its first non-finite value; of a spike, the same tensor's largest value if it is as large. None: not reproduced.
@@ -203,7 +202,7 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module], ignored: int) -
     """
     report, unit = bundle.report, bundle.report["unit"]
     ids = {name: x for name, x in bundle.tensors.items() if name in ("tokens", "labels")}
-    if event := find_invalid_tokens([ids], report["sizes"]["vocab_size"], ignored):
+    if event := find_invalid_tokens([ids], report["sizes"]["vocab_size"]):
         return event
     if unit is None:
         raise UserError(

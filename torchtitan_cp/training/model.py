@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
+from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.optim import (
-    IGNORED,
     TokenLoss,
     VocabularyShard,
     build_optimizer,
@@ -28,32 +28,32 @@ from torchtitan_cp.optim import (
     wrong_answers,
 )
 from torchtitan_cp.parallel import (
-    Hidden,
+    HiddenSpec,
     Meshes,
     Pipeline,
     Stopwatch,
-    bubble_share,
+    bubble_fraction,
     parallelize,
-    plan_stages,
-    vocabulary_part,
+    plan_pipeline,
+    vocabulary_shard,
     wrap_blocks,
 )
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training import registry
 
-# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> what it finds
+# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
 Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
 Observe = Callable[[MicroBatch, Tensor], None]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
 class LayerAttention:
-    """What the model is handed, with the plan of each window that a layer has."""
+    """The attention that the model calls, with a plan for each window that its layers have."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of a layer that has this window."""
+        """Attention of a layer with this window."""
         return attend(q, k, v, plans[window], sinks=sinks)
 
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
@@ -62,7 +62,7 @@ class LayerAttention:
 
 
 class StepSums(NamedTuple):
-    """What a step's forwards gave on this rank, scalars.
+    """Sums over a step's forwards on this rank, scalars.
 
     Attributes:
         loss: summed loss of the tokens that this rank counts.
@@ -76,26 +76,26 @@ class StepSums(NamedTuple):
 
 
 class ParallelModel:
-    """This rank's parts of the model: all of it, or its stages of the pipeline. Collective to make.
+    """This rank's parts of the model: all of it, or its pipeline stages. Collective to make.
 
     Args:
         config: of the run.
         world: this process among the ranks.
         meshes: of the run.
         args: sizes of the model.
-        begins: the stage whose tp, pp and activation the parts are made with.
-        longest: tokens of the longest stage's sequences; the pipeline is split by what layers cost there.
+        begins: the stage of the curriculum whose tp, pp and activation the parts are made with.
+        longest: sequence length of the longest stage, in tokens; the pipeline is split by the layers' cost at it.
 
     Attributes:
         parts: modules, in order of their layers.
         optimizers: of each part.
         pipeline: None on one pipeline rank.
         token_loss: the last part's loss.
-        mesh: (pp, dp, cp, tp) of the stage entered.
-        observe: told of each micro-batch of a step and the losses of its tokens, on ranks with the last part.
-        watches: time what is launched; see `take_seconds`.
-        role: this rank's place in pp, dp and cp of the stage entered; tensor-parallel peers share it, as they share
-            what they compute and so their random numbers.
+        mesh: (pp, dp, cp, tp) of the current stage.
+        observe: called with each micro-batch of a step and the losses of its tokens, on ranks with the last part.
+        watches: stopwatches by name; see `pop_timings`.
+        role: this rank's place in pp, dp and cp of the current stage. Tensor-parallel peers share it and so draw the
+            same random numbers.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class ParallelModel:
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         self.activation = begins.activation
         settings, mesh = config.parallel, meshes.pp
-        self.layers = plan_stages(settings, mesh.size(), layer_costs(args, longest))
+        self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, longest))
         architecture = registry.architecture(config.model)
         parallel = dataclasses.replace(settings, tp=begins.tp, pp=begins.pp)
         begun_with = dataclasses.replace(config, activation=begins.activation, parallel=parallel)
         self.parts = nn.ModuleList()
-        for number in self.layers.of(mesh.get_local_rank()):
+        for number in self.layers.of_rank(mesh.get_local_rank()):
             with torch.device("meta"):
                 part = architecture.build(args, LayerAttention())
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
@@ -132,17 +132,17 @@ class ParallelModel:
         self.norm_groups = self._group_parameters()
 
     def reset_optimizers(self) -> None:
-        """Optimizers without any state."""
+        """Make optimizers without state."""
         self.optimizers = [
             build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=self.parameter_names)
             for part in self.parts
         ]
 
     def configure_stage(self, stage: StagePlan) -> BatchLayout:
-        """Make the stage's groups and frequencies, and its policy of what is kept. Collective.
+        """Set what the stage changes: process groups, RoPE frequencies, activation checkpointing. Collective.
 
         Returns:
-            how its steps are dealt out.
+            which sequences of its steps this rank reads.
         """
         if stage.activation != self.activation:
             self.activation = stage.activation
@@ -186,7 +186,7 @@ class ParallelModel:
                 vars(layer).update(replaced)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
-        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
+        """Forward and backward of a step. The loss is divided once, by the unmasked tokens of all ranks."""
         tokens = self.count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
@@ -219,7 +219,7 @@ class ParallelModel:
         return None if result is None else result[1]
 
     def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
-        """How many labels of each sequence are not the likeliest token, `[B]` int64, of the tokens on this rank.
+        """How many labels of each sequence are not the likeliest token, `[B]` int64, counted on this rank's tokens.
 
         None on a rank without the last part. Collective.
         """
@@ -227,7 +227,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def _measure(self, batch: MicroBatch, measure: Measure) -> Any:
-        """What `measure` finds in a micro-batch, without gradients."""
+        """The result of `measure` on a micro-batch, without gradients."""
         run = partial(self._forward, measure=measure)
         if self.pipeline:
             return self.pipeline.evaluate(batch, self._hidden(batch), run)
@@ -244,28 +244,32 @@ class ParallelModel:
     def _forward(
         self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
     ) -> Any:
-        """A part's forward on a micro-batch, from the hidden states before it or from the tokens.
+        """Forward of one part on a micro-batch.
+
+        Args:
+            state: hidden states of the part before it; None for the first part, which reads the tokens.
+            measure: what the last part computes from its hidden states; by default the loss.
 
         Returns:
-            of the last part what `measure` makes of its hidden states, by default the loss; else hidden states.
+            the result of `measure` from the last part, hidden states from the others.
         """
         move = self.world.device.move
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
 
         def head(hidden: Tensor, output: nn.Linear) -> Any:
-            hidden, weight, group, first = vocabulary_part(hidden, output.weight)
+            hidden, weight, group, first = vocabulary_shard(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
             return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
-    def _hidden(self, batch: MicroBatch) -> Hidden:
-        """What travels between stages of the pipeline."""
+    def _hidden(self, batch: MicroBatch) -> HiddenSpec:
+        """Shape and dtype of what pipeline stages send each other."""
         sequences, length = batch.tokens.shape
-        return Hidden((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
+        return HiddenSpec((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
 
     def update(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, let the optimizers run, and forget the gradients.
+        """Clip the gradients, run the optimizers, and free the gradients.
 
         Args:
             grad_norm: global norm of the gradients.
@@ -278,13 +282,15 @@ class ParallelModel:
             self.zero_grad()
 
     def pop_timings(self) -> dict[str, float]:
-        """Seconds since the last call: `forward`, `backward` and `optimizer`, and in them `cp_wait`, for which messages
-        of context parallelism were waited for, and `cp_flight`, from their posting until then; with a pipeline
-        `pipeline`, the whole of its steps."""
+        """Seconds since the last call, by name.
+
+        `forward`, `backward` and `optimizer`; within them `cp_wait`, spent waiting for messages of context parallelism,
+        and `cp_flight`, from posting these messages until then; with a pipeline `pipeline`, its steps as a whole.
+        """
         return {name: watch.take() for name, watch in self.watches.items()}
 
     def memory_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's weights, gradients (which are there from backward to update) and optimizer state."""
+        """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
         weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
         states = [
             value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
@@ -293,7 +299,7 @@ class ParallelModel:
         return {"weights": weights, "gradients": weights, "optimizer": kept}
 
     def zero_grad(self) -> None:
-        """Free them."""
+        """Free the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -304,36 +310,36 @@ class ParallelModel:
     def _group_parameters(self) -> list[list[nn.Parameter]]:
         """This rank's parameters by block, and last those of no block; each counted once over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
-        for name, parameter in self.pipeline.counted if self.pipeline else self.parts[0].named_parameters():
+        for name, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
             pieces = name.split(".")
             groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
         return groups
 
     def numbered_parts(self) -> list[tuple[int, nn.Module]]:
         """This rank's parts, each with the number of its pipeline stage."""
-        return list(zip(self.layers.of(self.meshes.pp.get_local_rank()), self.parts, strict=True))
+        return list(zip(self.layers.of_rank(self.meshes.pp.get_local_rank()), self.parts, strict=True))
 
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         (place,) = (self.mesh.mesh == rank).nonzero().tolist()
         return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
 
-    def exchange_of(self, batch_layout: BatchLayout) -> str:
-        """The strategy, and for `auto` what it came to."""
+    def resolve_strategy(self, batch_layout: BatchLayout) -> str:
+        """The name of the exchange between ranks; what was chosen for `auto`."""
         plan, tp = batch_layout.plans()[0], self.meshes.degrees.tp
         heads = (self.args.n_heads // tp, self.args.n_kv_heads // tp)
         return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
 
-    def describe_pipeline(self, stage: StagePlan) -> str:
-        """Its schedule, layers and bubble in words; empty without one."""
+    def pipeline_summary(self, stage: StagePlan) -> str:
+        """Schedule, layers and bubble of the pipeline, for the log; empty without one."""
         if self.pipeline is None:
             return ""
         settings = self.config.parallel
-        bubble = bubble_share(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
+        bubble = bubble_fraction(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
         return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
 
 
 def _local_bytes(x: Tensor) -> int:
-    own = x.to_local() if isinstance(x, DTensor) else x
+    own = local_tensor(x)
     return own.numel() * own.element_size()

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torchtitan_cp.checkpoint import CheckpointManager, Progress, SaveSchedule, check_identity
 from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.config import Config, ConfigError, UserError
-from torchtitan_cp.config.check import check_config
-from torchtitan_cp.config.degrees import resolve_degrees
-from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
+from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
@@ -27,17 +25,19 @@ from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 from torchtitan_cp.health.replay import save_bundle
-from torchtitan_cp.metrics.profiling import Profiling
-from torchtitan_cp.optim import IGNORED, LearningRates
-from torchtitan_cp.parallel import Meshes, check_tensor_parallel
+from torchtitan_cp.metrics import MetricsLogger
+from torchtitan_cp.metrics.profiling import StepProfiler
+from torchtitan_cp.optim import LearningRates
+from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluator import Evaluator
-from torchtitan_cp.training.export import check_exportable, exported_stages
-from torchtitan_cp.training.metrics_logger import MetricsLogger
+from torchtitan_cp.training.export import exported_stages
 from torchtitan_cp.training.model import ParallelModel, StepSums
+from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.run_recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Trainer:
     """One run of a config on the ranks of this job.
 
     Args:
-        config: as read; checked here against the number of ranks.
+        config: of the run; it is checked against the number of ranks.
         world: this process among them.
 
     Attributes:
@@ -54,18 +54,16 @@ class Trainer:
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        check_config(config, world.size)
+        run = resolve_run(config, world.size)
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
-        self.stages = resolve_stages(config, world.size)
+        self.stages = run.stages
         self.checkpoints = CheckpointManager(self.folder / "checkpoints", config.checkpoint)
         begins = self._first_stage()
-        registry.check_support(config, begins)
-        degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
         if config.training.deterministic:
             use_deterministic_kernels()
 
-        # However long that takes: a killed pass goes on from where it was, but one of these ranks waits for another.
+        # Without a limit: rank 0 may tokenize for hours while the others wait.
         set_activity("preparing the corpus", 0, math.inf)
         corpus = prepare(config.data, config.tokenizer)
         set_activity("building the model", 0, config.job.startup_timeout_seconds)
@@ -74,11 +72,8 @@ class Trainer:
         self.data_pipeline = DataPipeline(config, corpus, max(lengths))
         self.data_pipeline.check_gates(self.stages)
 
-        args = registry.with_vocabulary(registry.model_args_of(config.model), corpus.tokenizer.vocab_size)
-        check_tensor_parallel(args, degrees.tp)
-        check_exportable(config, args)
-        check_head_dim(self.stages, args.head_dim)
-        self.meshes = Meshes(self.device.device.type, degrees)
+        args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
+        self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
         self.model = ParallelModel(config, world, self.meshes, args, begins, max(lengths))
         self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
         self.stopping = self.save_requested = False
@@ -90,7 +85,7 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.announced, self.must_save = -1, False
-        self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
+        self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(args)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
@@ -99,7 +94,7 @@ class Trainer:
         self.patience_seconds = config.job.startup_timeout_seconds
 
     def _check_same_corpus(self, fingerprint: str) -> None:
-        """Refuse ranks that read other tokens, as nodes with folders of their own may. Collective."""
+        """Refuse ranks that read other tokens, which happens where each node has its own folders. Collective."""
         found: list[Any] = [None] * self.world.size
         dist.all_gather_object(found, fingerprint)
         others = [rank for rank, other in enumerate(found) if other != found[0]]
@@ -110,8 +105,8 @@ class Trainer:
             )
 
     def _first_stage(self) -> StagePlan:
-        """The stage that training begins with or goes on in: its tp and pp are those of this process's life."""
-        self.saved = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
+        """The stage that training begins or resumes in. This process keeps its tp and pp to its end."""
+        self.saved = self.checkpoints.find_newest() if self.config.checkpoint.enable else None
         if self.saved is None:
             return self.stages[0]
         path, self.progress = self.saved
@@ -132,7 +127,6 @@ class Trainer:
             model.numbered_parts(),
             model.token_loss,
             model.args.vocab_size,
-            IGNORED,
             self.meshes.tp,
             model.device,
             self._repeat_step,
@@ -160,28 +154,29 @@ class Trainer:
 
     @property
     def relaunches(self) -> bool:
-        """Whether the stage at hand wants another tp or pp than this process began with: a new one has to go on."""
+        """Whether the current stage has another tp or pp than this process, so that a new process has to train it."""
         stage, mesh = self.stages[self.progress.stage], self.meshes.degrees
         return (stage.tp, stage.pp) != (mesh.tp, mesh.pp)
 
-    def _relaunching(self) -> str:
+    def _relaunch_message(self) -> str:
         stage = self.stages[self.progress.stage]
         return (
-            f"stage {stage.index + 1} wants tp {stage.tp} and pp {stage.pp}: the job starts anew from its checkpoint "
+            f"stage {stage.index + 1} has tp {stage.tp} and pp {stage.pp}: the job restarts from its checkpoint "
             "(run_train.sh does; otherwise run the same command again)"
         )
 
     def _set_activity(self, what: str, *, step: int | None = None) -> None:
-        """Tell the watchdog what this rank begins, for a step (by default the last one taken)."""
+        """Tell the watchdog what this rank does now, for a step (by default the last one taken)."""
         set_activity(what, self.progress.step if step is None else step, self.patience_seconds)
 
     # The run -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train what is left of the curriculum; a finished run says so."""
-        self._set_activity("looking for a checkpoint to go on from", step=0)
+        """Train the rest of the curriculum. A finished run only says so."""
+        self._set_activity("looking for a checkpoint to resume from", step=0)
         self._resume()
-        self.metrics_logger = MetricsLogger(self.config, self.world, self.model, self.total_steps, self.progress.step)
+        done = self.progress.step
+        self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
         if self.finished:
             with self._exports():
                 self.metrics_logger.say(
@@ -190,28 +185,29 @@ class Trainer:
             return
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.health_monitor.spikes.recent = self.progress.recent
-        self.metrics_logger.begin(self.data_pipeline)
+        self.recorder = RunRecorder(self.config, self.world, self.model, self.data_pipeline, self.metrics_logger)
+        self.recorder.start(done)
         try:
             with self.signals, self._exports() as hurried:
                 self._train()
                 if self.stopping:
                     hurried.set()
             if self.relaunches and not self.stopping:
-                self.metrics_logger.say(self._relaunching())
+                self.metrics_logger.say(self._relaunch_message())
             elif not self.stopping:
-                self.metrics_logger.finish()
+                self.recorder.finish()
         finally:
-            self.metrics_logger.end()
+            self.metrics_logger.close()
 
     def _exports(self) -> AbstractContextManager[threading.Event]:
-        """What writes the ends of stages for transformers beside training, if that is asked for."""
+        """Write checkpoints of stage ends in the format of transformers beside training, if checkpoint.export asks."""
         dtype = self.config.checkpoint.export
         if self.world.rank or dtype == "no":
             return nullcontext(threading.Event())
         return exported_stages(self.folder, dtype, self.data_pipeline.corpus.tokenizer)
 
     def _train(self) -> None:
-        """Stage by stage to the end, a stop or a halt, and the state then on disk."""
+        """Train stage by stage until the end, a stop or a halt, and save the state then."""
         try:
             while not (self.finished or self.stopping):
                 if self._stage_over():
@@ -220,7 +216,7 @@ class Trainer:
                     break
                 self._run_stage(self.stages[self.progress.stage])
         except NonFiniteError:
-            with suppress(UserError):  # The log has it already, and why the run halts matters more.
+            with suppress(UserError):  # It is in the log, and the reason for the halt matters more.
                 self._save_the_last()
             raise
         self._save_the_last()
@@ -234,7 +230,7 @@ class Trainer:
         if saved.block_tokens != self.progress.block_tokens:
             logger.warning(
                 "the longest stage is now %d tokens and was %d: the data order changes from here, and some text may "
-                "come twice",
+                "be read twice",
                 self.progress.block_tokens,
                 saved.block_tokens,
             )
@@ -249,7 +245,7 @@ class Trainer:
         ]
         if changed and saved.stage_step and not self._stage_over():
             logger.warning(
-                "stage %d reads its text in another way from here, and may skip some or read it twice: %s",
+                "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
                 stage.index + 1,
                 ", ".join(changed),
             )
@@ -263,12 +259,12 @@ class Trainer:
     # A stage -----------------------------------------------------------------------------------------------
 
     def _run_stage(self, stage: StagePlan) -> None:
-        """Take the stage's steps that are left: new groups, frequencies and loader; the weights stay.
+        """Take the steps left of a stage, with its own process groups, frequencies and loader; the weights stay.
 
-        After a bad step it returns, as another text is to be read.
+        It returns after a bad step too, as the loader has to skip text then.
         """
         begun = time.perf_counter()
-        # Its first step may compile.
+        # The first step may compile.
         self.patience_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
@@ -281,10 +277,10 @@ class Trainer:
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, batch_layout, time.perf_counter() - begun)
-            self.metrics_logger.enter(stage, self.progress.step, first[0])
+            self.recorder.start_stage(stage, self.progress.step, first[0], self.model.resolve_strategy(batch_layout))
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            with self.profiling.watching(self.progress.step + 1, self.metrics_logger.messages):
+            with self.profiler.trace(self.progress.step + 1, self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
@@ -292,27 +288,27 @@ class Trainer:
                 self._save_if_due(False)
                 return
             if self._stage_over() or (interval and self.progress.step % interval == 0 and not self.stopping):
-                if self.stopping:  # who asks for it may not wait so long
+                if self.stopping:  # a scheduler may kill the job before the evaluation ends
                     self.must_save = True
                     self._save_if_due(False)
                 self._validate(stage, batch_layout)
-                self.model.pop_timings()  # what it waited is not the next step's
-                # It may have taken long.
+                self.model.pop_timings()  # those of the evaluation are not the next step's
+                # The evaluation may have taken long.
                 self.stopping, self.save_requested = any_rank(
                     *self._stop_and_save_requests(), device=self.device.device
                 )
             self._save_if_due(self._stage_over())
             if self._stage_over():
-                self.metrics_logger.stage_over(stage, self.progress.step, self.progress.stage_losses)
+                self.recorder.end_stage(stage, self.progress)
                 self.metrics_logger.say(self.data_pipeline.describe_epochs(self.progress.text_step))
             if self._stage_over() or self.stopping:
                 return
 
     def _leave_stage(self) -> None:
-        """Go on to the next stage, which reads on where this one stopped."""
+        """Move to the next stage, which reads on where this one stopped."""
         progress, stage = self.progress, self.stages[self.progress.stage]
         skipped = progress.skipped_steps(stage.index)
-        samples = self.data_pipeline.samples_of(stage, progress.source_tokens, skipped)
+        samples = self.data_pipeline.stage_samples(stage, progress.source_tokens, skipped)
         self.progress = dataclasses.replace(
             progress,
             stage=stage.index + 1,
@@ -329,7 +325,7 @@ class Trainer:
         Returns:
             which sequences of its steps this rank reads.
         """
-        self.data_pipeline.enter(stage, self.progress.source_tokens, self.progress.skipped_steps(stage.index))
+        self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.skipped_steps(stage.index))
         return self.model.configure_stage(stage)
 
     def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
@@ -338,11 +334,11 @@ class Trainer:
         about = (
             f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {self.model.exchange_of(batch_layout)}, rope {describe_rope(stage.rope)}, "
+            f"attention by {self.model.resolve_strategy(batch_layout)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s"
         )
-        about += self.data_pipeline.describe(stage) + "; optimizer state reset" * stage.resets_optimizer
-        self.metrics_logger.say(about + self.model.describe_pipeline(stage), tag="stage", step=self.progress.step)
+        about += self.data_pipeline.describe_stage(stage) + "; optimizer state reset" * stage.resets_optimizer
+        self.metrics_logger.say(about + self.model.pipeline_summary(stage), tag="stage", step=self.progress.step)
 
     # A step ------------------------------------------------------------------------------------------------
 
@@ -356,7 +352,7 @@ class Trainer:
         self._set_activity("in forward, backward and update with the others", step=number)
         self._seed_step()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.recovery_policy.lr_factor
-        self.metrics_logger.before(stage, number, micro_batches)
+        self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
         healthy = not self.health_monitor.is_bad(report)
@@ -367,7 +363,7 @@ class Trainer:
             self._recover(stage, report, micro_batches)
         seconds = time.perf_counter() - begun
         self.evaluator.budget.trained_seconds += seconds
-        self.metrics_logger.step(
+        self.recorder.record_step(
             stage,
             self.progress,
             report,
@@ -439,7 +435,7 @@ class Trainer:
             path, saved = recovery.checkpoint
             self.checkpoints.load(path, self.model.parts, self.model.optimizers)
             self.progress = self.progress.after_rollback(saved)
-            self.health_monitor.spikes.recent = saved.recent
+            self.health_monitor.spikes.recent, self.healthy_batches = saved.recent, ()
             # So that a resumed run skips that text too.
             self.must_save = True
         self.progress = self._with_health(self.progress)
@@ -495,18 +491,18 @@ class Trainer:
             return None
         set_activity("looking for a checkpoint to go back to", self.progress.step, self._recovery_seconds)
         self.checkpoints.wait()
-        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
+        return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 
     def _validate(self, stage: StagePlan, batch_layout: BatchLayout) -> None:
-        """Measure on held-out text, and end the stage if its gate opens. Collective."""
+        """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_before=self.progress.short_loss
         )
         if found is None:
             return
-        self.metrics_logger.evaluated(stage, self.progress.step, found)
+        self.recorder.record_evaluation(stage, self.progress.step, found)
         if stage.index == 0:
             self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
         if not stage.until:
@@ -519,27 +515,27 @@ class Trainer:
             said = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
         else:
             said = f"stage {stage.index + 1} goes on"
-        self.metrics_logger.judged(stage, self.progress, verdict, said)
+        self.recorder.record_gate(stage, self.progress, verdict, said)
 
     def _asked(self) -> bool:
         """Whether a signal asked this rank to stop."""
         return self.signals.received is not None
 
     def _stop_and_save_requests(self) -> tuple[bool, bool]:
-        """To stop, as a signal asked this rank, and to save, as it is time to."""
+        """Whether this rank asks to stop, after a signal, and to save, as it is time to."""
         return self._asked(), self.save_schedule.time_is_up()
 
     def _save_if_due(self, stage_end: bool) -> None:
-        """Begin a checkpoint where one is due. Collective."""
+        """Begin a checkpoint if one is due. Collective."""
         self.checkpoints.poll()
         due = self.save_requested or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
-            self.metrics_logger.stalled(time.perf_counter() - begun)
+            self.recorder.checkpoint_seconds += time.perf_counter() - begun
 
     def _save(self, stage_end: bool) -> None:
-        # A save before it may have to end first.
+        # The save before it may have to finish first.
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.save_schedule.saved()
         self.must_save = False
@@ -552,7 +548,7 @@ class Trainer:
         self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:
-        """Have the state as it is on disk, at the end of a run or before a stop.
+        """Save the current state, at the end of a run or before a stop, and wait until it is on disk.
 
         Raises:
             UserError: it cannot be written.
@@ -568,11 +564,11 @@ class Trainer:
                 raise UserError(
                     f"the last checkpoint, of step {self.progress.step}, could not be written to "
                     f"{self.checkpoints.folder}; the log above says why",
-                    fix="mend that, and run the same command again: it goes on from the last good checkpoint",
+                    fix="fix that, and run the same command again: it resumes from the last good checkpoint",
                 )
         if self.stopping:
             saved = "saved" if self.config.checkpoint.enable else "not saved, as checkpoint.enable = false"
             self.metrics_logger.say(
                 f"stopped by a signal after step {self.progress.step} of {self.total_steps}; the state is {saved}. "
-                "Run the same command again to go on."
+                "Run the same command again to resume."
             )

@@ -131,9 +131,9 @@ def test_a_weight_and_an_id_that_is_no_token_are_found() -> None:
     assert (event.module, event.what, event.value, event.index) == ("inner.down", "parameter weight", "-inf", (3, 5))
     tokens = torch.tensor([[1, 2, 3]])
     good = {"tokens": tokens, "labels": torch.tensor([[2, 3, -100]])}
-    assert find_invalid_tokens([good], 4, -100) is None
+    assert find_invalid_tokens([good], 4) is None
     for what, ids in (("labels", [[2, 4, -100]]), ("tokens", [[1, -100, 3]]), ("labels", [[-1, 3, 3]])):
-        event = find_invalid_tokens([good, good | {what: torch.tensor(ids)}], 4, -100)
+        event = find_invalid_tokens([good, good | {what: torch.tensor(ids)}], 4)
         assert event is not None
         assert (event.micro_batch, event.what) == (1, what)
 
