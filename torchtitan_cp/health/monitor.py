@@ -1,4 +1,4 @@
-"""What every step is on every rank: one vector a rank, gathered before a reduction hides who is at fault."""
+"""Detecting bad steps: one vector a rank, gathered before a reduction hides which rank is at fault."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ MIN_STEPS = 8  # a median of fewer steps says nothing
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step was on all ranks; every rank has the same report.
+    """The numbers of a step over all ranks; every rank has the same report.
 
     Attributes:
         loss: mean over all unmasked tokens of the step.
@@ -70,7 +70,7 @@ class HealthMonitor:
         blocks: of the whole model.
 
     Attributes:
-        spikes: what spikes are judged by.
+        spikes: finds spikes; its `recent` numbers belong to the run's state.
     """
 
     def __init__(self, settings: Health, parts: Iterable[nn.Module], blocks: int) -> None:

@@ -79,7 +79,7 @@ class Trainer:
         self.stopping = self.save_requested = False
         self._watch_health()
         self.evaluator = Evaluator(
-            self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._asked
+            self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
         )
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
@@ -380,7 +380,7 @@ class Trainer:
         seed_step(self.config.training.seed, self.progress.stage, self.progress.stage_step, self.model.role)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
-        """Forward and backward of the next step, and what it was on every rank. Collective."""
+        """Forward and backward of the next step, and its report over all ranks. Collective."""
         step = self.progress.step + 1
         with self.injector.fault(step):
             sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
@@ -510,20 +510,20 @@ class Trainer:
         verdict = self.evaluator.judge(stage, found)
         if verdict.opened:
             self.progress = dataclasses.replace(self.progress, stage_done=True)
-            said = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"
+            outcome = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"
         elif self._stage_over():
-            said = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
+            outcome = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
         else:
-            said = f"stage {stage.index + 1} goes on"
-        self.recorder.record_gate(stage, self.progress, verdict, said)
+            outcome = f"stage {stage.index + 1} goes on"
+        self.recorder.record_gate(stage, self.progress, verdict, outcome)
 
-    def _asked(self) -> bool:
+    def _stop_requested(self) -> bool:
         """Whether a signal asked this rank to stop."""
         return self.signals.received is not None
 
     def _stop_and_save_requests(self) -> tuple[bool, bool]:
         """Whether this rank asks to stop, after a signal, and to save, as it is time to."""
-        return self._asked(), self.save_schedule.time_is_up()
+        return self._stop_requested(), self.save_schedule.time_is_up()
 
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint if one is due. Collective."""

@@ -164,7 +164,7 @@ def faults_of(layout: str) -> dict[int, Inject]:
 
 
 def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
-    """The study names what was struck, and whom."""
+    """The diagnosis names the module and rank of the fault."""
     culprit = found["culprit"]
     named = (culprit["module"], culprit["what"], culprit["direction"], list(found["ranks"]))
     block, rank = f"layers.{fault.layer}", fault.rank
@@ -199,7 +199,7 @@ def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank
 
 
 def poisoned_shard(path: Path, *overrides: str) -> Seen:
-    """On a rank: a run in which rank 1's shard of one gradient is ill in step 3, when all ranks have summed it."""
+    """On a rank: a run in which rank 1's shard of one gradient is NaN in step 3, after all ranks have summed it."""
     original = ParallelModel.forward_backward
     steps = 0
 
@@ -269,7 +269,7 @@ def test_a_skipped_step_leaves_the_schedule_alone_and_its_text_out(
     assert len(skipping[0]) == 6
 
 
-# What the study says of other faults ---------------------------------------------------------------------------
+# What the diagnosis says of other faults ---------------------------------------------------------------------------
 
 
 def overflowing_run(path: Path, scales: dict[str, float], *overrides: str) -> str:
@@ -291,7 +291,7 @@ def overflowing_run(path: Path, scales: dict[str, float], *overrides: str) -> st
     return str(halted.value)
 
 
-# Layout, what the weights are multiplied with, the first ill value (module, what), and the module that made it.
+# Layout, what the weights are multiplied with, the first bad value (module, what), and the module that made it.
 OVERFLOWS = {
     "between layers": (
         "tp 2",
@@ -371,7 +371,7 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
 
 
 @deep_rows("layout", LAYOUTS, default=["pp 2", "8-bit moments, fsdp 2"])
-def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
+def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
     size, overrides = LAYOUTS[layout]
@@ -398,7 +398,7 @@ def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     assert (folder / "checkpoints" / "step-5").is_dir()
 
 
-def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
+def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     fault = Inject(step=12, rank=1, layer=0, kind="spike")
@@ -507,7 +507,7 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
 STOPS = ("--health.max_consecutive_skips=2", "--checkpoint.interval=2", "--checkpoint.keep=99")
 
 
-def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
+def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     """Bad text in steps 6, 7 and 8: the third sends it back to step 4, and text 5 to 8 is never trained on."""
@@ -537,7 +537,7 @@ def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
 
 
 @deep_rows(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")], default=[(0.01, "trained")])
-def test_a_run_that_diverges_climbs_the_ladder_and_ends_as_the_file_says(
+def test_a_run_that_diverges_is_skipped_rolled_back_and_slowed_and_ends_as_the_file_says(
     ranks: Callable[[int], RankPool], run_toml: Path, factor: float, ends: str
 ) -> None:
     """The learning rate is 100 times too high once it is warm."""
@@ -595,7 +595,7 @@ def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
     assert not (folder / "health").exists()
 
 
-def test_a_halt_over_an_ill_weight_saves_none_and_the_last_checkpoint_goes_on(
+def test_a_halt_over_a_nonfinite_weight_saves_none_and_the_last_checkpoint_goes_on(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     folder = run_toml.parent / "halt-weight"
@@ -615,7 +615,7 @@ def test_a_halt_over_an_ill_weight_saves_none_and_the_last_checkpoint_goes_on(
 
 
 def lowered(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]], list[float]]:
-    """On a rank: how a run ends, its records, and how long it may study a bad step and look for a checkpoint."""
+    """On a rank: how a run ends, its records, and how long it may diagnose a bad step and look for a checkpoint."""
     limits, diagnose, load = list[float](), Diagnoser.diagnose, CheckpointManager.load
 
     def diagnosed(*arguments: Any) -> Any:
@@ -672,8 +672,8 @@ def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankP
         ranks(1)(train, run_toml, *inject)
 
 
-def study_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
-    """On a rank: what a study of compiled blocks says, and whether they are as they were after it."""
+def diagnose_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
+    """On a rank: what the diagnosis of compiled blocks says, and whether they are as they were after it."""
     trainer = prepared(path, "--compile.enable=true", *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
     layers = list(trainer.model.parts[0].layers.values())  # type: ignore[operator, union-attr]
@@ -693,7 +693,7 @@ def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_
 ) -> None:
     folder = f"--job.dump_folder={run_toml.parent / 'compiled'}"
     for checkpoint in ("none", "full"):
-        said, restored = ranks(1)(study_compiled, run_toml, folder, f"--activation.checkpoint={checkpoint}")[0]
+        said, restored = ranks(1)(diagnose_compiled, run_toml, folder, f"--activation.checkpoint={checkpoint}")[0]
         assert restored
         assert "the output of layers.1.feed_forward.w2 is " in said
         assert "it comes again when the step is repeated without torch.compile" in said
@@ -721,7 +721,7 @@ def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int]
     assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
 
 
-def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_passes_over_the_seconds_text(
+def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_skips_the_seconds_text(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     """The first three steps of the second stage are bad; the newest checkpoint is the first stage's end."""

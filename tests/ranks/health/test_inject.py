@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def strikes(step: int = 3, again: bool = False, **settings: object) -> dict[str, int]:
-    """On a rank: how many values are ill of the output, of each gradient, and of each weight."""
+    """On a rank: how many values are not finite of the output, of each gradient, and of each weight."""
     torch.manual_seed(0)
     net = Net()
     tokens = torch.arange(8).view(1, 8)
