@@ -356,11 +356,14 @@ class Diagnoser:
         origin = find_origin(gathered)
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
         if origin is None:
-            what = "is finite" if report.findings else "has no spike"
-            summary = f"repeated, the step {what}: a hardware fault, or a race"
-            summary += ", or torch.compile, which the repeat runs without" * self.compiled
-            if reproduces:
+            if reproduces and report.findings:
+                summary = f"every number that enters or leaves a module is finite{repeated}"
+            elif reproduces:
                 summary = f"no module's numbers stand out, so look at its text{repeated}"
+            else:
+                what = "is finite" if report.findings else "has no spike"
+                summary = f"repeated, the step {what}: a hardware fault, or a race"
+                summary += ", or torch.compile, which the repeat runs without" * self.compiled
             return Diagnosis(summary, reproduces)
         growth, culprit, ranks = origin
         place = [self._locate(culprit, micro_batches) if dist.get_rank() == ranks[0] else {}]
