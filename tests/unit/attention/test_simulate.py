@@ -21,10 +21,11 @@ def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "hybrid"])
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=(40, -1), document_lengths=((100, 3, 409),))])
-def test_64_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask) -> None:
+@pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.deep)])
+def test_many_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask, ranks: int) -> None:
     q, k, v, dout = inputs(512)
     inner = 4 if strategy == "hybrid" else 1
-    result = simulate(q, k, v, ranks=64, mask=mask, strategy=strategy, all_to_all_ranks=inner, dout=dout)
+    result = simulate(q, k, v, ranks=ranks, mask=mask, strategy=strategy, all_to_all_ranks=inner, dout=dout)
     expected = attention_with_gradients(q, k, v, dout, mask)
     for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
         assert got is not None
