@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError
+from torchtitan_cp.attention.layout import LAYOUTS
+from torchtitan_cp.attention.strategies import STRATEGIES
 
 S, BATCH, SCALE = 96, 2, 0.3
 CHUNKS = 12
@@ -42,8 +44,7 @@ DIMS = {
     "8/24": (8, 24),
 }
 GRID_DIMS = ["16/16", "64/64", "128/64", "8/24"]
-EXCHANGES = ["ring", "all_gather", "all_to_all", "hybrid", "auto"]
-LAYOUTS = ["zigzag", "contiguous", "balanced"]
+EXCHANGES = [*STRATEGIES, "auto"]
 NAMES = ("out", "dq", "dk", "dv")
 DTYPES = [torch.float64, torch.float32]
 
@@ -248,7 +249,7 @@ def bf16_mask(name: str) -> AttentionMask:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "hybrid"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_error_is_no_worse_than_one_process_sdpa_and_does_not_grow_with_ranks(
     ranks: Callable[[int], RankPool], strategy: str, mask: str, size: int
 ) -> None:
@@ -277,7 +278,7 @@ def run_uneven_bf16(strategy: str, factor: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("factor", [3.0, 10.0])
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "hybrid"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_error_stays_near_one_process_where_the_scale_of_keys_differs_by_rank(
     ranks: Callable[[int], RankPool], strategy: str, factor: float
 ) -> None:
@@ -299,7 +300,7 @@ def test_bf16_error_stays_near_one_process_where_the_scale_of_keys_differs_by_ra
         assert max(chunks) < 1.5, (name, chunks)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "hybrid"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ten_runs_are_bitwise_equal(ranks: Callable[[int], RankPool], strategy: str) -> None:
     case = ("documents", "GQA 4:1", "16/16", torch.float32)
     runs = [ranks(4)(run_cases, strategy, "balanced", [case])[0][0] for _ in range(10)]

@@ -240,7 +240,7 @@ def test_what_one_rank_refuses_ends_the_others_too(ranks: Callable[[int], RankPo
 
 
 def run_mistral() -> list[float]:
-    """A window told to the block equals the model's own on one process."""
+    """A window given to the block equals the model's own on one process."""
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -313,7 +313,7 @@ def run_plain(causal: bool, mask: AttentionMask | None, recompute: bool) -> list
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_call_is_caught_wherever_the_function_was_imported_from(
+def test_a_call_is_intercepted_wherever_the_function_was_imported_from(
     ranks: Callable[[int], RankPool], causal: bool, recompute: bool
 ) -> None:
     assert ranks(2)(run_plain, causal, None, recompute) == [[True] * 3] * 2
@@ -335,7 +335,7 @@ def run_outside(reentrant: bool) -> str:
     return "nothing raised"
 
 
-def test_a_recomputation_that_nothing_would_catch_is_an_error(ranks: Callable[[int], RankPool]) -> None:
+def test_a_recomputation_outside_the_block_is_an_error(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2)(run_outside, True) == ["PlanError"] * 2
     assert all(name != "nothing raised" for name in ranks(2)(run_outside, False))
 

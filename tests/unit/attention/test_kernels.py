@@ -311,7 +311,7 @@ def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_lev
 
 
 def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told no other stride of them; all_gather hands over the heads of a group."""
+    """It takes no other stride of them; all_gather passes slices of the heads."""
     strides = []
 
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *_: Any, **__: Any) -> Any:

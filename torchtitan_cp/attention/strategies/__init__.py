@@ -1,9 +1,8 @@
 """Exchanges: how the ranks of a group see each other's keys and values, one file each.
 
 To add one: write a file here with a `STRATEGY` (see strategy.py for the interface), add its line to
-`STRATEGIES`, its name to config's list (tests/unit/attention/test_registries.py holds the two equal), and its
-bytes and waits to the planner (planner/exchange.py). Its name in tests/support/plan_cases.py puts it through the
-conformance tests.
+`STRATEGIES`, its name to STRATEGIES of config/sections.py (test_registries.py holds the two equal), and its bytes
+and waits to planner/exchange.py. The conformance tests run every strategy of this registry.
 """
 
 from torchtitan_cp.attention.errors import PlanError
