@@ -19,7 +19,7 @@ from torchtitan_cp.config.sections import Inject, Model
 from torchtitan_cp.health.bundle import PLANS, Bundle
 from torchtitan_cp.health.inject import Strike
 from torchtitan_cp.health.trace import BACKWARD, Event, Magnitudes, Trace, find_invalid_tokens, find_nonfinite
-from torchtitan_cp.optim import TokenLoss
+from torchtitan_cp.optim import ChunkedCrossEntropy
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import architecture, register
 
@@ -75,7 +75,7 @@ def _build(bundle: Bundle) -> nn.Module:
     """The module with the weights it had, in the run's compute dtype."""
     report, name = bundle.report, bundle.report["unit"]
     if name == "loss":
-        return TokenLoss(report["loss_chunk_tokens"], report["z_loss"])
+        return ChunkedCrossEntropy(report["loss_chunk_tokens"], report["z_loss"])
     kind = architecture(Model(architecture=report["architecture"]))
     sizes = {key: tuple(value) if isinstance(value, list) else value for key, value in report["sizes"].items()}
     with torch.device("meta"):
