@@ -1,4 +1,4 @@
-"""[[curriculum.stages]] with everything worked out that the mesh decides."""
+"""[[curriculum.stages]] with everything resolved that depends on the mesh."""
 
 import dataclasses
 import math
@@ -35,16 +35,16 @@ class StagePlan:
         index: place in the curriculum, from 0.
         seq_len: S, tokens of a sequence.
         cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
-        strategy: exchange by name; all_to_all_ranks: ranks that trade heads, for hybrid.
+        strategy: exchange by name; all_to_all_ranks: ranks that exchange heads, for hybrid.
         steps: optimizer steps, at most.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
         tp, pp: tensor- and pipeline-parallel degrees.
         activation: what is kept between forward and backward.
         global_batch_tokens: tokens of one optimizer step over all ranks.
-        data: how it takes its text.
-        resets_optimizer: its moments begin at zero.
-        until: conditions that end it before its last step; see gate.judge.
+        data: how it reads its text.
+        resets_optimizer: the optimizer's moments start at zero.
+        until: conditions that end it before its last step; see gate.
     """
 
     index: int
@@ -75,7 +75,7 @@ class StagePlan:
 
 
 def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
-    """Work out every stage of a config that has passed `check_config` for so many ranks."""
+    """Resolve every stage of a config that has passed `check_config` for this number of ranks."""
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)

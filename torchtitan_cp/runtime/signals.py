@@ -40,7 +40,7 @@ class StopSignals:
 
 
 def any_rank(*flags: bool, device: torch.device) -> list[bool]:
-    """For each flag, whether any rank has it set. Collective, and the same answer everywhere."""
+    """For each flag, whether it is set on any rank. Collective; every rank gets the same answer."""
     raised = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(raised, dist.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
