@@ -1,8 +1,9 @@
-"""What torchrun starts on every rank: read the config, build the Trainer, run it."""
+"""What the launcher starts on every rank: read the config, build the Trainer, run it."""
 
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -13,13 +14,14 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint import run_dir_lock
-from torchtitan_cp.cli.train import RELAUNCH_FILE, add_parity_argument
+from torchtitan_cp.cli.train import add_parity_argument
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.health import NonFiniteError
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
 from torchtitan_cp.runtime import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.consistency import check_same_job
+from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
 from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
@@ -28,7 +30,7 @@ from torchtitan_cp.training.trainer import Trainer
 BAD_INPUT, HALTED, PARITY_BROKEN = 2, 3, 5
 ROOT = Path(__file__).parent
 SOURCES = (ROOT / "train.py", ROOT / "models", ROOT / "torchtitan_cp")
-# Several beats within the time that is allowed, so that a silent rank is told from a slow one.
+# Several beats within a time limit distinguish a silent rank from a slow one.
 BEATS, LONGEST_BEAT_SECONDS = 8, 5.0
 
 
@@ -66,12 +68,12 @@ def main(arguments: list[str]) -> int:
         if options.verify_parity is None:
             run(config, world)
         elif not verify_parity(config, world, options.verify_parity):
-            return PARITY_BROKEN
+            return end_job("", PARITY_BROKEN)
         stop_ranks()
     except (UserError, ContextParallelError) as error:
-        return _complain(rank, format_error(options.config, error), BAD_INPUT)
+        return end_job(format_error(options.config, error), BAD_INPUT)
     except NonFiniteError as error:
-        return _complain(rank, f"error: {error}", HALTED)
+        return end_job(f"error: {error}", HALTED)
     except LostRankError:
         return LOST_RANK
     return 0
@@ -87,60 +89,25 @@ def run(config: Config, world: World) -> None:
         with run_dir_lock(settings.dump_folder):
             trainer = Trainer(config, world)
             trainer.run()
-            if trainer.relaunches and os.environ.get("LOCAL_RANK") == "0" and RELAUNCH_FILE in os.environ:
-                Path(os.environ[RELAUNCH_FILE]).touch()
-
-
-def _complain(rank: int, message: str, code: int) -> int:
-    """Say why the run ends, on the first of a node's ranks to know: others may never come to it."""
-    first, ended = rank == 0, _earlier_end()
-    if ended:
-        try:
-            with ended.open("x") as file:
-                file.write(str(code))
-            first = True
-        except FileExistsError:
-            first = False
-        except OSError:  # a full disk, say
-            pass
-    if first:
-        print(message, file=sys.stderr)
-    return code
-
-
-def _earlier_end() -> Path | None:
-    """Where a run that need not be tried again leaves its exit code, for the ranks that torchrun starts all the same.
-
-    torchrun restarts after every failure; it keeps the error files of one run's attempts in a folder of its own.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parents[2] / "no_use_to_restart" if error_file else None
-
-
-def _entry() -> int:
-    """What a rank exits with; it leaves at once after a failure, however many threads still wait for another rank."""
-    ended = _earlier_end()
-    if ended and ended.exists():
-        return int(ended.read_text())
-    try:
-        code = main(sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    if ended and code == PARITY_BROKEN:
-        ended.write_text(str(code))
-    return code
+            if trainer.relaunches:
+                ask_for_relaunch()
 
 
 def worker_main() -> None:
-    """Be the rank that the environment says, with the arguments in sys.argv; after a failure it does not return."""
+    """Run as the rank that the environment names, with the arguments in sys.argv. Does not return after a failure."""
     with suppress(OSError):  # in top and ps; on Linux only
         Path("/proc/self/comm").write_text(f"rank {os.environ.get('RANK', '0')}")
-    result = _entry()
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if result:
-        os._exit(result)
+    if code:
+        os._exit(code)  # at once, however many threads still wait for another rank
 
 
 if __name__ == "__main__":

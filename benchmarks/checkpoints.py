@@ -71,7 +71,7 @@ def loads(dim: int, folder: Path) -> Callable[[], tuple[float, float]]:
         checkpoints = CheckpointManager(folder)
         dist.barrier()
         begun = time.perf_counter()
-        saved = checkpoints.read_progress()
+        saved = checkpoints.find_newest()
         verified = time.perf_counter()
         assert saved is not None
         checkpoints.load(saved[0], [model], [optimizer])

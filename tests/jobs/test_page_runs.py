@@ -24,11 +24,12 @@ from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
 from tests.support.runs import write_run
 from torchtitan_cp.data.corpus.vocabulary import train_sentencepiece
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
 # What stands in a reader's folder for the programs of the pages. CUT: words behind the command's own.
 PROGRAMS = {
     "run_train.sh": f'exec "{REPOSITORY}/run_train.sh" "$@" $CUT',
+    "bin/torchtitan-cp": f'exec "{sys.executable}" -m torchtitan_cp "$@" $CUT',
     "bin/python": f'exec "{sys.executable}" "$@" $CUT',
     # Two nodes that are this machine, of one rank each.
     "bin/sbatch": """
@@ -109,7 +110,7 @@ def cut_of(command: str) -> tuple[str, ...]:
         )
     if "--verify-parity" in command:
         return ("--curriculum.stages[0].global_batch_tokens=8192",)
-    config = re.match(r"CONFIG_FILE=(\S+)", command)
+    config = re.match(r"(?:CONFIG_FILE=|torchtitan-cp train )(\S+)", command)
     cut = RUNS[config[1] if config else "train_configs/quickstart.toml"]
     return (*cut, *stages(1, tokens=2048, steps=20)) if command == TRACED else cut
 

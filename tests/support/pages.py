@@ -12,8 +12,9 @@ PROGRAMS = (
     r"python train\.py",
     r"python -m (?:torchtitan_cp\.|benchmarks|models)",
     "torchrun",
+    r"torchtitan-cp [a-z]+ \S",
 )
-COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{'|'.join(PROGRAMS)})\b")
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{'|'.join(PROGRAMS)})")
 USAGE = re.compile(r" \[|[ =]\.\.\.")  # "[--quick]", "NPROC=...": how to write one, and none itself
 
 
@@ -35,4 +36,6 @@ def commands_of(page: str) -> Iterator[str]:
 
 COMMANDS = [(page.name, command) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))]
 
-RUN_BY_OTHERS = re.compile(r"python -m benchmarks|sbatch|--verify-parity|\./run_train\.sh(?!.*--(dry-run|help))")
+RUN_BY_OTHERS = re.compile(
+    r"python -m benchmarks|sbatch|torchtitan-cp train|--verify-parity|\./run_train\.sh(?!.*--(dry-run|help))"
+)

@@ -1,7 +1,8 @@
-"""Saving and resuming: complete or absent, the newest found by itself, resharded to any number of ranks.
+"""Saving and resuming: complete or absent, the newest intact one is found, resharded to any number of ranks.
 
-`store` holds a run's checkpoints, `writer` and `manifest` make and check what is on disk, `reader` reads it without
-running any code of it. Imports `config` at most.
+`manager` saves, finds, loads and deletes a run's checkpoints; `save` writes one, `manifest` verifies one
+(`verify_checkpoint`), `load` reads one without running any code in it; `weights` opens a finished model; `hub` reads
+and writes Hugging Face's format. Imports `attention` and `config` at most.
 """
 
 from torchtitan_cp.checkpoint.lock import run_dir_lock

@@ -1,13 +1,14 @@
 """Weights from and to Hugging Face's format: safetensors files, with an index where there are several.
 
-What a parameter is called there comes as data from the architecture. A rank reads of every tensor the part that it
-holds, so no rank ever has the whole model.
+The architecture says what a parameter is called there. Each rank reads only its own shards, so no rank ever has the
+whole model.
 """
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.rope import TAKES
 from torchtitan_cp.config.sections import Rope
@@ -25,25 +26,12 @@ from torchtitan_cp.config.sections import Rope
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-GIB = 2**30
+# Of one safetensors file; a larger tensor has one of its own.
+MAX_FILE_BYTES = 5 * 2**30
 
-# Our kinds of rotary scaling -> theirs, and our keys -> theirs. `ntk` is another theta there.
-KINDS = {"none": "default", "ntk": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-KINDS |= {"longrope": "longrope"}
-ROPE_KEYS = {
-    "factor": "factor",
-    "original_seq_len": "original_max_position_embeddings",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "attention_factor": "attention_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-    "long_factor": "long_factor",
-    "short_factor": "short_factor",
-}
+# The one key of a rotary embedding that has another name there.
+HUB_KEYS = {"original_seq_len": "original_max_position_embeddings"}
+ROPE_KEYS = {key: HUB_KEYS.get(key, key) for keys in TAKES.values() for key in keys}
 
 
 def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str]) -> None:
@@ -51,12 +39,12 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
 
     Args:
         folder: with model.safetensors, or with an index and the files it names.
-        parts: this rank's, of any placement; parameters have the names they have in the whole.
-        names: our names -> theirs, with `*` for a layer's number, and in theirs another for an entry of our first dim.
+        parts: this rank's, sharded in any way; parameters have the names they have in the whole model.
+        names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
+            of our first dim, as experts are separate tensors there.
 
     Raises:
-        ConfigError: no such files, a tensor that is missing or has another shape, or one that the model has no place
-            for.
+        ConfigError: files or tensors are missing, a tensor has another shape, or the model has no place for it.
     """
     files = _files_by_tensor(folder)
     _check_all_known(folder, files, names)
@@ -64,36 +52,35 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
         handles: dict[str, Any] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
-                for theirs, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
-                    file = files.get(theirs)
+                for hub_name, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
+                    file = files.get(hub_name)
                     if file is None:
-                        raise _broken(folder, f"has no tensor {theirs}, which is our {name}")
+                        raise _broken(folder, f"has no tensor {hub_name}, which is our {name}")
                     if file not in handles:
                         handles[file] = opened.enter_context(_open(folder / file))
-                    _copy(handles[file].get_slice(theirs), shape, local, where, f"{folder / file}: {theirs}")
+                    _copy(handles[file].get_slice(hub_name), shape, local, where, f"{folder / file}: {hub_name}")
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
-    """Their names of our parameter, and which entry of its first dim each is; None: all of it.
+    """Hub names of our parameter, and which entry of its first dim each is; None: all of it.
 
     Args:
         shape: of the whole parameter.
         names: see `load_hub_weights`.
     """
-    number = next((piece for piece in name.split(".") if piece.isdigit()), "*")
-    theirs = names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", number, 1)
-    if "*" not in theirs:
-        return [(theirs, None)]
-    return [(theirs.replace("*", str(entry)), entry) for entry in range(shape[0])]
+    layer = next((word for word in name.split(".") if word.isdigit()), "*")
+    hub_name = names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", layer, 1)
+    if "*" not in hub_name:
+        return [(hub_name, None)]
+    return [(hub_name.replace("*", str(entry)), entry) for entry in range(shape[0])]
 
 
 def _pieces(
-    parameter: Tensor, theirs: Iterable[tuple[str, int | None]]
+    parameter: Tensor, hub_names: Iterable[tuple[str, int | None]]
 ) -> Iterator[tuple[str, list[int], Tensor, tuple[slice, ...]]]:
-    """(their name, shape there, where it goes in this rank's shard, what part of it) of all that this rank holds."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    shape, where = list(parameter.shape), shard_of(parameter)
-    for name, entry in theirs:
+    """(hub name, shape there, its place in this rank's shard, the slices to read) of all that this rank holds."""
+    local, shape, where = local_tensor(parameter), list(parameter.shape), shard_slices(parameter)
+    for name, entry in hub_names:
         if entry is None:
             yield name, shape, local, where
         elif where[0].start <= entry < where[0].stop:
@@ -134,80 +121,63 @@ def _broken(where: Path, what: str) -> ConfigError:
     )
 
 
-def _copy(piece: Any, shape: list[int], local: Tensor, part: tuple[slice, ...], where: str) -> None:
-    """Read a part of a tensor that lies in a file into this rank's memory."""
-    if list(piece.get_shape()) != shape:
+def _copy(stored: Any, shape: list[int], local: Tensor, where: tuple[slice, ...], label: str) -> None:
+    """Read a slice of a tensor in a file into this rank's memory."""
+    if list(stored.get_shape()) != shape:
         raise ConfigError(
-            f"{where} has the shape {list(piece.get_shape())}, and the model's is {shape}",
+            f"{label} has the shape {list(stored.get_shape())}, and the model's is {shape}",
             fix="use the flavor and overrides of that checkpoint",
         )
     if local.numel():
-        local.copy_(piece[part])
+        local.copy_(stored[where])
 
 
-def shard_of(parameter: Tensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole. The inner axes of the mesh cut first: FSDP cuts what TP left."""
-    spans = [(0, size) for size in parameter.shape]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for axis in reversed(range(mesh.ndim)):
-            dim = getattr(parameter.placements[axis], "dim", None)
-            if dim is not None:
-                start, stop = spans[dim]
-                share = -(-(stop - start) // mesh.size(axis))
-                first = min(start + share * mesh.get_local_rank(axis), stop)
-                spans[dim] = (first, min(first + share, stop))
-    return tuple(slice(*span) for span in spans)
-
-
-def save_hub_weights(folder: Path, tensors: Iterable[tuple[str, int]], read: Any, most_bytes: int) -> None:
+def save_hub_weights(
+    folder: Path, tensors: Iterable[tuple[str, int]], read: Callable[[list[str]], dict[str, Tensor]]
+) -> None:
     """Write tensors one file after the other.
 
     Args:
         folder: exists and is empty.
-        tensors: (their name, bytes), in order.
-        read: names -> {name: tensor} on the host; called once for each file, so that one is held at a time.
-        most_bytes: of a file; a larger tensor has one of its own.
+        tensors: (hub name, bytes), in order.
+        read: names -> {name: tensor} on the host; called once for each file, so that memory holds one file at a time.
     """
-    groups = list(_grouped(tensors, most_bytes))
-    files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    if len(groups) == 1:
-        files = [SINGLE_FILE]
-    for file, names in zip(files, groups, strict=True):
-        save_file(read(list(names)), folder / file, metadata={"format": "pt"})
+    sizes, groups, filled = dict(tensors), list[list[str]](), math.inf
+    for name, size in sizes.items():
+        if filled + size > MAX_FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    files = [SINGLE_FILE]
     if len(groups) > 1:
-        sizes = {name: size for group in groups for name, size in group.items()}
-        places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        files = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+        file_by_tensor = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_by_tensor}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _grouped(tensors: Iterable[tuple[str, int]], most_bytes: int) -> Iterator[dict[str, int]]:
-    group: dict[str, int] = {}
-    for name, size in tensors:
-        if group and sum(group.values()) + size > most_bytes:
-            yield group
-            group = {}
-        group[name] = size
-    yield group
+    for file, names in zip(files, groups, strict=True):
+        save_file(read(names), folder / file, metadata={"format": "pt"})
 
 
 def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     """A stage's rotary embedding as config.json's `rope_parameters`; head_dim is D."""
-    if rope.kind == "ntk":
+    if rope.kind == "ntk":  # another theta there
         theta = rope.theta * rope.factor ** (head_dim / (head_dim - 2))
         return {"rope_type": "default", "rope_theta": theta}
-    found = {ROPE_KEYS[key]: getattr(rope, key) for key in TAKES[rope.kind]}
+    values = {ROPE_KEYS[key]: getattr(rope, key) for key in TAKES[rope.kind]}
     if rope.kind == "longrope":
-        found["short_factor"] = rope.short_factor or rope.long_factor
-    # 0 and () mean that the paper's rule holds, which is theirs too.
-    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items() if value != 0}
-    found = {key: value for key, value in found.items() if value != []}
-    return {"rope_type": KINDS[rope.kind], "rope_theta": rope.theta, **found}
+        values["short_factor"] = rope.short_factor or rope.long_factor
+    # 0 and () ask for the paper's rule, and so does a missing key there.
+    values = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in values.items()
+        if value or value is False
+    }
+    return {"rope_type": "default" if rope.kind == "none" else rope.kind, "rope_theta": rope.theta, **values}
 
 
 def start_from_hub(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str], rope: Rope) -> None:
-    """Fill the parts as `load_hub_weights`, and say where the first stage's rotary embedding is another than theirs.
+    """Fill the parts as `load_hub_weights` does, and log where the first stage changes the rotary embedding.
 
     Args:
         rope: of the first stage.
@@ -215,9 +185,9 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], names: Mapping[str,
     folder = folder.expanduser()
     load_hub_weights(folder, parts, names)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Where none is said, as in Llama 2's, the families' classes have 10,000.
-    apart = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
-    theirs = config.get("rope_parameters") or apart
+    # Without rope_theta, as in Llama 2's config.json, the families' classes take 10,000.
+    older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+    theirs = config.get("rope_parameters") or older
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     ours = rope_parameters(rope, head_dim)
     keys = [key for key in ("rope_type", "rope_theta", *ROPE_KEYS.values()) if key in ours or key in theirs]

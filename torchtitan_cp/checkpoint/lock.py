@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -18,40 +17,33 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def run_dir_lock(folder: str | Path) -> Iterator[None]:
-    """Hold a run's folder for this job; the system lets it go when the first rank ends, however it ends. Collective.
+    """Lock a run's folder for this job; the system unlocks it when the first rank ends, however it ends. Collective.
 
     Raises:
-        ConfigError: another job holds it, or it cannot be written.
+        ConfigError: another job has locked it, or it cannot be written.
     """
     with ExitStack() as stack:
-        refusal: list[Any] = [None]
+        refusal: list[ConfigError | None] = [None]
         if dist.get_rank() == 0:
             try:
-                _hold(Path(folder), stack)
+                _lock(Path(folder), stack)
             except ConfigError as error:
-                refusal = [(error.message, error.fix)]
+                refusal = [error]
         dist.broadcast_object_list(refusal)
         if refusal[0]:
-            message, fix = refusal[0]
-            raise ConfigError(message, fix=fix)
+            raise refusal[0]
         yield
 
 
-def _hold(folder: Path, stack: ExitStack) -> None:
+def _lock(folder: Path, stack: ExitStack) -> None:
     check_dump_folder(str(folder))
-    if not _lock(stack.enter_context((folder / LOCK_FILE).open("a"))):
-        raise ConfigError(
-            f"another job is training in job.dump_folder = {str(folder)!r}",
-            fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
-        )
-
-
-def _lock(file: TextIO) -> bool:
-    """Whether nobody else holds it."""
+    file = stack.enter_context((folder / LOCK_FILE).open("a"))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        raise ConfigError(
+            f"another job is training in job.dump_folder = {str(folder)!r}",
+            fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
+        ) from None
     except OSError as error:
         logger.warning("%s: this file system has no locks (%s); start no second job on it", file.name, error.strerror)
-    return True

@@ -1,36 +1,32 @@
 """Checkpoints of a run on torch.distributed.checkpoint, in `checkpoints/step-N/`.
 
-A save copies the state to host memory while training stands still, and writes it from a thread while training goes
-on. It is written under a temporary name, and renamed when every rank's part, the progress and the manifest are on
-disk; so what bears the final name is complete, and what was there before is never touched.
+A save copies the state to host memory while training stands still, and a thread writes it while training goes on.
+It is written under a temporary name, and renamed when every rank's files, the progress and the manifest are on disk.
+So a folder named step-N is complete, and a save never touches the checkpoints before it.
 """
 
-import json
 import logging
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torch.distributed.tensor import DTensor
 
-from torchtitan_cp.checkpoint.manifest import PROGRESS_FILE, DamagedError, read_manifest, wrong_files
-from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.checkpoint.reader import CheckpointPlanner, CheckpointReader, read_table
-from torchtitan_cp.checkpoint.writer import CheckpointWriter, clear_leftovers, discard
+from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
+from torchtitan_cp.checkpoint.manifest import read_manifest, verify_checkpoint
+from torchtitan_cp.checkpoint.progress import DamagedError, Progress, read_progress
+from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Checkpoint
 
@@ -43,33 +39,31 @@ Parts = Iterable[nn.Module]
 Optimizers = Iterable[torch.optim.Optimizer]
 
 
-class Stager(DefaultStager):
-    """torch's, which up to 2.11 forgets after each copy how to make another and the host memory it has."""
+class Background(NamedTuple):
+    """What a save in the background needs: host memory, a thread, and a group apart from training's collectives."""
 
-    def stage(self, state_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
-        copied = self._state_dict_stager.stage(state_dict, non_blocking=self._config.use_non_blocking_copy)
-        if self._config.use_non_blocking_copy:
-            torch.accelerator.synchronize()
-        return copied
+    stager: StateDictStager
+    thread: ThreadPoolExecutor
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A save under way.
+class PendingSave:
+    """A save that is being written.
 
     Attributes:
         writer: what writes it.
-        done: the thread's outcome.
-        begun: time.monotonic() when training stopped for it.
-        waited_seconds: for the save before it; staging_seconds: for the copy to host memory. Training stood still
-            for their sum.
+        written: the thread's outcome.
+        started: time.monotonic() when training stopped for it.
+        waited_seconds: for the save before it; copy_seconds: for the copy to host memory. Training stood still for
+            their sum.
     """
 
     writer: CheckpointWriter
-    done: Future[Any]
-    begun: float
+    written: Future[Any]
+    started: float
     waited_seconds: float
-    staging_seconds: float
+    copy_seconds: float
 
 
 class CheckpointManager:
@@ -86,18 +80,13 @@ class CheckpointManager:
     def __init__(self, folder: str | Path, settings: Checkpoint | None = None) -> None:
         self.folder, self.settings = Path(folder), settings or Checkpoint()
         self.newest_step: int | None = None
-        self._saving: Saving | None = None
-        self._stager: Stager | None = None
-        self._save_group: dist.ProcessGroup | None = None
+        self._pending: PendingSave | None = None
+        self._background: Background | None = None
 
     def complete(self) -> list[tuple[int, Path]]:
-        """(step, folder) of each checkpoint that has its final name, oldest first; their files are not looked into."""
-        found = []
-        for path in self.folder.glob("step-*"):
-            match = NAME.fullmatch(path.name)
-            if match and path.is_dir():
-                found.append((int(match[1]), path))
-        return sorted(found)
+        """(step, folder) of each checkpoint that has its final name, oldest first; their files are not verified."""
+        named = [(NAME.fullmatch(path.name), path) for path in self.folder.glob("step-*") if path.is_dir()]
+        return sorted((int(match[1]), path) for match, path in named if match)
 
     def stage_ends(self) -> list[Path]:
         """Complete ones that end a stage, oldest first."""
@@ -106,157 +95,141 @@ class CheckpointManager:
     # Saving --------------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, *, stage_end: bool = False) -> None:
-        """Begin a checkpoint of this step; all ranks call. What went wrong is logged and harms nothing.
+        """Start a checkpoint of this step; all ranks call. A failure is logged, and training goes on.
 
         Args:
-            parts: this rank's parts of the model, whose parameters bear the names they have in the whole.
+            parts: this rank's parts of the model, whose parameters have the names they have in the whole model.
             optimizers: of each.
-            stage_end: keep it for good.
+            stage_end: never delete it.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
+        on_gpu = torch.accelerator.is_available()
         self.wait()
-        if self._save_group is None:
-            self._open()
-        waited = time.monotonic() - begun
+        if self._background is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.settings.timeout_seconds))
+            self._background = Background(StateDictStager(pin_memory=on_gpu), ThreadPoolExecutor(1), group)
+        stager, thread, group = self._background
+        waited = time.monotonic() - started
         writer = CheckpointWriter(self.folder / f"step-{progress.step}", progress, stage_end=stage_end)
-        done = self._begin(_state(parts, optimizers), writer)
-        self._saving = Saving(writer, done, begun, waited, time.monotonic() - begun - waited)
+        state = _state(parts, optimizers)
+        can_be_copied = _can_be_copied(state)
+        if can_be_copied:
+            state = stager.stage(state, non_blocking=on_gpu)
+            if on_gpu:
+                torch.accelerator.synchronize()
+        written = thread.submit(dcp.save, state, storage_writer=writer, process_group=group)
+        if not can_be_copied:
+            written.exception()  # waits
+        self._pending = PendingSave(writer, written, started, waited, time.monotonic() - started - waited)
         if not self.settings.asynchronous:
             self.wait()
 
-    def _begin(self, state: dict[str, Any], writer: CheckpointWriter) -> Future[Any]:
-        """Copy the state and have a thread write it; what cannot be copied is written at once."""
-        group = self._save_group
-        if _can_be_staged(state):
-            answer = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=self._stager)
-            return answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
-        done: Future[Any] = Future()
-        try:
-            done.set_result(dcp.save(state, storage_writer=writer, process_group=group))
-        except (Exception, CheckpointException) as error:
-            done.set_exception(error)
-        return done
-
-    def _open(self) -> None:
-        """Host memory and a group of the thread's own, whose collectives run beside those of training."""
-        on_gpu = torch.accelerator.is_available()
-        self._stager = Stager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
-        timeout = timedelta(seconds=self.settings.timeout_seconds)
-        self._save_group = dist.new_group(backend="gloo", timeout=timeout)
-
     def poll(self) -> None:
         """Report a save that has ended since."""
-        if self._saving and self._saving.done.done():
+        if self._pending and self._pending.written.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save under way has ended, and report it."""
-        if self._saving is None:
+        """Wait until the pending save has ended, and report it."""
+        if self._pending is None:
             return
-        saving, self._saving = self._saving, None
-        step = saving.writer.progress.step
-        try:
-            saving.done.result()
-        except CheckpointException as error:
-            rank, (reason, _) = next(iter(error.failures.items()))
-            self._complain(step, f"rank {rank}: {_told(reason)}")
-        except Exception as error:
-            # A rank that is gone, or the save's own timeout: training meets the first by itself.
-            self._complain(step, f"rank {dist.get_rank()} on {socket.gethostname()}: {_told(error)}")
-        else:
+        pending, self._pending = self._pending, None
+        step = pending.writer.progress.step
+        # Beside what the disk says: a lost rank, which training finds by itself, or the save's own timeout.
+        error = pending.written.exception()
+        if not error:
             self.newest_step = step
-            self._report(saving)
-
-    def _report(self, saving: Saving) -> None:
-        """Say what it cost, and delete what is kept no longer. On the first rank."""
         if dist.get_rank() != 0:
             return
-        size = sum(file.stat().st_size for file in saving.writer.final.iterdir())
-        before = f" and {saving.waited_seconds:.2f} s for the save before" if saving.waited_seconds > 0.01 else ""
+        if error:
+            self._report_failure(step, describe_failure(error))
+        else:
+            self._report_success(pending)
+            self._delete_expired()
+
+    def _report_success(self, pending: PendingSave) -> None:
+        """Log what the save cost."""
+        size = sum(file.stat().st_size for file in pending.writer.final.iterdir())
+        before = f" and {pending.waited_seconds:.2f} s for the save before" if pending.waited_seconds > 0.01 else ""
         logger.info(
             "%s: training stood still %.2f s to copy it%s; %s bytes were on disk after %.1f s",
-            saving.writer.final,
-            saving.staging_seconds,
+            pending.writer.final,
+            pending.copy_seconds,
             before,
             f"{size:,}",
-            time.monotonic() - saving.begun,
+            time.monotonic() - pending.started,
         )
-        for path in self._kept_no_longer():
-            try:
-                discard(path)
-            except OSError as error:
-                logger.warning("%s is kept no longer and cannot be deleted: %s", path, error)
 
-    def _complain(self, step: int, reason: str) -> None:
-        """Name what went wrong. On the first rank, which clears away what was written of it."""
-        if dist.get_rank() != 0:
-            return
-        clear_leftovers(self.folder)
-        last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would begin anew"
+    def _report_failure(self, step: int, reason: str) -> None:
+        """Log what went wrong, and delete what was written of it."""
+        delete_partial(self.folder)
+        last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
         logger.error(
             "NO CHECKPOINT of step %d was written to %s: %s. Training goes on, and the next interval tries again. "
-            "The last good one is %s.\n  fix: make room there and see that the folder exists and may be written",
+            "The last good one is %s.\n  fix: free space there, and check that the folder exists and can be written",
             step,
             self.folder,
             reason,
             last,
         )
 
-    def _kept_no_longer(self) -> list[Path]:
-        """All but the newest `keep`, multiples of `keep_every_steps`, ends of stages, and those of later steps.
+    def _delete_expired(self) -> None:
+        """Delete all but the newest `keep`, multiples of `keep_every_steps`, ends of stages, and those of later steps.
 
-        Those are damaged ones, which a run has gone on from before, and do not count among the newest.
+        Those of later steps are damaged: the run resumed from one before them. They do not count among the newest.
         """
         every = self.settings.keep_every_steps
         older = [found for found in self.complete() if found[0] <= (self.newest_step or 0)][: -self.settings.keep]
-        return [path for step, path in older if not (every and step % every == 0) and not _is_stage_end(path)]
+        for step, path in older:
+            if (every and step % every == 0) or _is_stage_end(path):
+                continue
+            try:
+                delete_checkpoint(path)
+            except OSError as error:
+                logger.warning("%s has expired and cannot be deleted: %s", path, error)
 
     def close(self) -> None:
-        """Wait for the save under way and give its memory and group back; all ranks call."""
+        """Wait for the pending save and free its memory, thread and group; all ranks call."""
         self.wait()
-        if self._stager and self._save_group:
-            self._stager.close()
-            dist.destroy_process_group(self._save_group)
-            self._stager = self._save_group = None
+        if self._background:
+            self._background.thread.shutdown()
+            dist.destroy_process_group(self._background.group)
+            self._background = None
 
     # Loading -------------------------------------------------------------------------------------------------
 
-    def read_progress(
-        self, before: int | None = None, wanted: Callable[[Progress], bool] | None = None
+    def find_newest(
+        self, before: int | None = None, accept: Callable[[Progress], bool] = lambda progress: True
     ) -> tuple[Path, Progress] | None:
-        """The newest checkpoint whose files are what was written, and where it stood; None if there is none.
+        """The newest intact checkpoint, and where its run stood; None if there is none.
 
-        All ranks call, and each reads a share of the files. Damaged ones are named in the log and passed over.
+        All ranks call, and each reads a share of the files. Damaged ones are named in the log and skipped.
 
         Args:
-            before: only those of steps before this one.
-            wanted: only those that stood so.
+            before: only checkpoints of steps before this one.
+            accept: only checkpoints with such progress.
 
         Raises:
             ConfigError: there are some, and all are damaged.
         """
-        names = _from_first([path.name for step, path in self.complete() if before is None or step < before])
-        undamaged = False
-        for name in reversed(names):
+        collective, intact = dist.is_initialized(), False
+        # Views of a shared folder may differ for a while: all ranks go by the first one's.
+        names = [[path.name for step, path in self.complete() if before is None or step < before]]
+        if collective:
+            dist.broadcast_object_list(names)
+        for name in reversed(names[0]):
             path = self.folder / name
-            wrong = _gathered(_damage(path))
-            if not wrong:
-                undamaged, progress = True, _from_first(_read_progress(path))
-                if wanted is None or wanted(progress):
+            damage = verify_checkpoint(path, collective=collective)
+            if not damage:
+                intact, progress = True, read_progress(path)
+                if accept(progress):
                     return path, progress
-            elif _rank() == 0:
-                logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))
-        if names and not undamaged:
+            elif not collective or dist.get_rank() == 0:
+                logger.warning("%s is damaged and skipped: %s", path, "; ".join(damage))
+        if names[0] and not intact:
             raise ConfigError(
-                f"no checkpoint in {self.folder} can be read: {', '.join(names)} are damaged",
-                fix="move the folder away to begin anew, or give the run another job.dump_folder",
+                f"no checkpoint in {self.folder} can be read: {', '.join(names[0])} are damaged",
+                fix="move the folder away to start over, or give the run another job.dump_folder",
             )
         return None
 
@@ -267,25 +240,11 @@ class CheckpointManager:
             ConfigError: a part is missing or cannot be read.
         """
         state = _state(parts, optimizers)
-        reader = CheckpointReader(path, read_table(path, read_manifest(path)))
-        try:
-            dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
-        except CheckpointException as error:
-            raise ConfigError(
-                f"{path} cannot be loaded: {first_failure(error)}",
-                fix=f"delete {path} to resume from the checkpoint before it",
-            ) from None
+        load_state(CheckpointReader(path), state)
         for part, optimizer in zip(parts, optimizers, strict=True):
-            # Of one part, of which only the names are asked for.
-            own = _state([part], [optimizer])
-            values = {kind: {name: state[kind][name] for name in own[kind]} for kind in own}
-            set_state_dict(
-                part,
-                optimizer,
-                model_state_dict=values["model"],
-                optim_state_dict=values["optimizer"],
-                options=BY_NAME,
-            )
+            names = _state([part], [optimizer]).items()
+            model, moments = ({name: state[kind][name] for name in own} for kind, own in names)
+            set_state_dict(part, optimizer, model_state_dict=model, optim_state_dict=moments, options=BY_NAME)
         self.newest_step = int(path.name.removeprefix("step-"))
 
 
@@ -299,73 +258,15 @@ def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
     return state
 
 
-def _can_be_staged(state: dict[str, Any]) -> bool:
-    """Whether torch's stager knows these tensors; torchao's moments in 8 bits it does not."""
+def _can_be_copied(state: dict[str, Any]) -> bool:
+    """Whether torch's stager can copy these tensors; it does not know torchao's 8-bit moments."""
     tensors = [value for kind in state.values() for value in kind.values() if isinstance(value, torch.Tensor)]
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
-    return all(type(value) in (torch.Tensor, nn.Parameter) for value in local)
-
-
-def _read_progress(path: Path) -> Progress:
-    """Where a checkpoint's run stood.
-
-    Raises:
-        DamagedError: that cannot be read.
-    """
-    try:
-        return Progress(**json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8")))
-    except TypeError as error:
-        raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
-
-
-def _damage(path: Path) -> list[str]:
-    """What is wrong with this rank's share of a checkpoint's files, a line each."""
-    try:
-        manifest = read_manifest(path)
-        _read_progress(path)
-    except DamagedError as error:
-        return [str(error)]
-    names = sorted(manifest.files)[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
-    return wrong_files(path, manifest, names)
+    return all(type(local_tensor(tensor)) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
 def _is_stage_end(path: Path) -> bool:
     try:
         return read_manifest(path).stage_end
     except DamagedError:
-        # Passed over at load, with its name; what can still be saved of it is for a person to say.
+        # A person may still want to save something of it.
         return True
-
-
-def first_failure(error: CheckpointException) -> str:
-    """What the first of its ranks met."""
-    return _told(next(iter(error.failures.values()))[0])
-
-
-def _told(error: BaseException) -> str:
-    """An error's kind and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def _rank() -> int:
-    """This process's number; 0 where there are no ranks."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _from_first(value: Any) -> Any:
-    """What the first rank has, on every rank: their views of a shared folder may differ for a while."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
-def _gathered(lines: list[str]) -> list[str]:
-    """The lines of all ranks, each once."""
-    every: list[Any] = [lines]
-    if dist.is_initialized():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, lines)
-    return list(dict.fromkeys(line for rank in every for line in rank))

@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files with size and checksum, by which a damaged one is told from a whole one."""
+"""The manifest of a checkpoint lists its files with size and checksum; `verify_checkpoint` compares them."""
 
 import dataclasses
 import hashlib
@@ -6,29 +6,19 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, DamagedError, read_progress
 
 MANIFEST_FILE = "manifest.json"
-PROGRESS_FILE = "progress.json"
 METADATA_FILE = ".metadata"
-ALWAYS_THERE = {METADATA_FILE, PROGRESS_FILE}
 READ_BYTES = 2**24
 
 
-class DamagedError(Exception):
-    """A checkpoint's manifest is missing or makes no sense."""
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """What a file must be.
-
-    Attributes:
-        bytes: its size.
-        sha256: of its content, in hexadecimal.
-    """
-
-    bytes: int
-    sha256: str
+# Size in bytes and SHA-256 of a file.
+Checksum = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,13 +27,13 @@ class Manifest:
 
     Attributes:
         step: optimizer steps taken when it was saved.
-        stage_end: whether a stage of the curriculum ended there; such a checkpoint stays for good.
+        stage_end: whether a stage of the curriculum ended there; such a checkpoint is never deleted.
         files: by name, every file but the manifest itself.
     """
 
     step: int
     stage_end: bool
-    files: dict[str, FileSum]
+    files: dict[str, Checksum]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -53,57 +43,70 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        DamagedError: it is missing, cannot be read, or lists other than files of this folder.
+        DamagedError: it is missing, cannot be read, or does not list files of this folder.
     """
     try:
-        raw = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-        files = {str(name): FileSum(int(entry["bytes"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
-        manifest = Manifest(int(raw["step"]), bool(raw["stage_end"]), files)
+        manifest = Manifest(**json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
+        plain = all(Path(name).name == name and entry["bytes"] >= 0 for name, entry in manifest.files.items())
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})") from None
-    strange = [name for name in files if Path(name).name != name]
-    if strange or not files.keys() >= ALWAYS_THERE:
-        raise DamagedError(f"{MANIFEST_FILE} is no list of a checkpoint's files")
+    if not plain or not manifest.files.keys() >= {METADATA_FILE, PROGRESS_FILE}:
+        raise DamagedError(f"{MANIFEST_FILE} does not list a checkpoint's files")
     return manifest
 
 
-def sum_file(path: Path) -> FileSum:
-    """Read a file from beginning to end.
+def verify_checkpoint(folder: Path, *, collective: bool = False) -> list[str]:
+    """How a checkpoint is verified: every file must have the size and the SHA-256 that its manifest lists.
+
+    Args:
+        folder: a step-N folder.
+        collective: all ranks call, each reads its share of the files, and all get the same answer.
+
+    Returns:
+        A line for each damaged file; none if the checkpoint is intact.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if collective else (0, 1)
+    try:
+        manifest = read_manifest(folder)
+        read_progress(folder)
+        damage = compare_files(folder, manifest, sorted(manifest.files)[rank::ranks])
+    except DamagedError as error:
+        damage = [str(error)]
+    by_rank = [damage] * ranks
+    if collective:
+        dist.all_gather_object(by_rank, damage)
+    return list(dict.fromkeys(line for lines in by_rank for line in lines))
+
+
+def compare_files(folder: Path, manifest: Manifest, names: Iterable[str], *, content: bool = True) -> list[str]:
+    """A line for each of these files that is missing or differs from the manifest.
+
+    Args:
+        content: read the files and compare their checksums; otherwise compare sizes only.
+    """
+    damage = []
+    for name in names:
+        path, expected = folder / name, manifest.files[name]
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                damage.append(f"{name} has {size:,} bytes and had {expected['bytes']:,}")
+            elif content and checksum(path) != expected:
+                damage.append(f"{name} has another checksum than when it was written")
+        except OSError as error:
+            damage.append(f"{name} cannot be read ({error.strerror})")
+    return damage
+
+
+def checksum(path: Path) -> Checksum:
+    """Read a file, a piece at a time.
 
     Raises:
         OSError: it cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileSum(size, digest.hexdigest())
-
-
-def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """A line for each file that is missing or has another size; nothing is read."""
-    return [line for name, wanted in manifest.files.items() for line in _wrong_size(folder / name, wanted)]
-
-
-def wrong_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """A line for each of these files that is missing or is not what was written. Reads them whole."""
-    found = []
-    for name in names:
-        path, wanted = folder / name, manifest.files[name]
-        lines = _wrong_size(path, wanted)
-        try:
-            if not lines and sum_file(path) != wanted:
-                lines = [f"{name} has another checksum than when it was written"]
-        except OSError as error:
-            lines = [f"{name} cannot be read ({error.strerror})"]
-        found += lines
-    return found
-
-
-def _wrong_size(path: Path, wanted: FileSum) -> list[str]:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        return [f"{path.name} cannot be read ({error.strerror})"]
-    return [] if size == wanted.bytes else [f"{path.name} has {size:,} bytes and had {wanted.bytes:,}"]
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return {"bytes": size, "sha256": digest.hexdigest()}

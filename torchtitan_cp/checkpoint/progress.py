@@ -1,11 +1,18 @@
-"""Where a run stands, and whether what was saved belongs to the run that would go on."""
+"""Where a run stands, and whether a checkpoint belongs to the run that would resume from it."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config import ConfigError
+
+PROGRESS_FILE = "progress.json"
+
+
+class DamagedError(Exception):
+    """A checkpoint's progress or manifest is missing or cannot be understood."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,7 @@ class Progress:
         stage: number of the stage at hand; stage_step: its optimizer steps that were taken and stand.
         stage_done: it ended before its last step, as its gate opened.
         source_tokens: of each source's stream, what the stages before this one took.
-        identity: what must be the same to go on: the model's shape, the data.
+        identity: what must be the same to resume: the model's sizes, the data.
         block_tokens: block of the data order; another one reorders what is still to come.
         short_loss: newest held-out loss of the first stage, at its length.
         passed_over: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
@@ -70,8 +77,22 @@ class Progress:
         )
 
 
+def read_progress(folder: Path) -> Progress:
+    """Where the run of a checkpoint stood.
+
+    Raises:
+        DamagedError: its file is missing, or was written by another version of this program.
+    """
+    try:
+        return Progress(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
+    except TypeError as error:
+        raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
+
+
 def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Refuse to go on with another model or other data.
+    """Refuse to resume with another model or other data.
 
     Raises:
         ConfigError: naming what differs.

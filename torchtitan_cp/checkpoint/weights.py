@@ -1,7 +1,6 @@
-"""The weights of a finished checkpoint, read by one process: for export and generation."""
+"""The model of a finished checkpoint, for export, generation and evaluation."""
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from torchtitan_cp.checkpoint.manager import PROGRESS_FILE, CheckpointManager, first_failure
-from torchtitan_cp.checkpoint.manifest import read_manifest
-from torchtitan_cp.checkpoint.reader import CheckpointPlanner, CheckpointReader, read_table
+from torchtitan_cp.checkpoint.load import CheckpointReader, load_state
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.manifest import verify_checkpoint
+from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."
-# In a run's folder: the tokenizer, where it was trained on the corpus; that may change, or be elsewhere.
+# In a run's folder: the tokenizer that the run trained. Its corpus may have changed or moved since.
 TOKENIZER_FILE = "tokenizer.model"
 
 
@@ -32,12 +30,12 @@ class SavedModel:
 
     Attributes:
         path: the step-N folder.
-        config: of the run; a tokenizer that it trained is a file there.
+        config: of the run, with the path of the tokenizer that the run trained.
         stage: the last that the run had begun.
-        sizes: of the shape.
+        sizes: of the model.
         short_loss: see Progress.
         tensors: name -> (size, dtype) of each parameter.
-        table: where they lie in which file.
+        reader: of the checkpoint's files.
     """
 
     path: Path
@@ -46,7 +44,7 @@ class SavedModel:
     sizes: dict[str, Any]
     short_loss: float | None
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
-    table: Metadata
+    reader: CheckpointReader
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """These parameters, whole, on the host.
@@ -56,24 +54,25 @@ class SavedModel:
         """
         values = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
         with warnings.catch_warnings():
-            # One process is what is meant; torch wonders about it.
+            # One process reads on purpose; torch warns of it.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            _load(self, values, no_dist=True)
+            load_state(self.reader, {"model": values}, no_dist=True)
         return values
 
     def model_args(self, kind: type) -> Any:
-        """The sizes as a shape of this kind."""
+        """The sizes as ModelArgs of this class."""
         return kind(**{name: tuple(size) if isinstance(size, list) else size for name, size in self.sizes.items()})
 
 
-def open_saved_model(path: Path) -> SavedModel:
-    """Look into a checkpoint.
+def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
+    """Verify a checkpoint and read what it holds, without the tensors themselves.
 
     Args:
         path: a step-N folder, or a run's folder, whose newest checkpoint is taken.
+        collective: see `verify_checkpoint`.
 
     Raises:
-        ConfigError: there is none, or the run's config.toml is not where the run wrote it.
+        ConfigError: there is none, it is damaged, or the run's config.toml is not where the run wrote it.
     """
     path = path.absolute()
     if not (path / PROGRESS_FILE).is_file():
@@ -87,16 +86,17 @@ def open_saved_model(path: Path) -> SavedModel:
     own = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path and own.is_file():
         config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(own)))
-    progress = json.loads((path / PROGRESS_FILE).read_text(encoding="utf-8"))
-    stage = config.curriculum.stages[max(map(int, progress["stage_losses"]), default=0)]
-    table = read_table(path, read_manifest(path))
-    saved: dict[str, Any] = table.state_dict_metadata
+    damage = verify_checkpoint(path, collective=collective)
+    if damage:
+        raise ConfigError(f"{path} is damaged: {'; '.join(damage)}", fix="use another checkpoint of the run")
+    progress, reader = read_progress(path), CheckpointReader(path)
     tensors = {
         name.removeprefix(PREFIX): (entry.size, entry.properties.dtype)
-        for name, entry in saved.items()
-        if name.startswith(PREFIX)
+        for name, entry in reader.table.state_dict_metadata.items()
+        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    return SavedModel(path, config, stage, progress["identity"]["model"], progress["short_loss"], tensors, table)
+    stage = config.curriculum.stages[max(map(int, progress.stage_losses), default=0)]
+    return SavedModel(path, config, stage, progress.identity["model"], progress.short_loss, tensors, reader)
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
@@ -107,15 +107,5 @@ def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
     """
     for part in parts:
         values = get_model_state_dict(part)
-        _load(saved, values, no_dist=False)
+        load_state(saved.reader, {"model": values})
         set_model_state_dict(part, values)
-
-
-def _load(saved: SavedModel, values: dict[str, Any], *, no_dist: bool) -> None:
-    reader = CheckpointReader(saved.path, saved.table)
-    try:
-        dcp.load({"model": values}, storage_reader=reader, planner=CheckpointPlanner(), no_dist=no_dist)
-    except CheckpointException as error:  # which is no Exception
-        raise ConfigError(
-            f"{saved.path} cannot be read: {first_failure(error)}", fix="take another checkpoint of the run"
-        ) from None

@@ -5,9 +5,9 @@ import sys
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.config import UserError, format_error, load_config
+from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.resolve import preflight
+from torchtitan_cp.training.resolve import check_files, resolve_run
 
 BAD_INPUT = 2
 
@@ -31,6 +31,18 @@ def main(arguments: list[str]) -> int:
         print(format_error(options.config, error), file=sys.stderr)
         return BAD_INPUT
     return 0
+
+
+def preflight(config: Config, ranks: int) -> str:
+    """A line that says what would run.
+
+    Raises:
+        UserError, ContextParallelError: the first thing found wrong.
+    """
+    stages = resolve_run(config, ranks).stages
+    check_files(config)
+    lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
+    return f"{sum(stage.steps for stage in stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.config import Config, ConfigError, UserError
-from torchtitan_cp.config.check import VARIANTS, check_config
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import Stage, StageActivation
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.data import prepare
@@ -129,7 +130,7 @@ def main(arguments: list[str]) -> int:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)
     try:
-        saved = open_saved_model(options.checkpoint)
+        saved = open_saved_model(options.checkpoint, collective=True)
         found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
     except (UserError, ContextParallelError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,9 @@
 """The table of sections and keys, made from the dataclasses: for `--help` and `docs/config.md`."""
 
 import dataclasses
+import inspect
+import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ class Key(NamedTuple):
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Each section in the order of the file: its header, what it is for, its keys."""
+    """Each section in the order of the file: its header, its purpose, its keys."""
     hints = typing.get_type_hints(Config)
     for entry in dataclasses.fields(Config):
         kind = hints[entry.name]
@@ -32,8 +35,15 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             yield "[[data.sources]]", _first_line(DataSource), list(_keys(DataSource))
 
 
+def help_texts(section: Any) -> dict[str, str]:
+    """The help text of each key, from the `Attributes:` of the section and the classes it extends."""
+    docs = (inspect.cleandoc(base.__doc__ or "") for base in section.__mro__)
+    entries = (entry for doc in docs for entry in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc, re.MULTILINE))
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
 def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
-    hints = typing.get_type_hints(section)
+    texts, hints = help_texts(section), typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
         kind = hints[entry.name]
         optional = typing.get_origin(kind) is types.UnionType
@@ -41,19 +51,16 @@ def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
         if dataclasses.is_dataclass(kind):
             yield from _keys(kind, f"{prefix}{entry.name}.")
             continue
-        choices = entry.metadata["choices"]
-        help_text = entry.metadata["help"] + (f" ({' | '.join(choices)})" if choices else "")
+        choices = entry.metadata.get("choices")
+        help_text = texts[entry.name] + (f" ({' | '.join(choices)})" if choices else "")
         name = "list" if typing.get_origin(kind) is tuple else (typing.get_origin(kind) or kind).__name__
         yield Key(prefix + entry.name, name, _default(entry), help_text)
 
 
 def _default(entry: Any) -> str:
-    if entry.default is None:
-        return ""
     if entry.default is dataclasses.MISSING:
         return "{}"
-    value = list(entry.default) if isinstance(entry.default, tuple) else entry.default
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value!r}"
+    return "" if entry.default is None else json.dumps(entry.default)
 
 
 def _first_line(section: Any) -> str:
@@ -84,3 +91,7 @@ def as_markdown() -> str:
         lines += [f"| `{key.name}` | {key.type} | `{key.default}` | {text} |" for key, text in escaped]
         lines.append("")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

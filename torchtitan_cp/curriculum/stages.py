@@ -1,4 +1,4 @@
-"""[[curriculum.stages]] with everything worked out that the mesh decides."""
+"""[[curriculum.stages]] with everything resolved that depends on the mesh."""
 
 import dataclasses
 import math
@@ -7,28 +7,14 @@ from typing import Any
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
-from torchtitan_cp.config.sections import Activation, Data, Rope, Stage, StageLR
-
-
-@dataclass(frozen=True)
-class ResolvedStageData:
-    """[data] and a stage's own keys, put together; see config.sections.StageData."""
-
-    mixture: dict[str, float]
-    packing: str
-    packing_window: int
-    document_mask: bool
-    restart_positions: bool
-    short_share: float
-    short_seq_len: int
-    growth_from: int
-    growth_steps: int
+from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Rope, Stage, StageLR
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     """The stage's keys where it has them, else [data]'s."""
     own = dataclasses.asdict(stage.data)
-    return ResolvedStageData(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
+    values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
+    return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 
 def stage_activation(activation: Activation, stage: Stage) -> Activation:
@@ -49,16 +35,16 @@ class StagePlan:
         index: place in the curriculum, from 0.
         seq_len: S, tokens of a sequence.
         cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
-        strategy: exchange by name; all_to_all_ranks: ranks that trade heads, for hybrid.
+        strategy: exchange by name; all_to_all_ranks: ranks that exchange heads, for hybrid.
         steps: optimizer steps, at most.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
         tp, pp: tensor- and pipeline-parallel degrees.
         activation: what is kept between forward and backward.
         global_batch_tokens: tokens of one optimizer step over all ranks.
-        data: how it takes its text.
-        resets_optimizer: its moments begin at zero.
-        until: conditions that end it before its last step; see gate.judge.
+        data: how it reads its text.
+        resets_optimizer: the optimizer's moments start at zero.
+        until: conditions that end it before its last step; see gate.
     """
 
     index: int
@@ -89,7 +75,7 @@ class StagePlan:
 
 
 def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
-    """Work out every stage of a config that has passed `check_config` for so many ranks."""
+    """Resolve every stage of a config that has passed `check_config` for this number of ranks."""
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Passkey
 
-IGNORED = -100
 CHARACTERS = {"name": (ascii_uppercase, 5), "key": (digits, 7), "word": (ascii_lowercase, 7)}
 MAX_DRAWS = 100
 HOPS = 4

@@ -5,7 +5,7 @@ import logging
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,18 +18,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
-from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
+from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
-from torchtitan_cp.parallel import Meshes, check_tensor_parallel
+from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.planner.fake import Ledger, Message, WithoutData, fake_job, real
-from torchtitan_cp.planner.plan import model_args_of
+from torchtitan_cp.planner.plan import resolve_with_vocabulary
 from torchtitan_cp.runtime import World
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.registry import check_support
+from torchtitan_cp.training.resolve import ResolvedRun
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +57,12 @@ class StageWalk:
 class DryModel(ParallelModel):
     """A network whose tensors have no data, and whose steps read nothing."""
 
-    def __init__(self, config: Config, world: World, ledger: Ledger, begins: StagePlan) -> None:
-        degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
-        shape, stages = model_args_of(config), resolve_stages(config, world.size)
-        check_support(config, begins)
-        check_tensor_parallel(shape, degrees.tp)
-        check_head_dim(stages, shape.head_dim)
+    def __init__(self, run: ResolvedRun, world: World, ledger: Ledger, begins: StagePlan) -> None:
         with real():
-            meshes = Meshes(world.device.device.type, degrees)
+            meshes = Meshes(world.device.device.type, run.degrees[begins.index])
             meshes.for_cp(1)
-        super().__init__(config, world, meshes, shape, begins, max(stage.seq_len for stage in stages))
-        self.ledger, self.tp_and_pp = ledger, (degrees.tp, degrees.pp)
+        super().__init__(run.config, world, meshes, run.model_args, begins, max(stage.seq_len for stage in run.stages))
+        self.ledger, self.tp_and_pp = ledger, (begins.tp, begins.pp)
         self._make_state()
 
     def _make_state(self) -> None:
@@ -87,7 +81,7 @@ class DryModel(ParallelModel):
     def walk(self, stage: StagePlan) -> StageWalk:
         """A whole optimizer step of a stage."""
         if self.pipeline:
-            self.pipeline.forget()  # so that a stage is walked alike, whichever was walked before it
+            self.pipeline.release()  # so that a stage is walked alike, whichever was walked before it
         with real():
             shape = self.enter(stage)
         self.ledger.messages.clear()
@@ -144,19 +138,17 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
         compile=dataclasses.replace(config.compile, enable=False),
         context_parallel=dataclasses.replace(config.context_parallel, kernel="auto"),
     )
-    config = with_shared_batches(config, ranks)
-    check_config(config, ranks)
-    stages = resolve_stages(config, ranks)
-    processes = min(usable_cores(), len(stages))
-    if processes == 1 or sum(map(_blocks_walked(config), stages)) < WORTH_PROCESSES:
-        with Walker(config, ranks, rank) as walker:
-            return [walker.walk(stage) for stage in stages]
+    run = resolve_with_vocabulary(with_shared_batches(config, ranks), ranks)
+    processes = min(usable_cores(), len(run.stages))
+    if processes == 1 or _blocks_walked(run) < WORTH_PROCESSES:
+        with Walker(run, rank) as walker:
+            return [walker.walk(stage) for stage in run.stages]
     # Forked, they know the architectures and log as this one; the bar's thread is started when they are there.
     forked = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, forked, _begin_walking, (config, ranks, rank)) as pool:
-        walks = pool.map(_walk, stages)
+    with ProcessPoolExecutor(processes, forked, _begin_walking, (run, rank)) as pool:
+        walks = pool.map(_walk, run.stages)
         with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
-            return list(progress.track(walks, len(stages), description="stages walked"))
+            return list(progress.track(walks, len(run.stages), description="stages walked"))
 
 
 def with_shared_batches(config: Config, ranks: int) -> Config:
@@ -178,26 +170,25 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     return dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=tuple(stages)))
 
 
-def _blocks_walked(config: Config) -> Callable[[StagePlan], float]:
-    """Of a stage: about how many blocks of one rank see a micro-batch."""
-    layers = model_args_of(config).n_layers
-    return lambda stage: layers / stage.pp * min(stage.micro_batches, max(stage.pp, 2))
+def _blocks_walked(run: ResolvedRun) -> float:
+    """About how many blocks of one rank see a micro-batch, over all stages."""
+    return sum(run.model_args.n_layers / stage.pp * min(stage.micro_batches, max(stage.pp, 2)) for stage in run.stages)
 
 
 class Walker:
     """Walks stages of a job one after the other, while it is entered, with one network where the meshes allow it.
 
     Args:
-        ranks: of the job; rank: which of them to be.
+        rank: which of the run's ranks to be.
     """
 
-    def __init__(self, config: Config, ranks: int, rank: int) -> None:
-        self.config, self.ranks, self.rank = config, ranks, rank
+    def __init__(self, run: ResolvedRun, rank: int) -> None:
+        self.run, self.rank = run, rank
         self.ledger, self.held = Ledger(), ExitStack()
         self.model: DryModel | None = None
 
     def __enter__(self) -> "Walker":
-        for context in (fake_job(self.ranks, self.rank), WithoutData(), self.ledger.watching()):
+        for context in (fake_job(self.run.ranks, self.rank), WithoutData(), self.ledger.watching()):
             self.held.enter_context(context)
         return self
 
@@ -210,18 +201,18 @@ class Walker:
         if self.model and (stage.tp, stage.pp) != self.model.tp_and_pp:
             self.model = None  # its memory goes before the next mesh's, as in a job that starts anew
         if self.model is None:
-            world = World(self.rank, self.ranks, Device(torch.device("cpu"), "fake"))
-            self.model = DryModel(self.config, world, self.ledger, stage)
+            world = World(self.rank, self.run.ranks, Device(torch.device("cpu"), "fake"))
+            self.model = DryModel(self.run, world, self.ledger, stage)
         return self.model.walk(stage)
 
 
 _walker: Walker
 
 
-def _begin_walking(config: Config, ranks: int, rank: int) -> None:
+def _begin_walking(run: ResolvedRun, rank: int) -> None:
     """Make this process of a pool one that walks, until it ends."""
     global _walker
-    _walker = Walker(config, ranks, rank).__enter__()
+    _walker = Walker(run, rank).__enter__()
 
 
 def _walk(stage: StagePlan) -> StageWalk:

@@ -13,8 +13,8 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import bubble_share, plan_stages
-from torchtitan_cp.parallel.pipeline import Stages
+from torchtitan_cp.parallel import bubble_fraction, plan_pipeline
+from torchtitan_cp.parallel.pipeline import PipelineStages
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import WIDE, Heads, Layer, Rates, Transfer, busiest_layer
 from torchtitan_cp.planner.memory import Memory, Part, Setting, block_of, kept, memory_of
@@ -154,15 +154,15 @@ def setting_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan, c
     )
 
 
-def stages_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan) -> Stages:
+def stages_of(config: Config, shape: Any, degrees: Degrees, stage: StagePlan) -> PipelineStages:
     """Which layers each pipeline rank has; they are dealt out by their cost at the longest length."""
     longest = max([stage.seq_len, *(other.seq_len for other in config.curriculum.stages)])
     return _stages(config.parallel, degrees.pp, shape, longest)
 
 
-def layer_windows_of(shape: Any, stages: Stages, pipeline_rank: int) -> list[int]:
+def layer_windows_of(shape: Any, stages: PipelineStages, pipeline_rank: int) -> list[int]:
     """The window of each layer that a pipeline rank has."""
-    numbers = stages.of(pipeline_rank)
+    numbers = stages.of_rank(pipeline_rank)
     return [window for number in numbers for window in shape.layer_windows[slice(*stages.layers[number])]]
 
 
@@ -181,11 +181,11 @@ def mask_pairs(seq_len: int, window: int, mask: AttentionMask) -> int:
     return sum(count_pairs(stop - start, stop - start, banded.band) for start, stop in mask.documents(seq_len)[0])
 
 
-def parts_of(stages: Stages, config: Config, stage: StagePlan, ranks: int) -> list[Part]:
+def parts_of(stages: PipelineStages, config: Config, stage: StagePlan, ranks: int) -> list[Part]:
     """What each pipeline rank has, and how many micro-batches of activations it holds at once."""
     schedule, parts = config.parallel.pp_schedule, []
     for rank in range(ranks):
-        numbers = stages.of(rank)
+        numbers = stages.of_rank(rank)
         layers = sum(stop - start for start, stop in (stages.layers[number] for number in numbers))
         chunks = _chunks_held(schedule, ranks, rank, len(numbers), stage.micro_batches)
         opens, closes = 0 in numbers, len(stages.owner) - 1 in numbers
@@ -206,8 +206,8 @@ def _chunks_held(schedule: str, ranks: int, rank: int, per_rank: int, micro_batc
 
 
 @lru_cache(maxsize=512)
-def _stages(parallel: Any, ranks: int, shape: Any, longest: int) -> Stages:
-    return plan_stages(parallel, ranks, layer_costs(shape, longest))
+def _stages(parallel: Any, ranks: int, shape: Any, longest: int) -> PipelineStages:
+    return plan_pipeline(parallel, ranks, layer_costs(shape, longest))
 
 
 def _strategy(shape: Any, degrees: Degrees, stage: StagePlan) -> str:
@@ -280,7 +280,7 @@ class _Attention:
 def _rank_seconds(
     shape: Any,
     setting: Setting,
-    stages: Stages,
+    stages: PipelineStages,
     pipeline_rank: int,
     degrees: Degrees,
     cluster: Cluster,
@@ -288,7 +288,7 @@ def _rank_seconds(
 ) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage = setting.config, attention.stage
-    numbers, windows = stages.of(pipeline_rank), layer_windows_of(shape, stages, pipeline_rank)
+    numbers, windows = stages.of_rank(pipeline_rank), layer_windows_of(shape, stages, pipeline_rank)
     part = parts_of(stages, config, stage, degrees.pp)[pipeline_rank]
     total: dict[str, float] = {}
     for window in set(windows):
@@ -298,7 +298,7 @@ def _rank_seconds(
     for name, value in _ends_seconds(shape, setting, part, cluster, len(numbers), degrees).items():
         total[name] = total.get(name, 0.0) + value
     if degrees.pp > 1:
-        share = bubble_share(config.parallel, degrees.pp, len(numbers), stage.micro_batches)
+        share = bubble_fraction(config.parallel, degrees.pp, len(numbers), stage.micro_batches)
         total["pipeline bubble"] = sum(total.values()) * share / (1 - share)
     counts = count_parameters(shape, degrees.tp)
     own = part.layers * counts.block + counts.ends(part.opens, part.closes, shape.tie_embeddings)

@@ -1,28 +1,41 @@
 """A whole config on a cluster: the checks that a run makes of it, then an estimate of each stage."""
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.check import check_config
-from torchtitan_cp.config.degrees import Degrees, resolve_degrees
-from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, Volume, estimate_stage, stage_volumes
 from torchtitan_cp.planner.parameters import vocabulary_of
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.resolve import check_stage
+from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
 
 
 def model_args_of(config: Config) -> Any:
-    """The config's shape with its vocabulary set.
+    """The config's model sizes with the vocabulary set.
 
     Raises:
         UserError: an unknown flavor or override, or a tokenizer that cannot be read.
     """
-    shape = registry.model_args_of(config.model)
-    return dataclasses.replace(shape, vocab_size=vocabulary_of(config, shape))
+    args = registry.model_args_of(config.model)
+    return dataclasses.replace(args, vocab_size=vocabulary_of(config, args))
+
+
+def resolve_with_vocabulary(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
+    """The run of a config on so many ranks, without preparing its corpus.
+
+    Args:
+        model_args: what `model_args_of` gives, if it is at hand.
+
+    Raises:
+        UserError, ContextParallelError: what a run on so many ranks would refuse.
+    """
+    run = resolve_run(config, ranks, model_args)
+    vocab_size = vocabulary_of(config, run.model_args)
+    return dataclasses.replace(run, model_args=dataclasses.replace(run.model_args, vocab_size=vocab_size))
 
 
 @dataclass(frozen=True)
@@ -45,17 +58,11 @@ def stages_to_plan(config: Config, cluster: Cluster, shape: Any = None) -> tuple
     Raises:
         UserError, ContextParallelError: what a run on so many ranks would refuse.
     """
-    check_config(config, cluster.ranks)
-    shape = shape or model_args_of(config)
-    stages = resolve_stages(config, cluster.ranks)
-    check_head_dim(stages, shape.head_dim)
-    planned = []
-    for stage in stages:
-        check_stage(config, shape, stage)
-        parallel = replace(config.parallel, tp=stage.tp, pp=stage.pp)
-        own = replace(config, parallel=parallel, activation=stage.activation)
-        planned.append(StageToPlan(own, shape, resolve_degrees(parallel, cluster.ranks), stage, cluster))
-    return tuple(planned)
+    run = resolve_with_vocabulary(config, cluster.ranks, shape)
+    return tuple(
+        StageToPlan(run.config_of(stage), run.model_args, degrees, stage, cluster)
+        for stage, degrees in zip(run.stages, run.degrees, strict=True)
+    )
 
 
 def plan_config(config: Config, cluster: Cluster) -> tuple[Estimate, ...]:

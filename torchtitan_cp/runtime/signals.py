@@ -1,4 +1,4 @@
-"""A scheduler's wish that the job end: heard between steps, on whichever rank it arrives."""
+"""Stop signals of a scheduler: remembered on the rank that gets them, and answered between steps."""
 
 import signal
 from types import FrameType, TracebackType
@@ -11,7 +11,7 @@ STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers SIGTERM and SIGUSR1 instead of dying of them, while it is entered.
+    """Remembers SIGTERM and SIGUSR1 instead of dying of them, inside the context.
 
     Attributes:
         received: the number of the last one; None before the first.
@@ -22,23 +22,25 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._hear) for number in STOP}
+        self._before = {number: signal.signal(number, self._remember) for number in STOP}
+        # A launcher starts ranks with both signals blocked, so that one that came earlier arrives now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            # After a failure the launcher sends SIGTERM, and what went wrong is still to be told.
+            # After a failure the launcher sends SIGTERM, and the failure must still be reported.
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number
 
 
 def any_rank(*flags: bool, device: torch.device) -> list[bool]:
-    """For each flag, whether any rank has it set. Collective, and the same answer everywhere."""
+    """For each flag, whether it is set on any rank. Collective; every rank gets the same answer."""
     raised = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(raised, dist.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cp.config.sections import Evaluation
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
-from torchtitan_cp.data.batches.packing import IGNORED, PackedSequence, Piece
-from torchtitan_cp.data.batches.samples import Sampling
+from torchtitan_cp.data.batches.packing import PackedSequence, Span
 from torchtitan_cp.evaluation import Budget, EvaluationResult, Prompt, PromptWriter, Retrieval, evaluating, unigram_loss
 from torchtitan_cp.metrics.positions import bin_starts, sum_by_bin
 from torchtitan_cp.runtime import any_rank
@@ -89,7 +89,7 @@ class Evaluator:
         set_activity: Callable[[str], None],
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.model, self.data, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
+        self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
         self.set_activity, self.stop_requested, self.interruptible = set_activity, stop_requested, False
         self.budget, self.left_out = Budget(settings.max_share), dict[str, None]()
         encode = data_pipeline.corpus.tokenizer.encode_batch
@@ -112,23 +112,23 @@ class Evaluator:
         if not (at_end or stage.until or self._affords(self.settings.tokens)):
             logger.info("no evaluation now: more than evaluation.max_share = %g of the time", self.budget.max_share)
             return None
-        layout, sampling = resized(batch_layout, stage.seq_len), self.data.sampling_of(stage)
+        layout, data = resized(batch_layout, stage.seq_len), self.data_pipeline.stage_data(stage)
         try:
-            held_out = self.held_out_losses(layout, sampling)
+            held_out = self.held_out_losses(layout, data)
             if held_out is None:
                 return None
             rise = self._short_loss_rise(stage, layout, short_before, at_end)
             retrieval = self.measure_retrieval(stage, layout)
-            gain, by_position = self._context_gain(held_out, layout, sampling), held_out
+            gain, by_position = self._context_gain(held_out, layout, data), held_out
             length = self.settings.position_seq_len or stage.seq_len
             if length != stage.seq_len and self._is_due(f"loss by position to {length:,}"):
-                by_position = self.held_out_losses(resized(layout, length), sampling) or held_out
+                by_position = self.held_out_losses(resized(layout, length), data) or held_out
         except _Stopped:
             logger.info("the evaluation ends unfinished, as the run is to stop")
             return None
         return EvaluationResult(
             loss=held_out.loss,
-            unigram=unigram_loss(self.data.corpus.unigram_counts, self._labels(layout, sampling)),
+            unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, self._labels(layout, data)),
             by_source=held_out.by_source,
             position_starts=by_position.starts,
             position_losses=by_position.by_position,
@@ -169,15 +169,17 @@ class Evaluator:
 
     # Losses --------------------------------------------------------------------------------------------------
 
-    def held_out_losses(self, batch_layout: BatchLayout, sampling: Sampling, block: int = 0) -> HeldOutLosses | None:
+    def held_out_losses(
+        self, batch_layout: BatchLayout, data: ResolvedStageData, block: int = 0
+    ) -> HeldOutLosses | None:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
         Args:
             batch_layout: gives the length, and which rank reads what.
-            sampling: gives the mixture and the mask of documents.
+            data: of the stage; gives the mixture and the mask of documents.
             block: cut documents into blocks of so many tokens, none of which sees another; 0: leave them whole.
         """
-        samples = self.data.held_out_samples(batch_layout, sampling, block)
+        samples = self.data_pipeline.held_out_samples(batch_layout, data, block)
         if samples is None:
             return None
         seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
@@ -215,20 +217,22 @@ class Evaluator:
             return None
         if not self._is_due(what, for_gate):
             return None
-        found = self.held_out_losses(resized(batch_layout, first.seq_len), self.data.sampling_of(first))
+        found = self.held_out_losses(resized(batch_layout, first.seq_len), self.data_pipeline.stage_data(first))
         return found.loss / before - 1 if found else None
 
-    def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, sampling: Sampling) -> float | None:
+    def _context_gain(
+        self, held_out: HeldOutLosses, batch_layout: BatchLayout, data: ResolvedStageData
+    ) -> float | None:
         """How much lower the loss is with all of the context than within blocks; None if it is not measured."""
         block = self.settings.context_gain_tokens
         if not block or batch_layout.seq_len < 2 * block or not self._is_due("context gain"):
             return None
-        cut = self.held_out_losses(batch_layout, sampling, block)
+        cut = self.held_out_losses(batch_layout, data, block)
         return _mean(cut.late) - _mean(held_out.late) if cut else None
 
-    def _labels(self, batch_layout: BatchLayout, sampling: Sampling) -> np.ndarray:
+    def _labels(self, batch_layout: BatchLayout, data: ResolvedStageData) -> np.ndarray:
         """The labels that held_out_losses counts, `[tokens]` int64."""
-        samples = self.data.held_out_samples(batch_layout, sampling)
+        samples = self.data_pipeline.held_out_samples(batch_layout, data)
         assert samples is not None
         labels = [samples.sequence(number).labels for number in range(self._count(batch_layout.seq_len))]
         return np.concatenate(labels)[np.concatenate(labels) != IGNORED]
@@ -249,7 +253,7 @@ class Evaluator:
     def measure_retrieval(self, stage: StagePlan, batch_layout: BatchLayout) -> dict[str, Retrieval]:
         """Accuracy of every variant of prompts over lengths and depths. Collective."""
         passkey = self.settings.passkey
-        if not (passkey.trials and self.data.held_out):
+        if not (passkey.trials and self.data_pipeline.held_out):
             return {}
         # By default a quarter, half and all of the stage's length, rounded down to what its ranks can share.
         unit = 2 * stage.cp * stage.tp
@@ -286,7 +290,7 @@ class Evaluator:
         def read(number: int) -> PackedSequence:
             prompt = write(number)
             assert prompt, "the length was tried"
-            return PackedSequence(*prompt, np.arange(length), (length,), (Piece(variant, 0, 0, length),))
+            return PackedSequence(*prompt, np.arange(length), (length,), (Span(variant, 0, 0, length),))
 
         if not all(write(number) for number in range(count if length < LONG_PROMPT_TOKENS else 1)):
             self.left_out[f"{variant} at {length:,} tokens, too short for its question"] = None

@@ -1,57 +1,95 @@
-"""Whether a run may be: everything that can be found wrong with a config for a number of ranks, before one starts.
+"""Decides whether a config may run on a number of ranks. Check, plan, dry run, parity and the trainer all ask here.
 
-A person waits for it: what only training needs is not imported here.
+The launcher waits for it, so nothing that only training needs is imported.
 """
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
+from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import check_tensor_parallel, plan_stages
+from torchtitan_cp.parallel import check_tensor_parallel, plan_pipeline
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.export import check_exportable
 
 
-def preflight(config: Config, ranks: int) -> str:
-    """Check a config as every room would when it meets it.
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A config that may run on so many ranks, with everything that their number decides.
+
+    Attributes:
+        stages: of the curriculum.
+        degrees: of the mesh in each stage. Two stages differ in tp and pp only.
+        model_args: sizes of the model; vocab_size is 0 where the tokenizer decides it.
+    """
+
+    config: Config
+    ranks: int
+    stages: tuple[StagePlan, ...]
+    degrees: tuple[Degrees, ...]
+    model_args: Any
+
+    def config_of(self, stage: StagePlan) -> Config:
+        """The config with the tp, pp and activation memory of a stage."""
+        parallel = dataclasses.replace(self.config.parallel, tp=stage.tp, pp=stage.pp)
+        return dataclasses.replace(self.config, parallel=parallel, activation=stage.activation)
+
+
+def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
+    """Resolve a config for a number of ranks, or refuse it. Every rule is reached from here:
+
+    - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
+      lengths and batches that the ranks can share, micro-batches for the pipeline schedule, RoPE, data, gates.
+    - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
+    - `training.export.check_exportable`: whether Hugging Face's format can describe the model.
+    - `registry.check_support`: degrees and flags that the architecture lacks.
+    - `parallel.check_tensor_parallel`: tp divides heads and MLP.
+    - `parallel.plan_pipeline`: pp and the schedule divide the layers.
+    - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
+
+    So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines, the schedule takes the
+    step's micro-batches, and there are enough layers.
 
     Args:
-        ranks: how many there will be.
-
-    Returns:
-        a line that says what will run.
+        model_args: of `config.model`, if they are known, e.g. with the tokenizer's vocabulary.
 
     Raises:
-        UserError, ContextParallelError: the first thing found wrong.
+        UserError, ContextParallelError: the first rule that is broken, with its fix.
     """
     check_config(config, ranks)
-    args = registry.model_args_of(config.model)
+    model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
-    check_head_dim(stages, args.head_dim)
-    check_exportable(config, args)
-    costs = layer_costs(args, max(stage.seq_len for stage in stages))
+    check_head_dim(stages, model_args.head_dim)
+    check_exportable(config, model_args)
+    costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
-        check_stage(config, args, stage)
-        plan_stages(config.parallel, stage.pp, costs)
+        registry.check_support(config, stage)
+        check_tensor_parallel(model_args, stage.tp)
+        plan_pipeline(config.parallel, stage.pp, costs)
+        _check_attention(config, stage)
+    parallels = (dataclasses.replace(config.parallel, tp=stage.tp, pp=stage.pp) for stage in stages)
+    degrees = tuple(resolve_degrees(parallel, ranks) for parallel in parallels)
+    return ResolvedRun(config, ranks, stages, degrees, model_args)
+
+
+def check_files(config: Config) -> None:
+    """Check what a run reads and writes on this machine: corpus, tokenizer and the run's folder.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
-    lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
-    return f"{sum(stage.steps for stage in stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
 
 
-def check_stage(config: Config, args: Any, stage: StagePlan) -> None:
-    """Refuse a stage that its model or its attention cannot be dealt out for.
-
-    Raises:
-        UserError, ContextParallelError: what a run would refuse.
-    """
-    registry.check_support(config, stage)
-    check_tensor_parallel(args, stage.tp)
+def _check_attention(config: Config, stage: StagePlan) -> None:
     settings = config.context_parallel
     make_plan(
         stage.seq_len,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data import statistics_table
@@ -23,7 +24,6 @@ from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
 from torchtitan_cp.metrics.throughput import imbalance, mean_keys
-from torchtitan_cp.optim import IGNORED
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
@@ -83,7 +83,7 @@ class RunRecorder:
             f"{config.model.architecture} {config.model.flavor}: {self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
-            f"{self.model.meshes.describe()}\n"
+            f"{self.model.meshes.summary()}\n"
             f"{statistics_table({name: source.statistics for name, source in self.data.corpus.sources.items()})}"
         )
         logger.console.start_bar()

@@ -18,24 +18,23 @@ import torch.distributed as dist
 from torchtitan_cp.checkpoint import CheckpointManager, Progress, SaveSchedule, check_identity
 from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.config import Config, ConfigError, UserError
-from torchtitan_cp.config.check import check_config
-from torchtitan_cp.config.degrees import resolve_degrees
-from torchtitan_cp.curriculum import StagePlan, check_head_dim, describe_rope, resolve_stages
+from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.metrics import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
 from torchtitan_cp.optim import LearningRates
-from torchtitan_cp.parallel import Meshes, check_tensor_parallel
+from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluator import Evaluator
-from torchtitan_cp.training.export import check_exportable, exported_stages
+from torchtitan_cp.training.export import exported_stages
 from torchtitan_cp.training.health_monitor import HealthMonitor
 from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.resolve import resolve_run
 from torchtitan_cp.training.run_recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -53,14 +52,12 @@ class Trainer:
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        check_config(config, world.size)
+        run = resolve_run(config, world.size)
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
-        self.stages = resolve_stages(config, world.size)
+        self.stages = run.stages
         self.checkpoints = CheckpointManager(self.folder / "checkpoints", config.checkpoint)
         begins = self._first_stage()
-        registry.check_support(config, begins)
-        degrees = resolve_degrees(dataclasses.replace(config.parallel, tp=begins.tp, pp=begins.pp), world.size)
         if config.training.deterministic:
             use_deterministic_kernels()
 
@@ -73,11 +70,8 @@ class Trainer:
         self.data_pipeline = DataPipeline(config, corpus, max(lengths))
         self.data_pipeline.check_gates(self.stages)
 
-        args = registry.with_vocabulary(registry.model_args_of(config.model), corpus.tokenizer.vocab_size)
-        check_tensor_parallel(args, degrees.tp)
-        check_exportable(config, args)
-        check_head_dim(self.stages, args.head_dim)
-        self.meshes = Meshes(self.device.device.type, degrees)
+        args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
+        self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
         self.model = ParallelModel(config, world, self.meshes, args, begins, max(lengths))
         self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
         self.stopping = self.time_is_up = False
@@ -110,7 +104,7 @@ class Trainer:
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins with or goes on in: its tp and pp are those of this process's life."""
-        self.saved = self.checkpoints.read_progress() if self.config.checkpoint.enable else None
+        self.saved = self.checkpoints.find_newest() if self.config.checkpoint.enable else None
         if self.saved is None:
             return self.stages[0]
         path, self.progress = self.saved
@@ -291,7 +285,7 @@ class Trainer:
     def _leave_stage(self) -> None:
         """Go on to the next stage, which reads on where this one stopped."""
         stage, passed = self.progress.stage, self.progress.passed(self.progress.stage)
-        samples = self.data_pipeline.samples_of(self.stages[stage], self.progress.source_tokens, passed)
+        samples = self.data_pipeline.stage_samples(self.stages[stage], self.progress.source_tokens, passed)
         self.progress = dataclasses.replace(
             self.progress,
             stage=stage + 1,
@@ -307,7 +301,7 @@ class Trainer:
         Returns:
             how its steps are dealt out.
         """
-        self.data_pipeline.enter(stage, self.progress.source_tokens, self.progress.passed(stage.index))
+        self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.passed(stage.index))
         return self.model.enter(stage)
 
     def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
@@ -319,7 +313,7 @@ class Trainer:
             f"attention by {self.model.exchange_of(batch_layout)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s"
         )
-        about += self.data_pipeline.describe(stage) + "; optimizer state reset" * stage.resets_optimizer
+        about += self.data_pipeline.describe_stage(stage) + "; optimizer state reset" * stage.resets_optimizer
         self.metrics_logger.say(about + self.model.describe_pipeline(stage), tag="stage", step=self.progress.step)
 
     # A step ------------------------------------------------------------------------------------------------
@@ -439,7 +433,7 @@ class Trainer:
             return None
         self.checkpoints.wait()
         before = self.health_monitor.recovery_policy.steps_too_new
-        return self.checkpoints.read_progress(before, lambda saved: not saved.health.get("bad_steps"))
+        return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 

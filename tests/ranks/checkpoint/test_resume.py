@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.curricula import TWO_STAGES
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
-from torchtitan_cp.checkpoint.manifest import read_manifest, wrong_files
+from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_checkpoints_stand_at_every_interval_and_stage_end(run_toml: Path, strai
     assert len(straight) == 14
 
 
-@pytest.mark.parametrize("stop", [5, 8, 10])
+@deep_rows("stop", [5, 8, 10], default=[5, 10])
 def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int
 ) -> None:
@@ -57,12 +58,12 @@ def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
 @pytest.mark.parametrize(
     ("size", "cp", "degrees"),
     [
-        (2, 1, []),
-        (1, 1, []),
-        (4, 2, []),
+        pytest.param(2, 1, [], marks=pytest.mark.deep),
+        pytest.param(1, 1, [], marks=pytest.mark.deep),
+        pytest.param(4, 2, [], marks=pytest.mark.deep),
         (4, 2, ["--parallel.tp=2"]),
-        (2, 1, ["--parallel.pp=2"]),
-        (4, 2, ["--parallel.dp_replicate=2"]),
+        pytest.param(2, 1, ["--parallel.pp=2"], marks=pytest.mark.deep),
+        pytest.param(4, 2, ["--parallel.dp_replicate=2"], marks=pytest.mark.deep),
     ],
 )
 def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
@@ -114,7 +115,7 @@ def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
         assert re.search(said, warning)
 
 
-@pytest.mark.parametrize("damage", ["partial", "no progress", "cut", "gone", "flipped"])
+@deep_rows("damage", ["partial", "no progress", "cut", "gone", "flipped"], default=["cut"])
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_anew(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], damage: str
 ) -> None:
@@ -134,8 +135,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_
         data[len(data) // 2] ^= 1
         part.write_bytes(data)
     assert losses(ranks(2)(train, run_toml, f"--job.dump_folder={folder}")[0]) == straight
-    manifest = read_manifest(newest)
-    assert wrong_files(newest, manifest, manifest.files) == []
+    assert verify_checkpoint(newest) == []
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step-10", "step-14", "step-5", "step-8"]
 
 
@@ -190,6 +190,21 @@ def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: li
     assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)
 
 
+def test_a_resumed_run_compares_its_steps_with_those_before_it_stopped(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """A spike in the first step after a resume is found, as the checkpoint has the numbers of healthy steps."""
+    path, inject = write_run(tmp_path), ("step=12", "kind=spike", "layer=0")
+    ranks(1)(train, path, "--curriculum.stages[0].steps=11")
+    settings = (
+        "--health.spike_threshold=20",
+        "--health.spike_window=32",
+        *(f"--health.inject.{key}" for key in inject),
+    )
+    lines = ranks(1)(train, path, "--curriculum.stages[0].steps=12", *settings)[0]
+    assert [line["step"] for line in lines if line["spikes"]] == [12]
+
+
 def train_deterministically(path: Path, folder: str) -> list[float]:
     try:
         return losses(train(path, folder, "--training.deterministic=true", "--checkpoint.enable=false"))
@@ -197,6 +212,7 @@ def train_deterministically(path: Path, folder: str) -> list[float]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.deep
 def test_deterministic_kernels_give_the_same_bits_twice(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:

@@ -64,6 +64,7 @@ def reader(run: Path, tmp_path: Path) -> Reader:
     return Reader(run, write_run(tmp_path, config), tmp_path / "new")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("command", sorted({c for _, c in COMMANDS if not RUN_BY_OTHERS.search(c)}))
 def test_a_command_of_the_pages_does_what_it_says(
     command: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -81,8 +82,9 @@ def test_a_command_of_the_pages_does_what_it_says(
         if words[0] == "./run_train.sh":
             code = train_program.main([config, *words[1:]])
         else:
-            monkeypatch.setattr(sys, "argv", ["program", *map(reader.word, words[3:])])
-            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+            module, arguments = ("torchtitan_cp", words[1:]) if words[0] == "torchtitan-cp" else (words[2], words[3:])
+            monkeypatch.setattr(sys, "argv", ["program", *map(reader.word, arguments)])
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as left:
         code = left.code
     assert not code, capsys.readouterr().err

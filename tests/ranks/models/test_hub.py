@@ -19,17 +19,13 @@ from transformers import AutoModelForCausalLM
 from models.llama.hub import HUB
 from models.moe.hub import HUB as MOE_HUB
 from tests.support.curricula import TWO_STAGES
+from tests.support.deep import deep_rows
 from tests.support.hub_models import EXPERTS, FAMILIES, OURS, write_start
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, gradients_of, prepared, train, write_run
+from torchtitan_cp.attention.local_shard import shard_slices
 from torchtitan_cp.checkpoint import hub as hub_module
-from torchtitan_cp.checkpoint.hub import (
-    INDEX_FILE,
-    _copy,
-    _pieces,
-    hub_names,
-    shard_of,
-)
+from torchtitan_cp.checkpoint.hub import INDEX_FILE, _copy, _pieces, hub_names
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli import export as export_program
 from torchtitan_cp.cli.generate import LayerCache, load_model
@@ -83,9 +79,9 @@ def close(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@deep_rows("family", FAMILIES, default=["llama", "qwen2, windows in the last layers", "qwen3"])
 def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_training(
-    ranks: Callable[[int], RankPool], tmp_path: Path, family: str
+    ranks: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     path = write_start(tmp_path, family, "100KB")
     assert (tmp_path / "hub" / INDEX_FILE).is_file()
@@ -99,7 +95,8 @@ def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_traini
     assert loss == pytest.approx(their_loss.item(), rel=1e-5)
 
     ranks(1)(train, path, "--curriculum.stages[0].steps=2")
-    export(tmp_path / "run", tmp_path / "out", most_bytes=100_000)
+    monkeypatch.setattr(hub_module, "MAX_FILE_BYTES", 100_000)
+    export(tmp_path / "run", tmp_path / "out")
     saved = open_saved_model(tmp_path / "run")
     model = load_model(saved, torch.device("cpu"))
     with torch.no_grad():
@@ -129,9 +126,13 @@ def write_experts(folder: Path) -> Path:
     return write_run(folder, f"{start}overrides = {{{{{OURS}, tie_embeddings = false, {sizes}}}}}\n{rest}")
 
 
-@pytest.mark.parametrize(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])])
+@deep_rows(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])], default=[(4, ["--parallel.cp=2"])])
 def test_experts_of_transformers_have_their_logits_here_and_back_there_after_training(
-    ranks: Callable[[int], RankPool], tmp_path: Path, size: int, overrides: list[str]
+    ranks: Callable[[int], RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    overrides: list[str],
 ) -> None:
     path = write_experts(tmp_path)
     tokens, labels = ranks(1)(sequences, path)[0]
@@ -148,7 +149,8 @@ def test_experts_of_transformers_have_their_logits_here_and_back_there_after_tra
     assert not theirs
 
     ranks(size)(train, path, "--curriculum.stages[0].steps=2", *overrides)
-    export(tmp_path / "run", tmp_path / "out", most_bytes=100_000)
+    monkeypatch.setattr(hub_module, "MAX_FILE_BYTES", 100_000)
+    export(tmp_path / "run", tmp_path / "out")
     # In fp32 rounding may choose between two experts that a token is as good as torn between.
     back = in_transformers(tmp_path / "out", tokens[:1], torch.float64)[1]
     assert close(back, logits_here(tmp_path / "run", tokens[:1], torch.float64))
@@ -162,7 +164,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("layout", WIDE)
+@deep_rows("layout", WIDE, default=["CP 2 x TP 2"])
 def test_the_weights_arrive_bit_for_bit_on_ranks_and_give_the_same_loss(
     ranks: Callable[[int], RankPool], tmp_path: Path, layout: str
 ) -> None:
@@ -185,8 +187,8 @@ def read_rows(rows: int) -> tuple[int, int, int]:
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.arange(rows * 2.0).view(rows, 2)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    (first, stop) = (shard_of(sharded)[0].start, shard_of(sharded)[0].stop)
-    assert torch.equal(whole[shard_of(sharded)], sharded.to_local())
+    (first, stop) = (shard_slices(sharded)[0].start, shard_slices(sharded)[0].stop)
+    assert torch.equal(whole[shard_slices(sharded)], sharded.to_local())
     return first, stop, len(sharded.to_local())
 
 
@@ -333,11 +335,16 @@ def test_an_export_that_fails_leaves_nothing_and_says_why(
 
     saved = open_saved_model(tmp_path / "run")
     for file in saved.path.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out" / "c")]) == 2
+        assert f"{file.name} has another checksum than when it was written" in capsys.readouterr().err
         file.unlink()
-    with pytest.raises(ConfigError, match=r"step-1 cannot be read: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"step-1 cannot be loaded: .*FileNotFoundError"):
         saved.read(["norm.weight"])
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out" / "b")]) == 2
-    assert "step-1 cannot be read" in capsys.readouterr().err
+    assert "cannot be read (No such file or directory)" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 

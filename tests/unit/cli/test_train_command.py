@@ -1,26 +1,29 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import train
 from tests.support.runs import write_run
 from torchtitan_cp.__main__ import COMMANDS, main
-from torchtitan_cp.cli import train as launch
+from torchtitan_cp.cli import train as command
+from torchtitan_cp.runtime import job_notes, launcher
+from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
 
 
 def test_every_command_says_what_it_takes_and_another_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS:
+    for name in COMMANDS:
         with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
+            main([name, "--help"])
         assert ended.value.code == 0
         assert "usage: " in capsys.readouterr().out
     assert main([]) == 0
     listed = capsys.readouterr().out
-    assert all(f"  {command} " in listed for command in COMMANDS)
+    assert all(f"  {name} " in listed for name in COMMANDS)
     assert main(["trian"]) == 2
     assert "there is no command 'trian'" in capsys.readouterr().err
 
@@ -34,95 +37,133 @@ def test_every_command_says_what_it_takes_and_another_is_a_message(capsys: pytes
 )
 def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        launch.main(["x.toml", *arguments])
+        command.main(["x.toml", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def started(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[list[str]]]:
-    """Of each job: the arguments of torchrun, of train.py, and of its check; of a dry run the command."""
-    jobs: list[list[list[str]]] = []
+class Launcher:
+    """Stands in for the module that starts ranks."""
 
-    class Passed:
-        returncode = 0
+    def __init__(self) -> None:
+        self.jobs: list[tuple[list[str], int, dict[str, object]]] = []
 
-    monkeypatch.setattr(launch.subprocess, "run", lambda command, **options: jobs.append([command]) or Passed())
-    monkeypatch.setattr(launch, "launch", lambda *parts: jobs.append([list(part) for part in parts]) or 0)
-    assert launch.main(arguments) == 0
-    return jobs
+    def launch(self, program: list[str], ranks: int, **place: object) -> int:
+        self.jobs.append((program, ranks, place))
+        return 0
 
 
-def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def started(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> tuple[list[str], tuple[list[str], int, dict[str, object]]]:
+    """The command of the check, and what the launcher is asked for."""
+    launcher, checks = Launcher(), []
+    monkeypatch.setattr(command, "load_launcher", lambda check: checks.append(check) or launcher)
+    assert command.main(arguments) == 0
+    [check], [job] = checks, launcher.jobs
+    return check, job
+
+
+def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = str(write_run(tmp_path))
     place = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
-    [(torchrun, job, check)] = started(monkeypatch, ["my.toml", "--nproc", "8", *place, "--optimizer.lr=1e-4"])
-    assert check == ["-m", "torchtitan_cp.cli.check", "my.toml", "--ranks", "32", "--optimizer.lr=1e-4"]
-    assert torchrun[:4] == ["--nnodes", "4", "--node-rank", "3"]
-    assert torchrun[-4:] == ["--rdzv-endpoint", "node0:29500", "--nproc-per-node", "8"]
-    assert job == [str(launch.TRAIN), "my.toml", "--optimizer.lr=1e-4"]
-    assert launch.TRAIN.is_file()
+    check, job = started(monkeypatch, [config, "--nproc", "8", *place, "--optimizer.lr=1e-4"])
+    assert check[1:] == ["-m", "torchtitan_cp.cli.check", config, "--ranks", "32", "--optimizer.lr=1e-4"]
+    program = [str(command.TRAIN), config, "--optimizer.lr=1e-4"]
+    assert job == (program, 8, {"max_restarts": 3, "nodes": 4, "endpoint": "node0:29500"})
+    assert command.TRAIN.is_file()
 
 
 @pytest.mark.parametrize(("given", "length"), [([], "0"), (["512"], "512")])
 def test_parity_is_asked_of_the_ranks_and_not_of_the_check(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], length: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str], length: str
 ) -> None:
-    [(_, job, check)] = started(
-        monkeypatch, ["my.toml", "--nproc", "2", "--training.seed=3", "--verify-parity", *given]
-    )
-    assert job == [str(launch.TRAIN), "my.toml", "--training.seed=3", "--verify-parity", length]
+    config = str(write_run(tmp_path))
+    check, job = started(monkeypatch, [config, "--nproc", "2", "--training.seed=3", "--verify-parity", *given])
+    assert job[0] == [str(command.TRAIN), config, "--training.seed=3", "--verify-parity", length]
     assert check[-1] == "--training.seed=3"
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    [(command,)] = started(monkeypatch, ["my.toml", "--dry-run", "--world-size", "64"])
-    assert command == [sys.executable, str(launch.TRAIN), "my.toml", "--dry-run", "--world-size", "64"]
+    class Passed:
+        returncode = 0
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(command.subprocess, "run", lambda line, **options: commands.append(line) or Passed())
+    assert command.main(["my.toml", "--dry-run", "--world-size", "64"]) == 0
+    assert commands == [[sys.executable, str(command.TRAIN), "my.toml", "--dry-run", "--world-size", "64"]]
 
 
+@pytest.fixture
+def _same_signals() -> Iterator[None]:
+    """The command answers signals in its own way."""
+    before = {number: signal.getsignal(number) for number in command.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_same_signals")
 def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.Launcher, "go", lambda launcher: pytest.fail("ranks were started"))
-    assert launch.main([str(write_run(tmp_path)), "--nproc", "2", "--parallel.tp=3"]) == 2
+    monkeypatch.setattr(launcher, "launch", lambda *job, **place: pytest.fail("ranks were started"))
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(write_run(tmp_path)), "--nproc", "2", "--parallel.tp=3"])
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(("handler", "hears"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
 def test_under_nohup_a_job_does_not_hear_its_terminal_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, hears: bool
+    monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers, hears: bool
 ) -> None:
-    starts: list[list[str]] = []
-
-    class Started:
-        stopping = False
-
-        def __init__(self, arguments: list[str]) -> None:
-            starts.append(arguments)
-
-        def go(self) -> None: ...
-
-        def wait(self) -> int:
-            return 0
-
-    monkeypatch.setattr(launch, "Launcher", Started)
+    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE", FOLDER_VARIABLE):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(launcher, "_run", lambda *job: EndNote(0, ""))
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        assert launch.launch([], ["train.py", str(write_run(tmp_path))]) == 0
+        assert launcher.launch(["train.py"], 2, max_restarts=0) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
-    [arguments] = starts
-    handled = arguments[arguments.index("--signals-to-handle") + 1].split(",")
+    handled = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")
     assert handled == ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hears else [])]
 
 
-def test_the_first_rank_of_a_node_to_know_why_a_run_ends_says_it(
+def test_without_a_launcher_rank_0_says_why_a_run_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        assert job_notes.end_job(f"error: of {rank}", 2) == 2
+    assert capsys.readouterr().err == "error: of 0\n"
+
+
+def test_the_launcher_reads_the_note_of_the_first_rank_to_end_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 may wait for another, or never come to it."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "3" / "error.json"))
-    assert train._complain(3, "error: no room", train.BAD_INPUT) == train.BAD_INPUT
-    assert capsys.readouterr().err == "error: no room\n"
-    train._complain(0, "error: no room", train.BAD_INPUT)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(job_notes, "WAIT_SECONDS", 0.0)
+    for rank in (3, 0):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert job_notes.end_job(f"error: of {rank}", 3) == 3
+        os.utime(tmp_path / f"end-{rank}", times=(100 - rank, 100 - rank))
     assert capsys.readouterr().err == ""
-    assert train._earlier_end() == tmp_path / "no_use_to_restart"
-    assert (tmp_path / "no_use_to_restart").read_text() == "2"
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    for rank in (0, 1):
-        train._complain(rank, f"error: of {rank}", train.BAD_INPUT)
-    assert capsys.readouterr().err == "error: of 0\n"
+    assert [note for _, note in job_notes.end_notes(tmp_path)] == [EndNote(3, "error: of 3"), EndNote(3, "error: of 0")]
+
+
+def test_a_rank_that_cannot_leave_a_note_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert job_notes.end_job("error: no room", 2) == 2
+    assert capsys.readouterr().err.endswith("error: no room\n")
+
+
+def test_a_relaunch_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    job_notes.ask_for_relaunch()
+    assert job_notes.take_relaunch(tmp_path)
+    assert not job_notes.take_relaunch(tmp_path)

@@ -15,6 +15,7 @@ from mkdocs.config import load_config as load_site
 from benchmarks.__main__ import BENCHMARKS
 from models import ARCHITECTURES
 from tests.support.pages import COMMAND, COMMANDS, PAGES, REPOSITORY
+from torchtitan_cp.__main__ import COMMANDS as COMMANDS_BY_NAME
 from torchtitan_cp.config import UserError, load_config
 from torchtitan_cp.config.load import OVERRIDE
 from torchtitan_cp.training import registry
@@ -24,7 +25,8 @@ OWN_CONFIGS = {"my.toml", "mine.toml"}
 OF_OTHERS = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
 SBATCH_OPTIONS = {"--nodes", "--gpus-per-node", "--dependency", "--job-name", "--signal", "--requeue"}
 QUICKSTART = "train_configs/quickstart.toml"
-TRAIN, PLANNER, PREFLIGHT = "train", "torchtitan_cp.planner", "torchtitan_cp.cli.check"
+TRAIN = "train"
+TAKE_OVERRIDES = (TRAIN, *(f"torchtitan_cp.cli.{name}" for name in ("train", "check", "plan")))
 
 
 class WrongCommandError(Exception):
@@ -84,6 +86,10 @@ def check(command: str, parse: Callable[..., ParsedError]) -> None:
     if program == "./run_train.sh":
         known = (REPOSITORY / "run_train.sh").read_text()
         module, arguments = TRAIN, [_config(variables.get("CONFIG_FILE", QUICKSTART)), *words]
+    elif program == "torchtitan-cp":
+        if words[0] not in COMMANDS_BY_NAME:
+            raise WrongCommandError(f"there is no command {words[0]}")
+        known, module, arguments = "", COMMANDS_BY_NAME[words[0]][0], words[1:]
     elif words[0] == "-m":
         known, module, arguments = "", words[1], words[2:]
     else:
@@ -120,14 +126,14 @@ def _check_program(module: str, arguments: list[str], parse: Callable[..., Parse
     """A program of ours; where it takes a config and overrides, they make a config, of a model that is known."""
     try:
         loaded = importlib.import_module(module)
-        if not hasattr(loaded, "main"):
+        if not hasattr(loaded, "main") and hasattr(loaded, "__path__"):
             loaded = importlib.import_module(f"{module}.__main__")
     except ImportError as error:
         raise WrongCommandError(f"python -m {module}: {error}") from None
     if not arguments and not hasattr(loaded, "main"):
         return
     found = parse(loaded.main, arguments)
-    if module not in (TRAIN, PLANNER, PREFLIGHT):
+    if module not in TAKE_OVERRIDES:
         if found.rest:
             raise WrongCommandError(f"{module} does not know {found.rest}")
         return
@@ -203,6 +209,7 @@ def test_every_page_that_shows_a_command_of_ours_has_it_looked_at() -> None:
         ("python -m torchtitan_cp.plan my.toml", "No module named"),
         ("torchtitan-cp plan my.toml --device h99", "invalid choice: 'h99'"),
         ("torchtitan-cp generate outputs/run", "--prompt"),
+        ("torchtitan-cp generates outputs/run", "there is no command generates"),
         ("torchrun --nproc-per-node 8 -m torchtitan_cp.cli.evaluate outputs/run --length 5 --deep 3", "does not know"),
         ("python -m benchmarks speeds", "there is no benchmark speeds"),
         ("python -m benchmarks strategies --kernels flash", "does not know"),

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchtitan_cp.config.check import VARIANTS as CONFIG_VARIANTS
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.names import VARIANTS as CONFIG_VARIANTS
 from torchtitan_cp.config.sections import Passkey
-from torchtitan_cp.evaluation.prompts import IGNORED, VARIANTS, Prompt, PromptWriter
+from torchtitan_cp.evaluation.prompts import VARIANTS, Prompt, PromptWriter
 
 PASSKEY = Passkey(
     needle=" The magic number for {name} is: {key}. ", question=" What is the magic number for {name}? It is {key}"

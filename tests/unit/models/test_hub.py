@@ -28,7 +28,7 @@ def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: P
     path = write_run(tmp_path, TINY)
     with pytest.raises(ConfigError, match=r"cannot be written in Hugging Face's format: .*\n.*checkpoint.export"):
         preflight(load_config(path, ["--checkpoint.export=float32", "--model.overrides.sinks=true"]), 1)
-    with pytest.raises(ConfigError, match=r"checkpoint.export is made of checkpoints"):
+    with pytest.raises(ConfigError, match=r"checkpoint.export needs checkpoints"):
         preflight(load_config(path, ["--checkpoint.export=float32", "--checkpoint.enable=false"]), 1)
 
 
@@ -38,6 +38,18 @@ ROPES = {
         {"rope_type": "default", "rope_theta": 1e4 * 4.0 ** (64 / 62)},
     ),
     "linear": (Rope(kind="linear", factor=4.0), {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "yarn without truncation": (
+        Rope(kind="yarn", factor=4.0, original_seq_len=64, truncate=False),
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    ),
     "longrope with one list": (
         Rope(kind="longrope", factor=4.0, original_seq_len=64, long_factor=(2.0, 3.0)),
         {

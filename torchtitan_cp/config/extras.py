@@ -1,9 +1,9 @@
-"""Packages that only some corpora and tokenizers need."""
+"""Packages that only some configs need."""
 
 import importlib
 from typing import Any
 
-from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.config.errors import ConfigError
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
@@ -15,13 +15,12 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
         needed_by: the key and value that ask for it, for the message.
 
     Raises:
-        DataError: it is not installed.
+        ConfigError: it is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise DataError(
-            f"{needed_by} needs the package `{package}`, which is not installed",
+        raise ConfigError(
+            f"{needed_by} needs the package `{module.partition('.')[0]}`, which is not installed",
             fix=f"pip install 'torchtitan-cp[{extra}]'",
         ) from error

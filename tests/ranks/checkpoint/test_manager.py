@@ -1,27 +1,31 @@
 """Checkpoints are complete or absent, the newest whole one is found, and a save that fails harms nothing."""
 
 import errno
+import io
 import logging
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.rank_pool import RankFailure, RankPool
-from torchtitan_cp.checkpoint import CheckpointManager, Progress, writer
-from torchtitan_cp.checkpoint import manager as store
+from torchtitan_cp.checkpoint import CheckpointManager, Progress, manager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
+from torchtitan_cp.checkpoint.save import CheckpointWriter
 from torchtitan_cp.config.sections import Checkpoint, Optimizer
 from torchtitan_cp.optim import build_optimizer
 
 NOBODY = 65534
+ORDINARY_STREAM = FileSystem.create_stream
 
 
 def make(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -52,8 +56,8 @@ def logged() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    store.logger.handlers = [Keep(logging.INFO)]
-    store.logger.setLevel(logging.INFO)
+    manager.logger.handlers = [Keep(logging.INFO)]
+    manager.logger.setLevel(logging.INFO)
     return lines
 
 
@@ -61,7 +65,7 @@ def run_round(folder: Path, asynchronous: bool) -> list[str]:
     checkpoints = CheckpointManager(folder, Checkpoint(keep=2, asynchronous=asynchronous))
     for step in (10, 9, 20):
         save(checkpoints, step)
-    found = checkpoints.read_progress()
+    found = checkpoints.find_newest()
     assert found is not None
     path, progress = found
     assert (path.name, progress.step, progress.cursor) == ("step-20", 20, 7)
@@ -84,8 +88,8 @@ def test_the_newest_are_kept_and_read_back_whole(
 def change_while_it_is_written(folder: Path) -> tuple[bool, list[str]]:
     """Hold the writing thread back until training has changed the weights."""
     checkpoints, (model, optimizer), changed = CheckpointManager(folder), make(1.0), threading.Event()
-    write = writer.CheckpointWriter.write_data
-    writer.CheckpointWriter.write_data = lambda *arguments: (changed.wait(60), write(*arguments))[1]  # type: ignore
+    write = CheckpointWriter.write_data
+    CheckpointWriter.write_data = lambda *arguments: (changed.wait(60), write(*arguments))[1]  # type: ignore
     lines, before = logged(), model.weight.detach().clone()
     try:
         checkpoints.save(Progress(step=1), [model], [optimizer])
@@ -96,7 +100,7 @@ def change_while_it_is_written(folder: Path) -> tuple[bool, list[str]]:
         changed.set()
         checkpoints.close()
     finally:
-        writer.CheckpointWriter.write_data = write  # type: ignore[method-assign]
+        CheckpointWriter.write_data = write  # type: ignore[method-assign]
     other, other_optimizer = make(5.0)
     checkpoints.load(folder / "step-1", [other], [other_optimizer])
     return torch.equal(other.weight, before), lines
@@ -175,7 +179,7 @@ def folder(three: Path, tmp_path: Path) -> Path:
 
 def find(folder: Path) -> tuple[str, list[str]]:
     lines = logged()
-    found = CheckpointManager(folder).read_progress()
+    found = CheckpointManager(folder).find_newest()
     return found[0].name if found else "", lines
 
 
@@ -202,12 +206,18 @@ def tensor_file(folder: Path) -> Path:
         (lambda step: (step / MANIFEST_FILE).unlink(), "manifest.json cannot be read (FileNotFoundError"),
         (lambda step: (step / MANIFEST_FILE).write_text('{"files": []}'), "manifest.json cannot be read"),
         (
+            lambda step: (step / MANIFEST_FILE).write_text(
+                '{"files": {"x": {"bytes": "1"}}, "step": 3, "stage_end": 0}'
+            ),
+            "manifest.json cannot be read (TypeError",
+        ),
+        (
             lambda step: (step / MANIFEST_FILE).write_text('{"files": {}, "step": 3, "stage_end": false}'),
-            "manifest.json is no list of a checkpoint's files",
+            "manifest.json does not list a checkpoint's files",
         ),
     ],
 )
-def test_a_damaged_checkpoint_is_named_with_its_file_and_passed_over(
+def test_a_damaged_checkpoint_is_named_with_its_file_and_skipped(
     ranks: Callable[[int], RankPool], folder: Path, damage: Callable[[Path], object], told: str
 ) -> None:
     damage(folder / "step-3")
@@ -215,14 +225,14 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_passed_over(
     assert [name for name, _ in answers] == ["step-2", "step-2"]
     lines = answers[0][1]
     assert len(lines) == 1
-    assert "step-3 is damaged and passed over: " in lines[0]
+    assert "step-3 is damaged and skipped: " in lines[0]
     assert told in lines[0]
 
 
 def go_on_before_damage(folder: Path) -> list[list[str]]:
     """Save steps after the newest whole one, up to and past the damaged ones; what lies there after each."""
     checkpoints, found = CheckpointManager(folder, Checkpoint(keep=1)), []
-    path, _ = checkpoints.read_progress() or (None, None)
+    path, _ = checkpoints.find_newest() or (None, None)
     assert path is not None
     model, optimizer = make(1.0)
     checkpoints.load(path, [model], [optimizer])
@@ -261,11 +271,9 @@ def test_where_all_are_damaged_a_run_does_not_begin_anew(ranks: Callable[[int], 
 # A disk that fails -------------------------------------------------------------------------------------------
 
 
-class FullDisk(writer.SummingFileSystem):
+def to_full_disk(self: FileSystem, path: str | os.PathLike, mode: str) -> AbstractContextManager[io.IOBase]:
     """Every byte goes to the system's own full device."""
-
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[object]:  # type: ignore[override]
-        return super().create_stream("/dev/full" if mode == "wb" else path, mode)
+    return ORDINARY_STREAM(self, "/dev/full" if mode == "wb" else path, mode)
 
 
 def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:
@@ -274,9 +282,9 @@ def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:
     save(checkpoints, 1)
     good = {path.name: path.stat().st_mtime_ns for path in (folder / "step-1").iterdir()}
     if dist.get_rank() == 1:
-        writer.SummingFileSystem, before = FullDisk, writer.SummingFileSystem  # type: ignore[misc]
+        FileSystem.create_stream = to_full_disk  # type: ignore[method-assign, assignment]
         save(checkpoints, 2)
-        writer.SummingFileSystem = before  # type: ignore[misc]
+        FileSystem.create_stream = ORDINARY_STREAM  # type: ignore[method-assign]
     else:
         save(checkpoints, 2)
     dist.barrier()
@@ -327,14 +335,14 @@ def test_a_read_only_folder_is_told_and_tried_again(ranks: Callable[[int], RankP
 
 def save_while_the_folder_vanishes(folder: Path) -> tuple[list[str], list[str]]:
     checkpoints, lines = CheckpointManager(folder), logged()
-    write = writer.CheckpointWriter.write_data
-    writer.CheckpointWriter.write_data = lambda *a: (shutil.rmtree(folder), write(*a))[1]  # type: ignore
+    write = CheckpointWriter.write_data
+    CheckpointWriter.write_data = lambda *a: (shutil.rmtree(folder), write(*a))[1]  # type: ignore
     save(checkpoints, 1)
-    finish = writer.CheckpointWriter.finish
-    writer.CheckpointWriter.write_data = write  # type: ignore[method-assign]
-    writer.CheckpointWriter.finish = lambda *a, **k: (shutil.rmtree(folder), finish(*a, **k))  # type: ignore
+    finish = CheckpointWriter.finish
+    CheckpointWriter.write_data = write  # type: ignore[method-assign]
+    CheckpointWriter.finish = lambda *a, **k: (shutil.rmtree(folder), finish(*a, **k))  # type: ignore
     save(checkpoints, 2)
-    writer.CheckpointWriter.finish = finish  # type: ignore[method-assign]
+    CheckpointWriter.finish = finish  # type: ignore[method-assign]
     save(checkpoints, 3)
     checkpoints.close()
     return names(folder), lines
@@ -359,11 +367,11 @@ def save_stepwise(folder: Path) -> list[str | None]:
     checkpoints.close()
     healthy = lambda saved: not saved.health.get("bad_steps")  # noqa: E731
     found = [
-        checkpoints.read_progress(),
-        checkpoints.read_progress(before=3),
-        checkpoints.read_progress(before=3, wanted=healthy),
-        checkpoints.read_progress(before=1),
-        checkpoints.read_progress(wanted=lambda saved: False),
+        checkpoints.find_newest(),
+        checkpoints.find_newest(before=3),
+        checkpoints.find_newest(before=3, accept=healthy),
+        checkpoints.find_newest(before=1),
+        checkpoints.find_newest(accept=lambda saved: False),
     ]
     return [entry[0].name if entry else None for entry in found]
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from torchtitan_cp.checkpoint.manifest import FileSum, Manifest
-from torchtitan_cp.checkpoint.reader import CheckpointPlanner, read_table
+from torchtitan_cp.checkpoint.load import CheckpointPlanner, read_table
+from torchtitan_cp.checkpoint.manifest import Manifest
 from torchtitan_cp.config import ConfigError
 
 NO_FILES = Manifest(1, False, {})
@@ -69,4 +69,4 @@ def test_a_table_that_names_files_outside_the_checkpoint_is_refused(tmp_path: Pa
     table = Metadata({}, storage_data={MetadataIndex("x"): _StorageInfo("../../secret", 0, 1)})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
     with pytest.raises(ConfigError, match=r"is refused: it names \.\./\.\./secret"):
-        read_table(tmp_path, Manifest(1, False, {"__0_0.distcp": FileSum(1, "")}))
+        read_table(tmp_path, Manifest(1, False, {"__0_0.distcp": {"bytes": 1, "sha256": ""}}))

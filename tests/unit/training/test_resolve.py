@@ -1,0 +1,51 @@
+"""The one place that decides whether a run may be: config and ranks in, a resolved run or an error out."""
+
+from pathlib import Path
+
+import pytest
+
+from models import ARCHITECTURES
+from tests.support.runs import write_run
+from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
+
+
+def resolve(path: Path, ranks: int, *overrides: str) -> ResolvedRun:
+    register(ARCHITECTURES)
+    return resolve_run(load_config(path, overrides), ranks)
+
+
+BATCH = "--curriculum.stages[0].global_batch_tokens"
+FLOAT8 = ("--context_parallel.strategy=all_to_all", "--context_parallel.kv_transfer=float8")
+PIPELINE = ("--parallel.pp=3", "--model.overrides.n_layers=6", f"{BATCH}=1536")
+
+
+def test_a_run_has_the_degrees_of_each_stage_and_the_sizes_of_its_model(tmp_path: Path) -> None:
+    run = resolve(write_run(tmp_path), 6, *PIPELINE, "--curriculum.stages[0].cp=2")
+    assert run.degrees == (Degrees(pp=3, dp_replicate=1, dp_shard=2, cp=1, tp=1),)
+    [stage] = run.stages
+    assert (stage.pp, stage.cp, stage.dp) == (3, 2, 1)
+    assert run.model_args.n_layers == 6
+    assert run.config_of(stage).parallel.pp == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "wanted"),
+    [
+        ((), 4, "3 does not divide them"),
+        (("--model.overrides.n_layers=2",), 6, "a pipeline of 3 ranks x 1 stages is longer than the model's 2 layers"),
+        ((f"{BATCH}=256",), 6, "makes 1 micro-batches, which 1f1b cannot assign to 3 pipeline ranks"),
+        (("--parallel.pp_split=[5, 1]",), 6, "parallel.pp_split = .* does not cut 6 layers into 3"),
+        (("--parallel.pp_stages_per_rank=2",), 6, "and 1f1b takes 1"),
+        (("--parallel.dp_shard=1", "--parallel.tp=4"), 12, "parallel.tp = 4 does not divide the model's n_kv_heads"),
+        (("--parallel.cp=2", *FLOAT8), 6, "does not cover"),
+    ],
+)
+def test_every_rule_on_a_pipeline_of_three_is_reached_from_here(
+    tmp_path: Path, overrides: tuple[str, ...], ranks: int, wanted: str
+) -> None:
+    with pytest.raises((ConfigError, ContextParallelError), match=wanted):
+        resolve(write_run(tmp_path), ranks, *PIPELINE, *overrides)

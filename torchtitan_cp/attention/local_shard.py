@@ -1,0 +1,28 @@
+"""What this rank holds of a tensor that may be a DTensor: its local tensor, and where that lies in the whole."""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's shard lies in the whole tensor, a slice per dim.
+
+    The inner axes of the mesh cut first: FSDP cuts what tensor parallelism left. A dim of n entries on r ranks gives
+    each rank ceil(n / r) of them, the last ranks fewer or none.
+    """
+    spans = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            dim = getattr(tensor.placements[axis], "dim", None)
+            if dim is not None:
+                start, stop = spans[dim]
+                per_rank = -(-(stop - start) // mesh.size(axis))
+                first = min(start + per_rank * mesh.get_local_rank(axis), stop)
+                spans[dim] = (first, min(first + per_rank, stop))
+    return tuple(slice(*span) for span in spans)

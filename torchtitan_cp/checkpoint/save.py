@@ -1,0 +1,105 @@
+"""Writes one checkpoint under a temporary name, and renames it when all of it is on disk: complete or absent."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Checksum, Manifest, checksum, compare_files
+from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
+
+# Saves and deletions that were cut short leave folders with this suffix; the next save deletes them.
+PARTIAL = ".partial"
+
+
+class CheckpointWriter(FileSystemWriter):
+    """torch's writer of one file a rank, into `step-N.partial`, which becomes `step-N` in `finish`.
+
+    Args:
+        final: folder that the checkpoint gets.
+        progress: written beside the tensors.
+        stage_end: whether the checkpoint ends a stage.
+    """
+
+    def __init__(self, final: Path, progress: Progress, *, stage_end: bool) -> None:
+        self.partial = final.with_name(final.name + PARTIAL)
+        super().__init__(self.partial)
+        self.final, self.progress, self.stage_end = final, progress, stage_end
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # torch makes the folder on every rank; here the first rank clears and makes it for all, below.
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank, before any rank writes."""
+        delete_partial(self.final.parent)
+        self.partial.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
+        """Write this rank's files, and append their checksums to the results that the first rank gets."""
+        results: list[Any] = super().write_data(plan, planner).wait()
+        own = {path.name: checksum(path) for path in self.partial.glob(f"{plan.storage_data.prefix}*")}
+        with_checksums: torch.futures.Future[list[Any]] = torch.futures.Future()
+        with_checksums.set_result([*results, own])
+        return with_checksums
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """On the first rank, when every rank has written: progress, manifest, and the final name."""
+        files: dict[str, Checksum] = {}
+        for of_rank in results:
+            files |= of_rank.pop()
+        super().finish(metadata, results)
+        _write(self.partial / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress), indent=1))
+        files |= {name: checksum(self.partial / name) for name in (METADATA_FILE, PROGRESS_FILE)}
+        manifest = Manifest(self.progress.step, self.stage_end, files)
+        _write(self.partial / MANIFEST_FILE, manifest.to_json())
+        damage = compare_files(self.partial, manifest, files, content=False)
+        if damage:
+            raise OSError(f"the first rank does not see what was written: {'; '.join(damage)}")
+        _sync_folder(self.partial)
+        if self.final.exists():
+            # It is damaged: otherwise the run would have resumed from it.
+            delete_checkpoint(self.final)
+        self.partial.rename(self.final)
+        _sync_folder(self.final.parent)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk, not only its files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Rename a checkpoint and delete it, so that a deletion cut short leaves no half checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed or deleted.
+    """
+    partial = folder.with_name(f"{folder.name}.old{PARTIAL}")
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
+def delete_partial(folder: Path) -> None:
+    """Delete what saves and deletions left when they were cut short."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)

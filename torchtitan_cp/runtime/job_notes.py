@@ -1,0 +1,63 @@
+"""What a node's ranks write down for its launcher: why the job ends, or that it relaunches on another mesh.
+
+Each rank has a note of its own in a folder that the launcher makes and removes. Ranks that nobody launched print.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER_VARIABLE = "TORCHTITAN_CP_JOB_NOTES"
+# A rank that has written its note waits for the launcher to end it, so that no other rank sees a lost connection.
+WAIT_SECONDS = 30.0
+
+
+class EndNote(NamedTuple):
+    """Why a job ends: the exit code, and a message for the last line on the screen ("" for none)."""
+
+    code: int
+    message: str
+
+
+def end_job(message: str, code: int) -> int:
+    """End the job on all ranks without another attempt. Returns the exit code of this process.
+
+    Under the launcher, which prints the message, this does not return. Without one, rank 0 prints it.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        note = Path(folder) / f"end-{os.environ['LOCAL_RANK']}"
+        partial = note.with_name(f"partial-{note.name}")
+        try:
+            partial.write_text(json.dumps([code, message]))
+            partial.rename(note)
+            time.sleep(WAIT_SECONDS)
+            return code
+        except OSError as error:  # no room in the temporary folder
+            print(f"the launcher cannot be told why the job ends: {error}", file=sys.stderr)
+    if message and (folder or os.environ.get("RANK", "0") == "0"):
+        print(message, file=sys.stderr)
+    return code
+
+
+def ask_for_relaunch() -> None:
+    """Have the launcher start the ranks again when all have ended: the next stage needs another mesh."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder and os.environ.get("LOCAL_RANK") == "0":
+        (Path(folder) / "relaunch").touch()
+
+
+def end_notes(folder: Path) -> list[tuple[float, EndNote]]:
+    """The notes of a node's ranks, each with the time it was written (Unix seconds), oldest first."""
+    found = [(path.stat().st_mtime, EndNote(*json.loads(path.read_text()))) for path in folder.glob("end-*")]
+    return sorted(found)
+
+
+def take_relaunch(folder: Path) -> bool:
+    """Whether the ranks asked for a relaunch, which is forgotten with this call."""
+    asked = (folder / "relaunch").exists()
+    (folder / "relaunch").unlink(missing_ok=True)
+    return asked

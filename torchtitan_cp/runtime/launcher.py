@@ -1,0 +1,148 @@
+"""Starts the ranks of one node with torchrun's agent, restarts them after a crash, and passes stop signals on.
+
+torchrun itself answers SIGTERM by killing its ranks after 30 seconds, and dies of SIGUSR1. Here the ranks get SIGTERM,
+finish their step, save and leave with exit code 0.
+"""
+
+import itertools
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
+from torchtitan_cp.runtime.signals import STOP
+
+# Ranks that have no note of their own yet may still be writing to disk what went wrong.
+NOTE_SECONDS = 5.0
+LOCALHOST = "localhost:0"
+
+
+class JobEndedError(Exception):
+    """A rank ended the job with a message; another attempt would end the same way."""
+
+    def __init__(self, note: EndNote) -> None:
+        self.note = note
+        super().__init__(note.message)
+
+
+class StoppedError(Exception):
+    """A stop signal came while no rank was running."""
+
+
+class NodeAgent(LocalElasticAgent):
+    """torchrun's agent of one node, which hears stop signals and what its ranks write down.
+
+    Args:
+        spec: what the agent starts, how often, and where nodes meet.
+        notes: folder of the ranks' notes.
+    """
+
+    def __init__(self, spec: WorkerSpec, notes: Path) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
+        self.notes, self.stopping, self.ranks = notes, False, dict[int, int]()
+        for number in STOP:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self.stopping:
+            print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
+        self.stopping, self._remaining_restarts = True, 0
+        if not self.ranks:
+            raise StoppedError
+        for pid in self.ranks.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # A rank inherits the mask: the signal waits until StopSignals can answer it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+        try:
+            self.ranks = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return self.ranks
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if notes := end_notes(self.notes):
+            (written, first), complete = notes[0], len(notes) == worker_group.spec.local_world_size
+            if complete or result.state == WorkerState.FAILED or time.time() - written > NOTE_SECONDS:
+                raise JobEndedError(first)
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed."""
+        ended = isinstance(sys.exc_info()[1], (JobEndedError, KeyboardInterrupt, SignalException))
+        super()._shutdown(signal.SIGKILL if ended else death_sig, timeout)
+        self.ranks = {}
+
+
+def launch(program: Sequence[str], ranks: int, *, max_restarts: int, nodes: int = 1, endpoint: str = LOCALHOST) -> int:
+    """Run a Python program on this node's ranks until the job ends. Returns its exit code.
+
+    Args:
+        program: its file and arguments.
+        ranks: of this node.
+        max_restarts: times that all ranks start again after one crashed or hung.
+        nodes: of the job; endpoint: HOST:PORT where they meet.
+    """
+    for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    # A store shared by all attempts gives restarted ranks the addresses of dead ones. Source: pytorch issue 135712.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Under nohup a job outlives its terminal.
+    hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGINT,SIGQUIT{hang_up}"
+    with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        for number in itertools.count():
+            meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
+            note = _run(program, ranks, max_restarts, meeting, Path(folder))
+            if note.message:
+                print(note.message, file=sys.stderr)
+            if note.code or not take_relaunch(Path(folder)):
+                return note.code
+    raise AssertionError
+
+
+def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: RendezvousParameters, notes: Path) -> EndNote:
+    """Run the ranks until the job ends or relaunches."""
+    handler: Any = None
+    try:
+        handler = get_rendezvous_handler(meeting)
+        spec = WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts)
+        result = NodeAgent(spec, notes).run()
+        if not result.is_failed():
+            return EndNote(0, "")
+        error = ChildFailedError(program[0], result.failures)
+        return EndNote(max(1, error.get_first_failure()[1].exitcode), str(error))
+    except JobEndedError as end:
+        return end.note
+    except StoppedError:
+        return EndNote(0, "")
+    except RendezvousClosedError:
+        return EndNote(1, "error: another node ended the job; its output says why")
+    except RendezvousError as error:
+        return EndNote(1, f"error: the nodes of the job lost each other: {error}")
+    except (SignalException, KeyboardInterrupt) as stop:
+        number = getattr(stop, "sigval", signal.SIGINT)
+        outcome = "the ranks were ended; the same command goes on from the last checkpoint"
+        return EndNote(128 + number, f"{number.name}: {outcome}")
+    finally:
+        if handler:
+            handler.shutdown()
