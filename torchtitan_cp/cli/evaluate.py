@@ -58,7 +58,7 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
         evaluator = Evaluator(model, data_pipeline, config.evaluation, stages[0], lambda _: bar.update(task, advance=1))
-        result = evaluator.evaluate(stage, model.enter(stage), at_end=True, short_before=saved.short_loss)
+        result = evaluator.evaluate(stage, model.configure_stage(stage), at_end=True, short_before=saved.short_loss)
     if result is None:
         raise ConfigError(
             "the corpus of this run holds nothing out: data.validation_fraction = 0",
