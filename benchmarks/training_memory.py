@@ -21,7 +21,7 @@ from models.llama import SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.optim import chunked_cross_entropy
+from torchtitan_cp.optim import ChunkedCrossEntropy
 from torchtitan_cp.parallel import Meshes, parallelize
 from torchtitan_cp.runtime.device import find_device
 
@@ -80,7 +80,7 @@ def on_ranks(name: str, seq_len: int) -> Run:
 
     def head(hidden: Tensor, output: nn.Linear) -> Tensor:
         if chunked:
-            return chunked_cross_entropy(hidden, output.weight, labels, CHUNK)[0]
+            return ChunkedCrossEntropy(CHUNK)(hidden, output.weight, labels)[0]
         return F.cross_entropy(output(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
 
     def run() -> int:

@@ -24,7 +24,7 @@ from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.metrics import find_peak, flops_per_token
-from torchtitan_cp.optim import chunked_cross_entropy
+from torchtitan_cp.optim import ChunkedCrossEntropy
 from torchtitan_cp.parallel import Meshes, parallelize
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import estimate_stage
@@ -46,7 +46,7 @@ def step_seconds(shape: LlamaArgs, seq_len: int, config: Config, device: Device,
     positions = plan.positions.to(device.device)
 
     def head(hidden: Tensor, output: nn.Linear) -> Tensor:
-        return chunked_cross_entropy(hidden, output.weight, labels, CHUNK)[0]
+        return ChunkedCrossEntropy(CHUNK)(hidden, output.weight, labels)[0]
 
     best = float("inf")
     device.reset_peak_memory()

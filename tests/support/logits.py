@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.optim import VocabularyShard, chunked_cross_entropy
+from torchtitan_cp.optim import ChunkedCrossEntropy, VocabularyShard
 
 
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,9 +35,9 @@ def largest_tensor(tokens: int, weight: Tensor, vocabulary: VocabularyShard | No
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     with LargestTensor() as largest:
         labels = torch.zeros(1, tokens, dtype=torch.int64)
-        chunked_cross_entropy(hidden, weight, labels, 16, vocabulary=vocabulary)[0].backward()
+        ChunkedCrossEntropy(16)(hidden, weight, labels, vocabulary=vocabulary)[0].backward()
         with torch.no_grad():
-            chunked_cross_entropy(hidden, weight, labels, 16, vocabulary=vocabulary)
+            ChunkedCrossEntropy(16)(hidden, weight, labels, vocabulary=vocabulary)
     return largest.elements
 
 

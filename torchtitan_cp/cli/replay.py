@@ -11,7 +11,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.health.replay import Bundle, replay
-from torchtitan_cp.optim import TokenLoss
+from torchtitan_cp.optim import ChunkedCrossEntropy
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import architecture, register
 
@@ -20,7 +20,7 @@ def build(bundle: Bundle) -> nn.Module:
     """The module of a bundle with the weights it had, in the run's compute dtype."""
     report, name = bundle.report, bundle.report["unit"]
     if name == "loss":
-        return TokenLoss(report["loss_chunk_tokens"], report["z_loss"])
+        return ChunkedCrossEntropy(report["loss_chunk_tokens"], report["z_loss"])
     known = architecture(Model(architecture=report["architecture"]))
     sizes = {key: tuple(value) if isinstance(value, list) else value for key, value in report["sizes"].items()}
     with torch.device("meta"):

@@ -29,62 +29,25 @@ class VocabularyShard:
         return gathered
 
 
-def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk_tokens: int,
-    *,
-    vocabulary: VocabularyShard | None = None,
-    z_loss: float = 0.0,
-    largest_logit: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of a shard, and the loss of each token.
+class ChunkedCrossEntropy(nn.Module):
+    """Output layer and cross-entropy of the tokens of a rank, as a module so that hooks see it.
 
     Logits and their gradient are computed chunk by chunk in fp32, both in the forward pass, so that logits are
     computed once: memory is chunk_tokens x V and one V x E gradient, whatever the length. Source: the fused linear
     cross-entropy of Liger Kernel (Hsu et al., 2024).
 
-    With a `vocabulary` shard, `hidden` and `labels` are the same on all ranks of its group, and so are both
-    results. Each chunk costs one all-gather of two numbers a token. The gradient of `hidden` is then PARTIAL, from
-    this rank's rows alone: the caller that gathered `hidden` sums it over the group.
-
     Args:
-        hidden: `[B, S/cp, E]`.
-        weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, possibly none.
-        labels: `[B, S/cp]` int64; IGNORED tokens do not count, and a label outside the vocabulary makes the loss
-            infinite.
         chunk_tokens: tokens whose logits exist at one time.
-        vocabulary: None if this rank holds all rows.
         z_loss: adds z_loss * logsumexp(logits)^2 of each counted token to the sum, and so to the gradient, which
             keeps logits from drifting. The losses of the tokens stay pure cross-entropy. Source: PaLM
             (Chowdhery et al., 2022).
-        largest_logit: fp32 scalar that is raised in place to the largest logit of this rank's rows. It is free: the
-            log-sum-exp needs each token's largest logit.
-
-    Returns:
-        (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
-    """
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, vocabulary, z_loss, largest_logit)
-    rows = hidden.flatten(0, 1).split(chunk_tokens)
-    chunks = zip(rows, labels.flatten().split(chunk_tokens), strict=True)
-    results = [_chunk_loss(_logits(row, weight), label, vocabulary, largest_logit) for row, label in chunks]
-    losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
-    return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
-
-
-class TokenLoss(nn.Module):
-    """`chunked_cross_entropy` as a module, so that hooks see it like the model's other modules.
-
-    Args:
-        chunk_tokens, z_loss: see there.
 
     Attributes:
-        largest_logit: raised in place by forwards with gradients; None: not measured.
+        largest_logit: fp32 scalar that forwards with gradients raise in place to the largest logit of this rank's
+            rows; None: not measured. It is free: the log-sum-exp needs each token's largest logit.
     """
 
-    def __init__(self, chunk_tokens: int, z_loss: float) -> None:
+    def __init__(self, chunk_tokens: int, z_loss: float = 0.0) -> None:
         super().__init__()
         self.chunk_tokens, self.z_loss = chunk_tokens, z_loss
         self.largest_logit: Tensor | None = None
@@ -92,15 +55,29 @@ class TokenLoss(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
     ) -> tuple[Tensor, Tensor]:
-        return chunked_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            self.chunk_tokens,
-            vocabulary=vocabulary,
-            z_loss=self.z_loss,
-            largest_logit=self.largest_logit if torch.is_grad_enabled() else None,
-        )
+        """Sum of the losses, and the loss of each token.
+
+        With a `vocabulary` shard, `hidden` and `labels` are the same on all ranks of its group, and so are both
+        results. Each chunk costs one all-gather of two numbers a token. The gradient of `hidden` is then PARTIAL,
+        from this rank's rows alone: the caller that gathered `hidden` sums it over the group.
+
+        Args:
+            hidden: `[B, S/cp, E]`.
+            weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, possibly none.
+            labels: `[B, S/cp]` int64; IGNORED tokens do not count, and a label outside the vocabulary makes the loss
+                infinite.
+            vocabulary: None if this rank holds all rows.
+
+        Returns:
+            (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
+        """
+        chunk, z_loss = self.chunk_tokens, self.z_loss
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            return _LinearCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, self.largest_logit)
+        chunks = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True)
+        results = [_chunk_loss(_logits(rows, weight), targets, vocabulary, None) for rows, targets in chunks]
+        losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
+        return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
 
 
 @torch.no_grad()
@@ -110,7 +87,7 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
     Full logits are computed of the labelled tokens: meant for few labels.
 
     Args:
-        hidden, weight, labels, vocabulary: see chunked_cross_entropy.
+        hidden, weight, labels, vocabulary: see ChunkedCrossEntropy.forward.
 
     Returns:
         `[B]` int64, of the tokens here.

@@ -19,7 +19,7 @@ from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.optim import (
-    TokenLoss,
+    ChunkedCrossEntropy,
     VocabularyShard,
     build_optimizer,
     scale_gradients,
@@ -120,7 +120,7 @@ class ParallelModel:
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
-        self.token_loss = TokenLoss(config.training.loss_chunk_tokens, config.training.z_loss)
+        self.token_loss = ChunkedCrossEntropy(config.training.loss_chunk_tokens, config.training.z_loss)
         self.observe: Observe | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
         watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)

@@ -12,13 +12,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from torchtitan_cp.checkpoint import CheckpointManager, Progress, SaveSchedule, check_identity
 from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.curriculum import StagePlan, describe_rope
-from torchtitan_cp.data import prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
 from torchtitan_cp.health.inject import Injector
@@ -32,7 +29,7 @@ from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.data_pipeline import DataPipeline
+from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import exported_stages
 from torchtitan_cp.training.model import ParallelModel, StepSums
@@ -65,9 +62,10 @@ class Trainer:
 
         # Without a limit: rank 0 may tokenize for hours while the others wait.
         set_activity("preparing the corpus", 0, math.inf)
-        corpus = prepare(config.data, config.tokenizer)
+        self.signals = StopSignals()
+        with self.signals:
+            corpus = prepare_corpus(config, lambda: self.signals.received is not None)
         set_activity("building the model", 0, config.job.startup_timeout_seconds)
-        self._check_same_corpus(corpus.fingerprint)
         lengths = [stage.seq_len for stage in self.stages]
         self.data_pipeline = DataPipeline(config, corpus, max(lengths))
         self.data_pipeline.check_gates(self.stages)
@@ -75,7 +73,7 @@ class Trainer:
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
         self.model = ParallelModel(config, world, self.meshes, args, begins, max(lengths))
-        self.save_schedule, self.signals = SaveSchedule(config.checkpoint), StopSignals()
+        self.save_schedule = SaveSchedule(config.checkpoint)
         self.stopping = self.save_requested = False
         self._watch_health()
         self.evaluator = Evaluator(
@@ -92,17 +90,6 @@ class Trainer:
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
         self.patience_seconds = config.job.startup_timeout_seconds
-
-    def _check_same_corpus(self, fingerprint: str) -> None:
-        """Refuse ranks that read other tokens, which happens where each node has its own folders. Collective."""
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, fingerprint)
-        others = [rank for rank, other in enumerate(found) if other != found[0]]
-        if others:
-            raise ConfigError(
-                f"rank {', '.join(map(str, others))} has other tokens than rank 0: corpora {sorted(set(found))}",
-                fix="give every node the same files under data.path, and delete data.cache_folder where it is older",
-            )
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins or resumes in. This process keeps its tp and pp to its end."""

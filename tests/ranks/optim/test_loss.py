@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.logits import case, largest_tensor, sums_over_full_logits
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.optim import VocabularyShard, chunked_cross_entropy, wrong_answers
+from torchtitan_cp.optim import ChunkedCrossEntropy, VocabularyShard, wrong_answers
 
 SPLITS = {"even": (0, 25, 50), "uneven": (0, 7, 50), "one empty": (0, 50, 50), "four": (0, 20, 20, 21, 50)}
 
@@ -22,10 +22,10 @@ def run_shard(bounds: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]
     rank = dist.get_rank()
     rows = weight[bounds[rank] : bounds[rank + 1]].detach().requires_grad_()
     shard = VocabularyShard(dist.group.WORLD, bounds[rank])
-    total, per_token = chunked_cross_entropy(hidden, rows, labels, 8, vocabulary=shard, z_loss=0.01)
+    total, per_token = ChunkedCrossEntropy(8, z_loss=0.01)(hidden, rows, labels, vocabulary=shard)
     total.backward()
     with torch.no_grad():
-        again, per_token_again = chunked_cross_entropy(hidden, rows, labels, 8, vocabulary=shard, z_loss=0.01)
+        again, per_token_again = ChunkedCrossEntropy(8, z_loss=0.01)(hidden, rows, labels, vocabulary=shard)
     torch.testing.assert_close(again, total.detach())
     assert torch.equal(per_token, per_token_again)
     part = hidden.grad.float()

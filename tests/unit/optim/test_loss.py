@@ -6,13 +6,13 @@ import torch.nn.functional as F
 
 from tests.support.logits import case, largest_tensor, sums_over_full_logits
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.optim import chunked_cross_entropy, wrong_answers
+from torchtitan_cp.optim import ChunkedCrossEntropy, wrong_answers
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 37, 74, 1000])
 def test_loss_and_gradients_equal_full_logits_at_any_chunk(chunk: int) -> None:
     hidden, weight, labels = case(torch.float32)
-    total, per_token = chunked_cross_entropy(hidden, weight, labels, chunk)
+    total, per_token = ChunkedCrossEntropy(chunk)(hidden, weight, labels)
     (total / 60).backward()
     wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = wide_hidden @ wide_weight.t()
@@ -27,7 +27,7 @@ def test_loss_and_gradients_equal_full_logits_at_any_chunk(chunk: int) -> None:
 
 def test_a_shard_of_ignored_tokens_alone_gives_zero_loss_and_gradients() -> None:
     hidden, weight, labels = case(torch.float32)
-    total, per_token = chunked_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED), 8)
+    total, per_token = ChunkedCrossEntropy(8)(hidden, weight, torch.full_like(labels, IGNORED))
     total.backward()
     assert total.item() == 0
     assert not per_token.any()
@@ -38,15 +38,15 @@ def test_a_shard_of_ignored_tokens_alone_gives_zero_loss_and_gradients() -> None
 def test_without_gradients_the_loss_is_the_same() -> None:
     hidden, weight, labels = case(torch.float32)
     with torch.no_grad():
-        total, per_token = chunked_cross_entropy(hidden, weight, labels, 8)
-    expected, expected_per_token = chunked_cross_entropy(hidden, weight, labels, 8)
+        total, per_token = ChunkedCrossEntropy(8)(hidden, weight, labels)
+    expected, expected_per_token = ChunkedCrossEntropy(8)(hidden, weight, labels)
     torch.testing.assert_close(total, expected.detach())
     torch.testing.assert_close(per_token, expected_per_token)
 
 
 def test_bf16_gradients_come_in_bf16_and_close_to_fp64() -> None:
     hidden, weight, labels = case(torch.bfloat16)
-    total, _ = chunked_cross_entropy(hidden, weight, labels, 8)
+    total, _ = ChunkedCrossEntropy(8)(hidden, weight, labels)
     (total / 68).backward()
     wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = wide_hidden @ wide_weight.t()
@@ -65,7 +65,7 @@ def test_the_largest_tensor_holds_one_chunks_logits_at_any_length(tokens: int) -
 
 def test_z_loss_is_in_the_sum_and_the_gradients_and_not_in_the_losses_of_tokens() -> None:
     hidden, weight, labels = case(torch.float32)
-    total, per_token = chunked_cross_entropy(hidden, weight, labels, 8, z_loss=0.01)
+    total, per_token = ChunkedCrossEntropy(8, z_loss=0.01)(hidden, weight, labels)
     total.backward()
     wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     pure, z = sums_over_full_logits(wide_hidden, wide_weight, labels)
@@ -75,12 +75,12 @@ def test_z_loss_is_in_the_sum_and_the_gradients_and_not_in_the_losses_of_tokens(
     torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(chunked_cross_entropy(hidden, weight, labels, 8, z_loss=0.01)[0], total.detach())
+        torch.testing.assert_close(ChunkedCrossEntropy(8, z_loss=0.01)(hidden, weight, labels)[0], total.detach())
 
 
 def test_ignored_tokens_of_any_size_give_no_nan() -> None:
     hidden, weight, labels = case(torch.float32)
-    total, _ = chunked_cross_entropy(hidden * 1e4, weight, torch.full_like(labels, IGNORED), 8, z_loss=0.1)
+    total, _ = ChunkedCrossEntropy(8, z_loss=0.1)(hidden * 1e4, weight, torch.full_like(labels, IGNORED))
     total.backward()
     assert total.item() == 0
     assert not hidden.grad.any()
@@ -89,18 +89,19 @@ def test_ignored_tokens_of_any_size_give_no_nan() -> None:
 def test_a_label_that_is_no_row_of_the_vocabulary_makes_the_loss_infinite() -> None:
     hidden, weight, labels = case(torch.float32)
     labels[0, 7] = 50
-    assert chunked_cross_entropy(hidden, weight, labels, 8)[0].item() == torch.inf
+    assert ChunkedCrossEntropy(8)(hidden, weight, labels)[0].item() == torch.inf
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_largest_logit_is_that_of_all_chunks_and_calls(grad: bool) -> None:
+def test_the_largest_logit_is_that_of_all_chunks_and_calls_with_gradients() -> None:
     hidden, weight, labels = case(torch.float32)
-    largest = torch.tensor(-torch.inf)
-    with torch.set_grad_enabled(grad):
-        for scale in (3.0, 1.0):
-            chunked_cross_entropy(hidden * scale, weight, labels, 8, largest_logit=largest)
-        torch.testing.assert_close(largest, (3 * hidden @ weight.t()).max().detach())
-        chunked_cross_entropy(hidden * torch.nan, weight, labels, 8, largest_logit=largest)
+    loss = ChunkedCrossEntropy(8)
+    loss.largest_logit = largest = torch.tensor(-torch.inf)
+    for scale in (3.0, 1.0):
+        loss(hidden * scale, weight, labels)
+    with torch.no_grad():
+        loss(hidden * 5.0, weight, labels)
+    torch.testing.assert_close(largest, (3 * hidden @ weight.t()).max().detach())
+    loss(hidden * torch.nan, weight, labels)
     assert largest.isnan()
 
 
