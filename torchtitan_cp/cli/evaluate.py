@@ -1,8 +1,7 @@
-"""`torchtitan-cp evaluate CHECKPOINT` measures a checkpoint over a grid of lengths and depths.
+"""`torchtitan-cp evaluate CHECKPOINT` evaluates a checkpoint: losses, context gain, retrieval by length and depth.
 
-Losses by source and position, context gain, and how often planted keys are found again, whatever time that takes: as
-numbers (evaluation.json) and pictures (PNG). A single process does it, or all ranks together, each with its part of
-every sequence: `torchrun --nproc-per-node 8 -m torchtitan_cp.cli.evaluate CHECKPOINT`.
+Without a limit of time; written as numbers (evaluation.json) and images (PNG). Runs in one process, or on several ranks
+that share every sequence: `torchrun --nproc-per-node 8 -m torchtitan_cp.cli.evaluate CHECKPOINT`.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from matplotlib.image import imsave
@@ -21,18 +19,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
-from torchtitan_cp.config import Config, UserError
+from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.names import VARIANTS
-from torchtitan_cp.config.sections import (
-    Activation,
-    Compile,
-    ContextParallel,
-    Optimizer,
-    Parallel,
-    Stage,
-    StageActivation,
-)
+from torchtitan_cp.config.sections import Stage, StageActivation
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.evaluation import EvaluationResult
@@ -48,74 +38,74 @@ from torchtitan_cp.training.model import ParallelModel
 WAIT_SECONDS = 3600.0
 
 
-def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResult | None:
-    """What there is to find of a checkpoint; None where its corpus holds nothing out. Collective.
+def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResult:
+    """Evaluate a checkpoint. Collective.
 
     Args:
-        config: of the run, made for these ranks by `for_evaluation`.
+        config: of the run, as `evaluation_config` gives it for these ranks.
 
     Raises:
-        UserError: the config does not go with the ranks, or the corpus or the checkpoint cannot be read.
+        UserError: the config does not fit the ranks, a file cannot be read, or nothing is held out.
     """
     degrees = check_config(config, world.size)
     stages, number = resolve_stages(config, world.size), saved.config.curriculum.stages.index(saved.stage)
     stage, longest = stages[number], max(stage.seq_len for stage in stages)
     data_pipeline = DataPipeline(config, prepare(config.data, config.tokenizer), longest)
-    shape = saved.model_args(type(next(iter(registry.architecture(config.model).flavors.values()))))
-    model = ParallelModel(config, world, Meshes(world.device.device.type, degrees), shape, stage, longest)
+    args = saved.model_args(type(next(iter(registry.architecture(config.model).flavors.values()))))
+    model = ParallelModel(config, world, Meshes(world.device.device.type, degrees), args, stage, longest)
     load_weights(saved, model.parts)
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.completed:.0f} batches"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-        disable=world.rank != 0,
-    )
-    task = bar.add_task("reading", total=None)
-    evaluator = Evaluator(
-        model, data_pipeline, config.evaluation, stages[0], lambda what: bar.update(task, advance=1, description=what)
-    )
-    with bar:
-        return evaluator.evaluate(stage, model.configure_stage(stage), at_end=True, short_before=saved.short_loss)
+    columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
+        task = bar.add_task("evaluating", total=None)
+        evaluator = Evaluator(model, data_pipeline, config.evaluation, stages[0], lambda _: bar.update(task, advance=1))
+        result = evaluator.evaluate(stage, model.configure_stage(stage), at_end=True, short_before=saved.short_loss)
+    if result is None:
+        raise ConfigError(
+            "the corpus of this run holds nothing out: data.validation_fraction = 0",
+            fix="train a run with a validation_fraction above 0",
+        )
+    return result
 
 
-def for_evaluation(config: Config, ranks: int, options: argparse.Namespace) -> Config:
+def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -> Config:
     """The run's config for ranks that share every sequence, without what only training needs."""
+    default, tokens = Config(), options.tokens or config.evaluation.tokens
 
-    def alone(stage: Stage) -> Stage:
-        own = {"cp": None, "strategy": None, "tp": None, "pp": None, "activation": StageActivation()}
-        tokens = stage.seq_len * config.training.micro_batch_sequences
-        return replace(stage, **own, steps=1, tokens=0, until={}, global_batch_tokens=tokens)  # type: ignore[arg-type]
+    def without_training(stage: Stage) -> Stage:
+        return replace(
+            stage,
+            **dict.fromkeys(("cp", "strategy", "tp", "pp")),  # type: ignore[arg-type]
+            activation=StageActivation(),
+            steps=1,
+            tokens=0,
+            until={},
+            global_batch_tokens=stage.seq_len * config.training.micro_batch_sequences,
+        )
 
     given = {name: getattr(options, name) for name in ("variants", "lengths", "depths", "trials")}
     passkey = replace(config.evaluation.passkey, **{name: value for name, value in given.items() if value is not None})
-    settings: dict[str, Any] = {"max_share": 1.0, "passkey": passkey}
-    if options.tokens:
-        settings["tokens"] = options.tokens
-    stages = tuple(alone(stage) for stage in config.curriculum.stages)
     return replace(
         config,
-        evaluation=replace(config.evaluation, **settings),
-        curriculum=replace(config.curriculum, stages=stages),
-        parallel=Parallel(cp=ranks),
-        context_parallel=ContextParallel(kernel=config.context_parallel.kernel),
+        evaluation=replace(config.evaluation, max_share=1.0, passkey=passkey, tokens=tokens),
+        curriculum=replace(config.curriculum, stages=tuple(map(without_training, config.curriculum.stages))),
+        parallel=replace(default.parallel, cp=ranks),
+        context_parallel=replace(default.context_parallel, kernel=config.context_parallel.kernel),
         training=replace(config.training, float8="none"),
-        optimizer=Optimizer(),
-        activation=Activation(),
-        compile=Compile(),
+        optimizer=default.optimizer,
+        activation=default.activation,
+        compile=default.compile,
     )
 
 
-def write(out: Path, saved: SavedModel, found: EvaluationResult) -> None:
-    """evaluation.json and a picture of each kind of prompt and of loss by position."""
+def write_result(out: Path, saved: SavedModel, result: EvaluationResult) -> None:
+    """Write evaluation.json, and images of loss by position and of each variant of prompts."""
     out.mkdir(parents=True, exist_ok=True)
     about = {"checkpoint": str(saved.path), "stage": saved.stage.name, "seq_len": saved.stage.seq_len}
-    (out / "evaluation.json").write_text(json.dumps({**about, **found.to_json()}, indent=1) + "\n", encoding="utf-8")
-    curve = {saved.path.name: (found.position_starts, found.position_losses)}
+    (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
+    curve = {saved.path.name: (result.position_starts, result.position_losses)}
     imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
-    for name, each in found.retrieval.items():
-        imsave(out / f"{name}.png", draw_retrieval_map(*each, trained_length=saved.stage.seq_len, title=name))
+    for name, found in result.retrieval.items():
+        imsave(out / f"{name}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=name))
 
 
 def main(arguments: list[str]) -> int:
@@ -123,15 +113,15 @@ def main(arguments: list[str]) -> int:
         prog="torchtitan-cp evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="What is not given is as in [evaluation] of the run's config.toml.\nRun it where "
-        "the run was started: the paths of its config lead to its corpus from there.",
+        epilog="Defaults are those of [evaluation] in the run's config.toml.\nRun it in the folder where the run was "
+        "started: paths to the corpus in its config are relative to that.",
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="kinds of prompts")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="variants of prompts")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a prompt, multiples of 2 x ranks")
-    parser.add_argument("--depths", type=int, help="places of the key, evenly from top to end")
+    parser.add_argument("--depths", type=int, help="how many places of the key, evenly from top to end")
     parser.add_argument("--trials", type=int, help="prompts for each length and depth")
-    parser.add_argument("--tokens", type=int, help="held-out tokens of each loss")
+    parser.add_argument("--tokens", type=int, help="held-out tokens that each loss is measured on")
     parser.add_argument("--out", type=Path, help="folder to write (default evaluation/step-N in the run's folder)")
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
@@ -141,19 +131,17 @@ def main(arguments: list[str]) -> int:
     world = start_ranks(WAIT_SECONDS)
     try:
         saved = open_saved_model(options.checkpoint, collective=True)
-        found = evaluate(saved, for_evaluation(saved.config, world.size, options), world)
+        found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
     except (UserError, ContextParallelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if world.rank == 0 and found:
+    if world.rank == 0:
         out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
-        write(out, saved, found)
+        write_result(out, saved, found)
         print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len)))
         print(f"written to {out}")
-    elif not found:
-        print("error: the corpus of this run holds nothing out: data.validation_fraction = 0", file=sys.stderr)
     stop_ranks()
-    return 0 if found else 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,21 +1,11 @@
-"""What was learned, measured on held-out text: losses, prompts to answer, and how much time measuring may take.
+"""What a model learned, measured on held-out text: losses, prompts to answer, and the time this may take.
 
 Imports `config` at most.
 """
 
 from torchtitan_cp.evaluation.budget import Budget
-from torchtitan_cp.evaluation.prompts import Prompt, PromptWriter, Wording
+from torchtitan_cp.evaluation.held_out import evaluating, unigram_loss
+from torchtitan_cp.evaluation.prompts import Prompt, PromptWriter
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
-from torchtitan_cp.evaluation.unigram import unigram_loss
-from torchtitan_cp.evaluation.validation import evaluating
 
-__all__ = [
-    "Budget",
-    "EvaluationResult",
-    "Prompt",
-    "PromptWriter",
-    "Retrieval",
-    "Wording",
-    "evaluating",
-    "unigram_loss",
-]
+__all__ = ["Budget", "EvaluationResult", "Prompt", "PromptWriter", "Retrieval", "evaluating", "unigram_loss"]

@@ -1,67 +1,37 @@
-"""Prompts whose answer was planted far above in them, as tokens: passkeys, several keys, chains of variables.
+"""Prompts that hide their answer far above the question, as tokens: passkeys, several keys, chains of variables.
 
 Source: passkey retrieval (Mohtashami and Jaggi, 2023); several keys and variable tracking after RULER (Hsieh et al.,
-2024), which the wording is from. Prompts are teacher-forced: the answer stands in them, and is right where each of its
-tokens is the most likely one after those before it.
+2024), as is the wording. The answer is part of the prompt (teacher forcing): it counts as right if each of its tokens
+is the most likely one after those before it.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase, digits
+from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.sections import Passkey
 
-NAME_LETTERS, KEY_CHARACTERS = 5, 7
-MOST_DRAWS = 100
-KINDS = ((ascii_uppercase, NAME_LETTERS), (digits, KEY_CHARACTERS), (ascii_lowercase, KEY_CHARACTERS))
+CHARACTERS = {"name": (ascii_uppercase, 5), "key": (digits, 7), "word": (ascii_lowercase, 7)}
+MAX_DRAWS = 100
 HOPS = 4
 ASSIGNMENT, COPY = " VAR {name} = {value}. ", " VAR {name} = VAR {other}. "
 CHAIN_QUESTION = (
     " Question: Find all variables that are assigned the value {value} in the text above. Answer: They are:"
 )
+Secret = dict[str, str]  # a `name`, and its key as digits (`key`) and as letters (`word`)
+PlantedText = tuple[list[str], str, str]  # needles, question, answer
 
 
-@dataclass(frozen=True)
-class Secret:
-    """What a needle tells: a name, and its key in digits or, as a wording may have it, in letters."""
-
-    name: str
-    key: str
-    word: str
-
-
-@dataclass(frozen=True)
-class Wording:
-    """How a key is told and asked for; see [evaluation.passkey], and config.check for what they must be.
-
-    Args:
-        needle: with {name}, and {key} or {word}.
-        question: the same, and ends with the key or word.
-    """
-
-    needle: str
-    question: str
-
-    def tell(self, secret: Secret) -> str:
-        """The needle."""
-        return self.needle.format(**asdict(secret))
-
-    def ask(self, secret: Secret) -> tuple[str, str]:
-        """The question, and the answer with the space before it."""
-        question = self.question.format(name=secret.name, key="", word="").rstrip()
-        return question, self.question.format(**asdict(secret))[len(question) :]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt and what is to be found in it.
+class Prompt(NamedTuple):
+    """A prompt and its answer.
 
     Attributes:
         tokens: `[L]` int64.
-        labels: `[L]` int64, the next token where that belongs to the answer, else IGNORED.
+        labels: `[L]` int64, the next token where it belongs to the answer, else IGNORED.
     """
 
     tokens: np.ndarray
@@ -69,101 +39,93 @@ class Prompt:
 
 
 class PromptWriter:
-    """Makes prompts from filler text and a tokenizer. A prompt depends on the arguments and its number alone.
+    """Writes prompts from filler text. A prompt depends on its arguments and its number only.
 
     Args:
-        encode: a text's tokens.
+        encode: gives the tokens of a text.
         filler: (number of the prompt, count) -> tokens of real text, `[count]`.
-        wording: of keys.
-        keys: told in a prompt of several.
+        settings: [evaluation.passkey].
     """
 
     def __init__(
-        self,
-        encode: Callable[[str], np.ndarray],
-        filler: Callable[[int, int], np.ndarray],
-        wording: Wording,
-        keys: int,
+        self, encode: Callable[[str], np.ndarray], filler: Callable[[int, int], np.ndarray], settings: Passkey
     ) -> None:
-        self.encode, self.filler, self.wording, self.keys = encode, filler, wording, keys
+        self.encode, self.filler, self.settings = encode, filler, settings
 
     def write(self, variant: str, length: int, depth: float, number: int) -> Prompt | None:
-        """A prompt of exactly `length` tokens; None where its question alone is longer.
+        """A prompt of exactly `length` tokens; None if needles, question and answer are longer.
 
         Args:
-            variant: of VARIANTS.
-            depth: of the needle that is asked for, 0 at the top to 1 just above the question.
-            number: of the prompt, which draws its names, keys and filler.
+            variant: one of VARIANTS.
+            depth: of the needle that is asked for, from 0 at the top to 1 just above the question.
+            number: seeds names, keys and filler.
         """
         draw = np.random.default_rng([number, length])
         filler = self.filler(number, length)
-        needles, question, answer = VARIANTS[variant](self, draw, filler)
-        planted = [self.encode(text) for text in needles]
-        asked, told = (self.encode(text) for text in (question, answer))
-        room = length - sum(map(len, planted)) - len(asked) - len(told)
+        texts, question, answer = VARIANTS[variant](self, draw, filler)
+        needles = [self.encode(text) for text in texts]
+        asked, answered = self.encode(question), self.encode(answer)
+        room = length - sum(map(len, needles)) - len(asked) - len(answered)
         if room < 0:
             return None
-        depths = _depths(variant, depth, len(planted), draw)
-        places = [round(each * room) for each in depths]
+        others = draw.random(len(needles) - 1)
+        if variant == "variable_tracking":  # the chain goes on below its first assignment, in order
+            others = np.sort(depth + (1 - depth) * others)
+        places = [round(each * room) for each in (depth, *others)]
         pieces, before = [], 0
-        for place, needle in sorted(zip(places, planted, strict=True), key=lambda pair: pair[0]):
+        for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
             pieces += [filler[before:place], needle]
             before = place
-        tokens = np.concatenate([*pieces, filler[before:room], asked, told]).astype(np.int64)
+        tokens = np.concatenate([*pieces, filler[before:room], asked, answered]).astype(np.int64)
         labels = np.full(length, IGNORED, dtype=np.int64)
-        labels[-len(told) - 1 : -1] = told
+        labels[-len(answered) - 1 : -1] = answered
         return Prompt(tokens, labels)
 
-    def secrets(self, draw: np.random.Generator, filler: np.ndarray, count: int) -> list[Secret]:
-        """With names that differ by their first letters too, and that the filler does not hold, as far as can be."""
+    def ask(self, secret: Secret) -> tuple[str, str]:
+        """The question, and the answer with the space before it."""
+        question = self.settings.question.format(name=secret["name"], key="", word="").rstrip()
+        return question, self.settings.question.format(**secret)[len(question) :]
+
+    def draw_secrets(self, draw: np.random.Generator, filler: np.ndarray, count: int) -> list[Secret]:
+        """Secrets whose names differ in their first letters and, if possible, do not occur in the filler."""
         found: list[Secret] = []
-        for tried in range(MOST_DRAWS * count):
-            drawn = Secret(*(_letters(draw, *kind) for kind in KINDS))
-            taken = tried < MOST_DRAWS and self._stands_in(self.wording.ask(drawn)[0], filler)
-            if drawn.name[0] not in {other.name[0] for other in found} and not taken:
-                found.append(drawn)
+        for attempt in range(MAX_DRAWS * count):
+            secret = {
+                part: "".join(characters[place] for place in draw.integers(0, len(characters), size))
+                for part, (characters, size) in CHARACTERS.items()
+            }
+            occurs = attempt < MAX_DRAWS and self._occurs(self.ask(secret)[0], filler)
+            if not occurs and secret["name"][0] not in {other["name"][0] for other in found}:
+                found.append(secret)
             if len(found) == count:
                 break
         return found
 
-    def _stands_in(self, text: str, filler: np.ndarray) -> bool:
-        wanted = self.encode(text)
-        if not 0 < len(wanted) <= len(filler):
+    def _occurs(self, text: str, filler: np.ndarray) -> bool:
+        tokens = self.encode(text)
+        if not 0 < len(tokens) <= len(filler):
             return False
-        return bool((np.lib.stride_tricks.sliding_window_view(filler, len(wanted)) == wanted).all(1).any())
+        return bool((np.lib.stride_tricks.sliding_window_view(filler, len(tokens)) == tokens).all(1).any())
 
 
-def _depths(variant: str, depth: float, count: int, draw: np.random.Generator) -> list[float]:
-    """Where each needle goes: the first, which is asked for, at `depth`; a chain's others below it, in their order."""
-    others = draw.random(count - 1)
-    return [depth, *(sorted(depth + (1 - depth) * others) if variant == "variable_tracking" else others)]
+def _passkey(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray, count: int = 1) -> PlantedText:
+    secrets = writer.draw_secrets(draw, filler, count)
+    return [writer.settings.needle.format(**secret) for secret in secrets], *writer.ask(secrets[0])
 
 
-Told = tuple[list[str], str, str]  # needles, question, answer
+def _multi_key(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> PlantedText:
+    return _passkey(writer, draw, filler, writer.settings.keys)
 
 
-def _passkey(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray, count: int = 1) -> Told:
-    secrets = writer.secrets(draw, filler, count)
-    return [writer.wording.tell(secret) for secret in secrets], *writer.wording.ask(secrets[0])
-
-
-def _multi_key(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> Told:
-    return _passkey(writer, draw, filler, writer.keys)
-
-
-def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> Told:
-    secrets = writer.secrets(draw, filler, HOPS + 1)
-    names, value = [secret.name for secret in secrets], secrets[0].key
+def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> PlantedText:
+    secrets = writer.draw_secrets(draw, filler, HOPS + 1)
+    names, value = [secret["name"] for secret in secrets], secrets[0]["key"]
     copies = [COPY.format(name=name, other=other) for other, name in pairwise(names)]
     chain = [ASSIGNMENT.format(name=names[0], value=value), *copies]
     return chain, CHAIN_QUESTION.format(value=value), "".join(f" {name}" for name in names)
 
 
-def _letters(draw: np.random.Generator, kind: str, count: int) -> str:
-    return "".join(kind[place] for place in draw.integers(0, len(kind), count))
-
-
-VARIANTS: dict[str, Callable[[PromptWriter, np.random.Generator, np.ndarray], Told]] = {
+VARIANTS: dict[str, Callable[[PromptWriter, np.random.Generator, np.ndarray], PlantedText]] = {
     "passkey": _passkey,
     "multi_key": _multi_key,
     "variable_tracking": _variable_tracking,

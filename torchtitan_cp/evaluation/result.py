@@ -96,7 +96,7 @@ class EvaluationResult:
         if self.context_gain is not None:
             yield f"context gain {self.context_gain:.4f} nats a token"
         if self.short_loss_rise is not None:
-            yield f"the loss at the first stage's length rose by {self.short_loss_rise:.2%} since that stage's end"
+            yield f"the loss at the first stage's length changed by {self.short_loss_rise:+.2%} since that stage's end"
         for name, found in self.retrieval.items():
             if means := found.by_length():
                 right = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())

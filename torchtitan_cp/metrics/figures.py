@@ -87,6 +87,7 @@ def draw_document_lengths(tokens: np.ndarray, source: str) -> np.ndarray:
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     title = f"{source}: {len(lengths):,} documents"
     axes.set(xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
     return _pixels(figure)
 
 

@@ -74,8 +74,8 @@ class Peak:
         """Log that an MFU is more than a training step reaches, so that this peak must be too low."""
         if mfu > BELIEVABLE_MFU:
             logger.warning(
-                "an MFU of %.0f%% is not believable: the peak of %.3g TFLOP/s a rank (%s) is too low for this device. "
-                "State it as metrics.peak_tflops",
+                "an MFU of %.0f%% is not believable: the peak of %.3g TFLOP/s a rank (%s) is too low. Set "
+                "metrics.peak_tflops to the device's",
                 *(100 * mfu, self.flops_per_second / 1e12, self.source),
             )
         return mfu > BELIEVABLE_MFU

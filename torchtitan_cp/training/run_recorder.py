@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -160,25 +159,21 @@ class RunRecorder:
             skipped_steps=progress.health["all_skips"],
             rollbacks=progress.health["rollbacks"],
             lr_cuts=progress.health["lr_cuts"],
+            **({} if skipped else self._details(stage, report, speed)),
         )
-        if not skipped:
-            record = replace(record, **self._health(report), **self._details(stage, speed))
         self.newest = record
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         self.logger.step(record, total_steps)
 
-    def _health(self, report: StepReport) -> dict[str, Any]:
-        """Fields of a healthy step's record."""
-        return {
+    def _details(self, stage: StagePlan, report: StepReport, speed: float) -> dict[str, Any]:
+        """The other fields of a healthy step's record; most of them every metrics.interval steps. Collective."""
+        details = {
             "largest_logit": report.largest_logit if math.isfinite(report.largest_logit) else None,
             "block_grad_norm": {str(block): norm for block, norm in enumerate(report.block_grad_norms)},
             "block_output": {str(block): value for block, value in enumerate(report.block_outputs)},
         }
-
-    def _details(self, stage: StagePlan, speed: float) -> dict[str, Any]:
-        """Fields of the record of a step that is recorded in more detail. Collective."""
         if self.step_losses is None:
-            return {}
+            return details
         dist.all_reduce(self.step_losses.sums)
         self.stage_losses.sums += self.step_losses.sums
         windows = self.model.args.layer_windows
@@ -186,7 +181,9 @@ class RunRecorder:
         flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
         memory = self.model.memory_by_kind()
         other = max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))
-        return self.step_losses.means() | {
+        return {
+            **details,
+            **self.step_losses.means(),
             "mfu_mask": self._mfu(speed, flops),
             "cp_imbalance": max(imbalance(batch.plan) for batch in self.micro_batches),
             "unlabelled": 1 - self.step_losses.tokens / stage.global_batch_tokens,

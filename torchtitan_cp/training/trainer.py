@@ -494,7 +494,7 @@ class Trainer:
             self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
         if not stage.until:
             return
-        verdict = self.evaluator.judge(stage, found)
+        verdict = self.evaluator.check_gate(stage, found)
         if verdict.opened:
             self.progress = dataclasses.replace(self.progress, stage_done=True)
             outcome = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"

@@ -22,7 +22,7 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
-from torchtitan_cp.cli.evaluate import evaluate, for_evaluation, main, write
+from torchtitan_cp.cli.evaluate import evaluate, evaluation_config, main, write_result
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.evaluation import Prompt
@@ -83,7 +83,7 @@ def sums(path: Path, *overrides: str) -> Sums:
     stage = trainer.stages[0]
     shape = resized(trainer.enter_stage(stage), stage.seq_len)
     data = trainer.data_pipeline.stage_data(stage)
-    whole, cut = (trainer.evaluator.held_out(shape, data, block) for block in (0, BLOCK))
+    whole, cut = (trainer.evaluator.held_out_losses(shape, data, block) for block in (0, BLOCK))
     assert whole
     assert cut
     assert all(part.training for part in trainer.model.parts)
@@ -197,9 +197,8 @@ def answers(path: Path, made: list[Prompt], *overrides: str) -> list[bool]:
     trainer = prepared(path, f"--evaluation.passkey.trials={COUNT}", *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
     evaluator = trainer.evaluator
-    evaluator.left_out = {}
-    evaluator.writer.write = lambda variant, length, depth, number: made[number]  # type: ignore[method-assign]
-    return evaluator.answer("passkey", [0.0], resized(shape, 64), gate=False)
+    evaluator.prompts.write = lambda variant, length, depth, number: made[number]  # type: ignore[method-assign]
+    return evaluator.answer_prompts("passkey", [0.0], resized(shape, 64), for_gate=False)
 
 
 @deep_rows("layout", ["one rank", *LAYOUTS], default=["pp 2", "cp 2 x dp 2"])
@@ -305,7 +304,7 @@ def stopped_while_measuring(path: Path) -> tuple[list[int], list[int], int]:
     """On a rank: steps evaluated, steps saved, batches measured after step 4, at whose second it is asked to stop."""
     often = ("--evaluation.interval=2", "--evaluation.max_share=1.0", "--checkpoint.interval=50")
     trainer = prepared(path, *often, "--curriculum.stages[0].steps=6")
-    seen, busy = list[int](), trainer.evaluator.busy
+    seen, busy = list[int](), trainer.evaluator.set_activity
 
     def told(what: str) -> None:
         busy(what)
@@ -313,7 +312,7 @@ def stopped_while_measuring(path: Path) -> tuple[list[int], list[int], int]:
         if seen.count(4) == 2 and trainer.world.rank == 1:  # the others hear of it from this one
             trainer.signals.received = signal.SIGTERM
 
-    trainer.evaluator.busy = told
+    trainer.evaluator.set_activity = told
     trainer.run()
     dist.barrier()
     saves = sorted(int(folder.name.removeprefix("step-")) for folder in trainer.checkpoints.folder.iterdir())
@@ -333,14 +332,13 @@ def test_a_stop_does_not_wait_for_an_evaluation_between_steps(ranks: Callable[[i
 def test_a_length_that_does_not_hold_the_question_is_told(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     question = "--evaluation.passkey.question=" + json.dumps("x" * 70 + "{name}: {key}")
     lines = ranks(1)(too_short, write_run(tmp_path, MEASURED), question)[0]
-    assert lines == {"passkey at 64 tokens, which do not hold its question": None}
+    assert lines == {"passkey at 64 tokens, too short for its question": None}
 
 
 def too_short(path: Path, question: str) -> dict[str, None]:
     trainer = prepared(path, question)
     evaluator, stage = trainer.evaluator, trainer.stages[0]
-    evaluator.left_out = {}
-    found = evaluator.retrieve(stage, resized(trainer.enter_stage(stage), stage.seq_len))
+    found = evaluator.measure_retrieval(stage, resized(trainer.enter_stage(stage), stage.seq_len))
     assert math.isnan(found["passkey"].accuracy[0, 0])
     assert not math.isnan(found["passkey"].accuracy[0, 1])
     return evaluator.left_out
@@ -352,10 +350,9 @@ def grid(folder: Path, out: Path) -> dict[str, Any]:
     saved = open_saved_model(folder)
     options = argparse.Namespace(variants=None, lengths=None, depths=None, trials=None, tokens=None)
     world = start_ranks(60.0)
-    found = evaluate(saved, for_evaluation(saved.config, world.size, options), world)
-    assert found
+    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
     if world.rank == 0:
-        write(out, saved, found)
+        write_result(out, saved, found)
     dist.barrier()
     return json.loads((out / "evaluation.json").read_text())
 

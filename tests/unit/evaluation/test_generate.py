@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from models.llama import Llama, LlamaArgs
-from torchtitan_cp.cli import generate as program
-from torchtitan_cp.cli.generate import LayerCache, attend_cached, generate, stream_text
+from torchtitan_cp.cli.generate import KVCache, attend_cached, generate, sample_token, stream_text
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 
 SHAPES = {
@@ -25,7 +24,7 @@ def model_of(shape: LlamaArgs) -> Llama:
 
 def full_logits(model: Llama, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        caches = [LayerCache() for _ in model.layers]
+        caches = [KVCache() for _ in model.layers]
         return model(torch.tensor([tokens]), torch.arange(len(tokens)), iter(caches))[0]
 
 
@@ -34,7 +33,7 @@ def test_the_cache_gives_the_logits_of_full_forwards(name: str) -> None:
     model = model_of(SHAPES[name])
     tokens = [*PROMPT, *range(20)]
     want = full_logits(model, tokens)
-    caches = [LayerCache() for _ in model.layers]
+    caches = [KVCache() for _ in model.layers]
     with torch.no_grad():
         rows = [model(torch.tensor([PROMPT]), torch.arange(len(PROMPT)), iter(caches))[0]]
         for place in range(len(PROMPT), len(tokens)):
@@ -66,7 +65,7 @@ def test_sampled_tokens_follow_the_seed_and_the_temperature() -> None:
 
 def test_a_drawn_token_has_the_probability_of_the_softmax() -> None:
     logits, generator = torch.tensor([0.0, 1.0, 2.0]), torch.Generator().manual_seed(0)
-    drawn = torch.bincount(torch.tensor([program._draw(logits, 2.0, generator) for _ in range(4000)]), minlength=3)
+    drawn = torch.bincount(torch.tensor([sample_token(logits, 2.0, generator) for _ in range(4000)]), minlength=3)
     want = (logits / 2.0).softmax(-1)
     # Four standard deviations of a share of 4,000 draws are at most 4 / (2 sqrt(4000)).
     assert (drawn / 4000 - want).abs().max() < 0.032

@@ -1,15 +1,20 @@
 """Prompts hold what they ask for, where they say, in exactly so many tokens."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.evaluation.prompts import Prompt, PromptWriter, Secret, Wording
+from torchtitan_cp.config.names import VARIANTS as CONFIG_VARIANTS
+from torchtitan_cp.config.sections import Passkey
+from torchtitan_cp.evaluation.prompts import VARIANTS, Prompt, PromptWriter
 
-WORDING = Wording(" The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}")
-TERSE = Wording("{name:.1}{key:.2}", "{name:.1}{key:.2}")
+PASSKEY = Passkey(
+    needle=" The magic number for {name} is: {key}. ", question=" What is the magic number for {name}? It is {key}"
+)
+TERSE = Passkey(needle="{name:.1}{key:.2}", question="{name:.1}{key:.2}", keys=2)
 
 
 def encode(text: str) -> np.ndarray:
@@ -21,8 +26,8 @@ def grass(number: int, count: int) -> np.ndarray:
     return np.frombuffer((f"the grass is green, {number}. " * count).encode(), dtype=np.uint8)[:count].astype(np.int64)
 
 
-def writer(wording: Wording = WORDING, keys: int = 3) -> PromptWriter:
-    return PromptWriter(encode, grass, wording, keys)
+def writer(keys: int = 3) -> PromptWriter:
+    return PromptWriter(encode, grass, replace(PASSKEY, keys=keys))
 
 
 def text_of(prompt: Prompt) -> str:
@@ -38,7 +43,11 @@ def answer_of(prompt: Prompt) -> str:
     return bytes(prompt.labels[asked].tolist()).decode()
 
 
-@pytest.mark.parametrize("variant", ["passkey", "multi_key", "variable_tracking"])
+def test_the_config_knows_the_variants_that_there_are() -> None:
+    assert set(VARIANTS) == set(CONFIG_VARIANTS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("length", [700, 1025])
 def test_a_prompt_has_exactly_so_many_tokens_and_depends_on_its_number_alone(variant: str, length: int) -> None:
     first, again, other = (writer().write(variant, length, 0.5, number) for number in (3, 3, 4))
@@ -95,8 +104,8 @@ def test_a_chain_of_variables_stands_in_order_and_all_of_it_is_the_answer() -> N
 
 
 def test_a_length_that_the_wording_does_not_fit_gives_no_prompt_and_the_shortest_has_no_filler() -> None:
-    secret = Secret("ABCDE", "1234567", "abcdefg")
-    least = len(WORDING.tell(secret) + "".join(WORDING.ask(secret)))
+    secret = {"name": "ABCDE", "key": "1234567", "word": "abcdefg"}
+    least = len((PASSKEY.needle + PASSKEY.question).format(**secret))
     assert writer().write("passkey", least - 1, 0.5, 0) is None
     whole = writer().write("passkey", least, 0.5, 0)
     assert whole
@@ -108,6 +117,6 @@ def test_a_name_that_the_filler_holds_is_not_taken() -> None:
         return np.frombuffer(b"ABCDEFGHIJKLMNOPRSTUVWXYZ" * count, dtype=np.uint8)[:count].astype(np.int64)
 
     for number in range(10):
-        prompt = PromptWriter(encode, letters, TERSE, 2).write("passkey", 200, 0.5, number)
+        prompt = PromptWriter(encode, letters, TERSE).write("passkey", 200, 0.5, number)
         assert prompt
         assert text_of(prompt).count("Q") == 2, "the only letter that is free, told and asked for"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_cp.evaluation.synthetic import DOCUMENT_CHARACTERS, document, main
+from benchmarks.long_range_corpus import DOCUMENT_CHARACTERS, document, main
 
 
 def test_every_name_keeps_its_key_and_comes_back_at_all_distances_up_to_the_longest() -> None:

@@ -1,10 +1,10 @@
-"""`python -m torchtitan_cp.evaluation.synthetic OUT.jsonl` writes text whose keys are told early and asked for late.
+"""`python -m benchmarks.long_range_corpus OUT.jsonl` writes text whose keys can be predicted from far back.
 
 A document has a few names, letters from A to Z, each with a key of its own, a small letter, and dots between them:
-`..Qa....Rb..Qa...Qa......Rb`. The first key of a name in a sequence nothing foretells; all later ones the first tells.
-From a name to its next place it is log-uniformly far, so a model gains with each doubling of the context it can use,
-and its loss at far positions says how far that is. After associative recall (Arora et al., 2023) and RULER (Hsieh et
-al., 2024); [evaluation.passkey] asks in the same words with needle = question = "{name:.1}{word:.1}".
+`..Qa....Rb..Qa...Qa......Rb`. The first key of a name in a sequence cannot be predicted; all later ones repeat it. The
+distance from a name to its next occurrence is log-uniform, so a model gains with each doubling of the context it can
+use, and its loss at far positions shows how far that is. After associative recall (Arora et al., 2023) and RULER (Hsieh
+et al., 2024); [evaluation.passkey] asks in the same form with needle = question = "{name:.1}{word:.1}".
 """
 
 import argparse
@@ -22,8 +22,8 @@ def document(names: int, longest: int, seed: int) -> str:
     """A document's text.
 
     Args:
-        names: how many it has; few of the 26 leave letters free for what is planted in a prompt.
-        longest: largest distance from a name to its next place, in characters.
+        names: how many it has; with few of the 26, letters stay free for what is planted in a prompt.
+        longest: largest distance from a name to its next occurrence, in characters.
         seed: of names, keys and distances.
     """
     draw = random.Random(seed)
@@ -43,7 +43,7 @@ def document(names: int, longest: int, seed: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torchtitan_cp.evaluation.synthetic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_range_corpus", description=__doc__)
     parser.add_argument("out", type=Path, help="file to write, for source = 'jsonl'")
     parser.add_argument("--documents", type=int, default=512, help="of 16,384 characters each (default 512)")
     parser.add_argument("--names", type=int, choices=range(1, 27), default=13, help="of a document (default 13)")
