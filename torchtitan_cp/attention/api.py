@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cp.attention.codec import find_codec
 from torchtitan_cp.attention.collectives import Groups, gather, open_groups
-from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.mask import AttentionMask
@@ -220,9 +220,7 @@ def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
 
 
 def _format(name: str) -> Any:
-    if name not in FORMATS:
-        raise PlanError(f"qkv_format {name!r} is not available", fix=f"use one of {', '.join(FORMATS)}")
-    return FORMATS[name]
+    return FORMATS[check_name("qkv_format", name, FORMATS)]
 
 
 def check_shapes(

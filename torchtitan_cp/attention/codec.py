@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.errors import check_name
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
@@ -34,9 +34,7 @@ def find_codec(name: str) -> Codec:
     Raises:
         PlanError: an unknown name.
     """
-    if name not in CODECS:
-        raise PlanError(f"kv_transfer {name!r} is not available", fix=f"use one of {', '.join(CODECS)}")
-    return CODECS[name]
+    return CODECS[check_name("kv_transfer", name, CODECS)]
 
 
 def _encode_exact(k: Tensor, v: Tensor) -> Tensor:

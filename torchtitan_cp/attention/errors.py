@@ -1,5 +1,7 @@
 """Errors of the attention library: wrong arguments, and what a strategy, kernel or layout cannot do."""
 
+from collections.abc import Collection
+
 
 class ContextParallelError(ValueError):
     """A plan or a call that is not possible. `fix` says what would work."""
@@ -15,3 +17,10 @@ class LayoutError(ContextParallelError):
 
 class PlanError(ContextParallelError):
     """A mask, strategy, kernel or call that is invalid or not supported."""
+
+
+def check_name(kind: str, name: str, known: Collection[str], error: type[ContextParallelError] = PlanError) -> str:
+    """Return `name`, or raise `error` with the known names."""
+    if name not in known:
+        raise error(f"{kind} {name!r} is not available", fix=f"use one of {', '.join(known)}")
+    return name

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.errors import LayoutError
+from torchtitan_cp.attention.errors import LayoutError, check_name
 from torchtitan_cp.attention.mask import AttentionMask, Span
 from torchtitan_cp.attention.tiles import count_pairs
 
@@ -184,6 +184,5 @@ def make_layout(name: str, sequence_length: int, ranks: int, mask: AttentionMask
     if name == "auto":
         packed = any(len(documents) > 1 for documents in mask.documents(sequence_length))
         name = "balanced" if packed else "zigzag"
-    if name not in LAYOUTS:
-        raise LayoutError(f"layout {name!r} is not available", fix=f"use one of auto, {', '.join(LAYOUTS)}")
+    check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
     return LAYOUTS[name](sequence_length, ranks, mask)

@@ -39,16 +39,8 @@ def _log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> Non
 
 
 def _call(
-    handle: Tensor,
-    strategy: str,
-    q: Tensor,
-    v: Tensor,
-    key_heads: int,
-    slopes: Tensor | None,
-    scale: float,
-    softcap: float,
+    plan: Plan, q: Tensor, v: Tensor, key_heads: int, slopes: Tensor | None, scale: float, softcap: float
 ) -> Call:
-    plan = with_strategy(find_plan(handle), strategy)
     ring, trade = plan.process_groups
     kernel = choose_kernel(plan.kernel, q, v, softcap, slopes is not None, merged=ring.ranks > 1)
     return Call(plan, kernel, scale, key_heads, ring, trade, slopes)
@@ -75,7 +67,7 @@ def attention(
     plan = find_plan(handle)
     if plan.strategy == "auto":
         _log_choice(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    call = _call(handle, strategy, q, v, k.shape[2], slopes, scale, softcap)
+    call = _call(with_strategy(plan, strategy), q, v, k.shape[2], slopes, scale, softcap)
     out, lse, residuals = STRATEGIES[strategy].forward(q, k, v, sinks, call)
     return out, lse, [] if trade_ranks == 1 else list(residuals)
 
@@ -110,7 +102,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
-    call = _call(handle, strategy, kept.q, kept.v, key_heads, slopes, scale, softcap)
+    plan = with_strategy(find_plan(handle), strategy)
+    call = _call(plan, kept.q, kept.v, key_heads, slopes, scale, softcap)
     *gradients, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
     # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)

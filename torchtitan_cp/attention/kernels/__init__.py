@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
 from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel
 
@@ -29,15 +29,13 @@ KERNELS: dict[str, Kernel] = {
 
 
 def check_kernel(name: str) -> str:
-    """Raise PlanError unless `name` is `auto` or a registered kernel; return it."""
+    """Return `name`, or raise PlanError unless it is `auto` or a registered kernel."""
     if name == "fp8":
         raise PlanError(
             "attention kernel 'fp8' is not available: PyTorch's FP8 attention (FlashAttention-3's) has no backward",
             fix="carry keys and values in 8 bits with kv_transfer = 'float8', and use kernel = 'auto'",
         )
-    if name != "auto" and name not in KERNELS:
-        raise PlanError(f"attention kernel {name!r} is not available", fix=f"use one of auto, {', '.join(KERNELS)}")
-    return name
+    return check_name("attention kernel", name, ("auto", *KERNELS))
 
 
 def choose_kernel(

@@ -25,7 +25,6 @@ from torch.nn.attention import flex_attention as flex
 
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, any_band
-from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
 
 BLOCK = 128
@@ -84,17 +83,6 @@ def _dispatch_keys_of_a_new_thread() -> tuple[Any, Any]:
         return fresh.submit(
             lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
         ).result()
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    return step_forward(q, k, v, (Tile(ALL_ROWS, 0, q.shape[1], 0, k.shape[1], band),), scale)
-
-
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = (Tile(ALL_ROWS, 0, q.shape[1], 0, k.shape[1], band),)
-    return step_backward(dout, q, k, v, out, lse, tiles, scale)
 
 
 def _run(
@@ -233,8 +221,8 @@ def _changed(change: ScoreChange) -> Kernel:
 
 
 KERNEL = Kernel(
-    forward,
-    backward,
+    None,
+    None,
     refusal,
     takes_band=any_band,
     step_forward=step_forward,

@@ -62,7 +62,8 @@ class Kernel:
     Attributes:
         forward: (q, k, v, band, scale) -> (out, lse).
         backward: (dout, q, k, v, out, lse, band, scale) -> (dq, dk, dv), where out and lse are those of
-            the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
+            the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one. Both are
+            None if the kernel has step_forward and step_backward.
         refusal: why it cannot run a case, or None.
         takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
             rectangles and causal squares; other tiles are split into these shapes for it.
@@ -75,8 +76,8 @@ class Kernel:
         for_tile: of a biased kernel that runs tile by tile: tile -> the kernel with the biases of its rows.
     """
 
-    forward: Forward
-    backward: Backward
+    forward: Forward | None
+    backward: Backward | None
     refusal: Callable[[Case], str | None]
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     step_forward: StepForward | None = None

@@ -5,7 +5,7 @@ To add one: write a file here with a `STRATEGY` (see strategy.py for the interfa
 and waits to planner/exchange.py. The conformance tests run every strategy of this registry.
 """
 
-from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.strategies import all_gather, all_to_all, hybrid, ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
@@ -19,10 +19,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def check_strategy(name: str) -> str:
-    """A name of the strategies' registry, or `auto`."""
-    if name != "auto" and name not in STRATEGIES:
-        raise PlanError(f"strategy {name!r} is not available", fix=f"use one of auto, {', '.join(STRATEGIES)}")
-    return name
+    """Return `name`, or raise PlanError unless it is `auto` or a registered strategy."""
+    return check_name("strategy", name, ("auto", *STRATEGIES))
 
 
 def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:

@@ -53,8 +53,9 @@ def add_gradients(
             total.add(index, gradient)
 
 
-def _run(function: Callable[..., Any], rows: tuple[Tensor, ...], band: Band, scale: float, flipped: bool) -> Any:
+def _run(function: Callable[..., Any] | None, rows: tuple[Tensor, ...], band: Band, scale: float, flipped: bool) -> Any:
     """Call a kernel; `flipped` reverses its rows, so that a triangle of later keys becomes one of earlier keys."""
+    assert function
     if not flipped:
         return function(*rows, band, scale)
     return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), band, scale))
