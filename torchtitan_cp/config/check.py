@@ -311,21 +311,17 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
 
 def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
     own, names = stage.data, set(config.data.by_name())
-    for key, named in ((where + ".mixture", own.mixture or {}), ("data.mixture", config.data.mixture)):
+    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": config.data.mixture}
+    tables["data.max_epochs"] = config.data.max_epochs
+    for key, named in tables.items():
         unknown = sorted(set(named) - names)
         if unknown:
             raise ConfigError(
                 f"{key} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
                 fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
             )
-        if named and (min(named.values()) < 0 or not sum(named.values()) > 0):
-            raise ConfigError(f"{key} has weights that sum to zero, or one below it", fix="give weights above 0")
-    unknown = sorted(set(config.data.max_epochs) - names)
-    if unknown:
-        raise ConfigError(
-            f"data.max_epochs names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
-            fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
-        )
+        if named and (min(named.values()) < 0 or not 0 < sum(named.values()) < math.inf):
+            raise ConfigError(f"{key} needs finite numbers that sum to more than zero", fix="give numbers above 0")
     if bool(own.short_share) != bool(own.short_seq_len) or own.short_seq_len >= stage.seq_len:
         raise ConfigError(
             f"{where} has short_share = {own.short_share} and short_seq_len = {own.short_seq_len}",

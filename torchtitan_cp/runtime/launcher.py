@@ -57,6 +57,7 @@ class NodeAgent(LocalElasticAgent):
         self.notes, self.stopping, self.ranks = notes, False, dict[int, int]()
         for number in STOP:
             signal.signal(number, self._stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self.stopping:
@@ -126,7 +127,10 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
     try:
         handler = get_rendezvous_handler(meeting)
         spec = WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts)
-        result = NodeAgent(spec, notes).run()
+        agent = NodeAgent(spec, notes)
+        result = agent.run()
+        if agent.stopping:
+            take_relaunch(notes)
         if not result.is_failed():
             return EndNote(0, "")
         error = ChildFailedError(program[0], result.failures)
@@ -144,5 +148,6 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         outcome = "the ranks were ended; the same command goes on from the last checkpoint"
         return EndNote(128 + number, f"{number.name}: {outcome}")
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next agent, if there is one
         if handler:
             handler.shutdown()

@@ -98,7 +98,11 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
             "data.mixture names 'books', and the sources are corpus",
         ),
         *(
-            (dataclasses.replace(STAGE, data=StageData(mixture={"corpus": weight})), 1, "has weights that sum to zero")
+            (
+                dataclasses.replace(STAGE, data=StageData(mixture={"corpus": weight})),
+                1,
+                "needs finite numbers that sum to more than zero",
+            )
             for weight in (0.0, -1.0, float("inf"), float("nan"))
         ),
         (dataclasses.replace(STAGE, data=StageData(short_share=0.5)), 1, "give both, with a length below 1024"),

@@ -221,9 +221,9 @@ def config_of(rope: Rope) -> Config:
         (dataclasses.replace(YARN, mscale=1.0), " has one of mscale and mscale_all_dim\n  fix: give both, or neither"),
         (
             dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2),
-            " has attention_factor, which leaves mscale nothing to do\n  fix: give one of them",
+            " has attention_factor, which overrides mscale\n  fix: give one of them",
         ),
-        (dataclasses.replace(YARN, theta=1.0), ".theta = 1 turns every pair alike, and yarn tells them apart"),
+        (dataclasses.replace(YARN, theta=1.0), ".theta = 1 turns all pairs at the same speed"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused_with_the_way_to_mend_it(rope: Rope, wanted: str) -> None:
