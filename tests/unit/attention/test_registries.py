@@ -6,16 +6,16 @@ from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.attention.layout import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
-from torchtitan_cp.config import sections
+from torchtitan_cp.config import names
 
 
 @pytest.mark.parametrize(
     ("offered", "registry"),
     [
-        (sections.STRATEGIES, ["auto", *STRATEGIES]),
-        (sections.KERNELS, ["auto", *KERNELS]),
-        (sections.LAYOUTS, ["auto", *LAYOUTS]),
-        (sections.TRANSFERS, [*CODECS]),
+        (names.STRATEGIES, ["auto", *STRATEGIES]),
+        (names.KERNELS, ["auto", *KERNELS]),
+        (names.LAYOUTS, ["auto", *LAYOUTS]),
+        (names.TRANSFERS, [*CODECS]),
     ],
     ids=["strategies", "kernels", "layouts", "transfers"],
 )
