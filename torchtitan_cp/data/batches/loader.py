@@ -5,6 +5,7 @@ of them a rank reads; the plan made from their documents decides which tokens of
 """
 
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
@@ -12,13 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torchdata.nodes as nodes
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_cp.attention import AttentionMask, Plan
 from torchtitan_cp.data.batches.balance import attention_work, balanced_order
 from torchtitan_cp.data.batches.packing import PackedSequence
-from torchtitan_cp.data.prefetch import prefetch
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
@@ -158,22 +160,27 @@ def read_steps(
     Raises:
         RuntimeError: a worker died; torch names its signal.
     """
-    options: dict[str, Any] = {}
-    if workers:
-        options = {"multiprocessing_context": START_METHOD, "prefetch_factor": -(-read_ahead // workers)}
-    loader = DataLoader(
-        _Steps(samples, batch_layout),
-        batch_size=None,
-        sampler=range(first, first + steps),
-        num_workers=workers,
-        pin_memory=pin,
-        **options,
-    )
-    ready = _start_without_stop_signals(loader) if workers else prefetch(iter(loader), read_ahead)
-    return map(tuple, ready)  # the loader makes lists
+    dataset, numbers = _Steps(samples, batch_layout), range(first, first + steps)
+    if not workers:
+        source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), dataset.__getitem__)
+        source = nodes.PinMemory(source) if pin else source
+        return iter(nodes.Loader(nodes.Prefetcher(source, prefetch_factor=read_ahead)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+        loader = StatefulDataLoader(
+            dataset,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=workers,
+            pin_memory=pin,
+            prefetch_factor=-(-read_ahead // workers),
+            multiprocessing_context=START_METHOD,
+            snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
+        )
+    return map(tuple, _start_without_stop_signals(loader))  # the loader makes lists
 
 
-def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
+def _start_without_stop_signals(loader: StatefulDataLoader) -> Iterator[Any]:
     """Start the loader's workers with the stop signals blocked: a scheduler may signal every process of a job.
 
     The rank answers those signals, and its workers end with it. A blocked signal stays blocked in the processes that
