@@ -83,7 +83,7 @@ class DryModel(ParallelModel):
         if self.pipeline:
             self.pipeline.release()  # so that a stage is walked alike, whichever was walked before it
         with real():
-            shape = self.enter(stage)
+            shape = self.configure_stage(stage)
         self.ledger.messages.clear()
         self.ledger.storages.start_peak()
         with real():
@@ -94,7 +94,7 @@ class DryModel(ParallelModel):
         positions = torch.empty(rows[1], dtype=torch.int64)
         batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
         batches = (batch,) * self._walked(stage)
-        self.gradients(batches)
+        self.forward_backward(batches)
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
