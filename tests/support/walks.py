@@ -8,7 +8,7 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.planner.dry_run import StageWalk, Walker
-from torchtitan_cp.planner.plan import resolve_with_vocabulary
+from torchtitan_cp.planner.stage import resolve_with_vocabulary
 from torchtitan_cp.training.registry import register
 
 LONGER = (

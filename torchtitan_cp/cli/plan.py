@@ -11,10 +11,11 @@ from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError, UserError, format_error, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
+from torchtitan_cp.planner.estimate import plan_config, plan_volumes
 from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
-from torchtitan_cp.planner.plan import model_args_of, plan_config, plan_volumes
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
+from torchtitan_cp.planner.stage import model_args_of
 from torchtitan_cp.training.registry import register
 
 BAD_INPUT, DOES_NOT_FIT = 2, 1

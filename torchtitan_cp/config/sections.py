@@ -55,7 +55,7 @@ class Model:
     """Which network is trained."""
 
     architecture: str = key("llama", "architecture by name, from models/")
-    flavor: str = key("debug", "shape by name: debug, 1B, 3B, 8B, 70B, 405B, ...")
+    flavor: str = key("", "sizes by name: debug, 1B, 3B, 8B, 70B, 405B, ...; default: hub_checkpoint's, else debug")
     overrides: dict[str, Any] = key({}, "sizes that replace the flavor's, e.g. {n_layers = 2}")  # noqa: RUF009
     hub_checkpoint: str = key("", "folder in Hugging Face's format (config.json, *.safetensors) to start from")
 
@@ -487,7 +487,7 @@ class Stage:
     strategy: str | None = key(None, "exchange; default context_parallel.strategy", choices=STRATEGIES)
     tp: int | None = key(None, "tensor-parallel ranks; a change of tp or pp relaunches the job from its checkpoint")
     pp: int | None = key(None, "pipeline ranks; default parallel.pp")
-    rope: Rope = field(default_factory=Rope, metadata={"help": "rotary embedding"})
+    rope: Rope | None = field(default=None, metadata={"help": "rotary embedding; default: model.hub_checkpoint's"})
     lr: StageLR | None = field(default=None, metadata={"help": "own schedule; default: the run's goes on"})
     optimizer_state: str = key("keep", "what the stage begins with; reset: moments of zero", choices=("keep", "reset"))
     activation: StageActivation = field(default_factory=StageActivation, metadata={"help": "what is kept"})

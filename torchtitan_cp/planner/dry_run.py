@@ -24,7 +24,7 @@ from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.planner.fake import Ledger, Message, WithoutData, fake_job, real
-from torchtitan_cp.planner.plan import resolve_with_vocabulary
+from torchtitan_cp.planner.stage import resolve_with_vocabulary
 from torchtitan_cp.runtime import World
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.model import ParallelModel

@@ -10,11 +10,11 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.parallel import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.estimate import Estimate, estimate_stage
-from torchtitan_cp.planner.plan import model_args_of, plan_config, stages_to_plan
+from torchtitan_cp.planner.estimate import Estimate, estimate_stage, plan_config
+from torchtitan_cp.planner.exchange import EXCHANGES
+from torchtitan_cp.planner.stage import model_args_of, planned_stages
 
 MODES = ("none", "selective", "attention_saved", "full")
-EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
 MOST_PIPELINE_RANKS = 16
 
 
@@ -64,8 +64,8 @@ def search(config: Config, cluster: Cluster) -> Found:
     Raises:
         UserError, ContextParallelError: nothing fits, or a run would refuse whatever was tried, and why.
     """
-    shape, refused = model_args_of(config), list[Exception]()
-    tried = {choice: stage_options(config, shape, choice, cluster, refused) for choice in choices(shape, cluster)}
+    args, refused = model_args_of(config), list[Exception]()
+    tried = {choice: stage_options(config, args, choice, cluster, refused) for choice in choices(args, cluster)}
     totals = {
         choice: sum(best(options).seconds for options in stages)
         for choice, stages in tried.items()
@@ -92,14 +92,14 @@ def search(config: Config, cluster: Cluster) -> Found:
     return Found(found, plan_config(found, cluster), tuple(reasons))
 
 
-def choices(shape: Any, cluster: Cluster) -> Iterator[Choice]:
+def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
     """Degrees and modes worth a look: tensor parallelism inside a node, powers of two."""
     for tp in _powers(min(cluster.ranks_per_node, cluster.ranks)):
         try:
-            check_tensor_parallel(shape, tp)
+            check_tensor_parallel(args, tp)
         except ConfigError:
             continue
-        for pp in _powers(min(cluster.ranks // tp, shape.n_layers, MOST_PIPELINE_RANKS)):
+        for pp in _powers(min(cluster.ranks // tp, args.n_layers, MOST_PIPELINE_RANKS)):
             if cluster.ranks % (tp * pp) == 0:
                 yield from (Choice(tp, pp, mode) for mode in MODES)
 
@@ -122,7 +122,7 @@ def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
 
 
 def stage_options(
-    config: Config, shape: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
+    config: Config, args: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
 ) -> list[list[Option]]:
     """Every way to run each stage under a choice; none where some stage has no way that a run would accept.
 
@@ -138,7 +138,7 @@ def stage_options(
             for strategy in EXCHANGES if cp > 1 else ("ring",):
                 own = dataclasses.replace(stage.activation, checkpoint=None)
                 way = dataclasses.replace(stage, cp=cp, strategy=strategy, tp=None, pp=None, activation=own)
-                option = _try(chosen, shape, way, cluster, refused)
+                option = _try(chosen, args, way, cluster, refused)
                 options += [option] if option else []
         if not options:
             return []
@@ -146,7 +146,7 @@ def stage_options(
     return found
 
 
-def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster, refused: list[Exception]) -> Option | None:
+def _try(config: Config, args: Any, stage: Stage, cluster: Cluster, refused: list[Exception]) -> Option | None:
     """One way to run a stage; None where a run would refuse it."""
     inner = config.context_parallel.all_to_all_ranks
     if stage.strategy == "hybrid" and not 1 < inner < (stage.cp or 1):
@@ -156,8 +156,8 @@ def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster, refused: li
         config, curriculum=dataclasses.replace(config.curriculum, stages=(_to_its_limit(stage),))
     )
     try:
-        [planned] = stages_to_plan(alone, cluster, shape)
-        return Option(stage, estimate_stage(**vars(planned)))
+        [planned] = planned_stages(alone, cluster, args)
+        return Option(stage, estimate_stage(planned))
     except (ConfigError, ContextParallelError) as error:
         refused.append(error)
         return None

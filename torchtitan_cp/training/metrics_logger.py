@@ -92,7 +92,8 @@ class MetricsLogger:
         if config.job.description:
             self.say(config.job.description)
         self.say(
-            f"{config.model.architecture} {config.model.flavor}: {self.model.parameter_count:,} parameters on "
+            f"{config.model.architecture} {config.model.flavor or Path(config.model.hub_checkpoint).name}: "
+            f"{self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
             f"{self.model.meshes.describe()}\n"

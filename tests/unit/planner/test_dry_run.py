@@ -14,7 +14,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import StageWalk, dry_run
-from torchtitan_cp.planner.plan import plan_config, plan_volumes
+from torchtitan_cp.planner.estimate import plan_config, plan_volumes
 from torchtitan_cp.training.registry import register
 
 
