@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Run the tests: environment with the dev extra (once), then pytest. Arguments go to pytest.
+# Run the tests: environment with the dev extra (once), then pytest on two workers. Arguments go to pytest.
 #
-#   ./run_tests.sh                                      everything
+#   ./run_tests.sh                                      minutes: every layout, kernel, strategy and fault once
+#   ./run_tests.sh --deep                               everything: the full products of them
 #   ./run_tests.sh tests/ranks/attention -k ring        a part
 #   VENV           virtual environment                  (default: the active one, else .venv)
 set -euo pipefail
@@ -9,4 +10,11 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS="[dev]"
 source "$ROOT/launch/environment.sh"
 cd "$ROOT"
-exec "$PYTHON" -m pytest "$@"
+SELECTED="not deep"
+ARGUMENTS=(-n 2 --dist loadgroup)
+for argument in "$@"; do
+    if [[ "$argument" == --deep ]]; then SELECTED="deep or not deep"; else ARGUMENTS+=("$argument"); fi
+done
+# Ranks share the cores: one thread each.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m pytest -m "$SELECTED" "${ARGUMENTS[@]}"

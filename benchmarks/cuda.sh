@@ -29,7 +29,7 @@ run_part() {
             "$PYTHON" -m benchmarks kernels --kernels flex cudnn --lengths 65536 --ranks 8 --strategies ring all_gather \
                 --masks causal log-normal --json "$out.json"
             ;;
-        # These three need the packages of the trainer's [parallel] and [config]: tomli, tomli-w, torchdata. All need rich.
+        # These three need the packages of the trainer's [parallel] and [config]: tomli, tomli-w. All need rich.
         speed-1b) "$PYTHON" -m benchmarks training_speed --lengths 8192 32768 131072 --json "$out.json" ;;
         speed-8b) "$PYTHON" -m benchmarks training_speed --flavor 8B --layers 8 --lengths 8192 32768 131072 --json "$out.json" ;;
         speed-long)

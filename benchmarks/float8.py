@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.benchmark import Benchmark, Row
-from torchtitan_cp.attention import Simulation, simulate
+from benchmarks.simulation import Simulation, simulate
 
 DRAWS = {
     "normal": lambda k: k,

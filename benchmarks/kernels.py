@@ -77,18 +77,18 @@ def rates(
     merged: list[tuple[Tensor, Tensor]] = []
 
     def forward() -> None:
-        softmax = RunningSoftmax(tuple(q.shape), dtype, device)
+        softmax = RunningSoftmax(q, dim)
         for count, tiles in steps:
             add_outputs(softmax, tiles, q, k[:, :count], v[:, :count], kernel, dim**-0.5)
         merged[:] = [softmax.result()]
 
     def backward() -> None:
         out, lse = merged[0]
-        dq = GradientSum(tuple(q.shape), dtype, device)
+        dq = GradientSum(q)
         for count, tiles in steps:
-            dk, dv = (GradientSum((1, count, heads[1], dim), dtype, device) for _ in range(2))
-            residuals = (dout, q, out, lse)
-            add_gradients((dq, dk, dv), tiles, k[:, :count], v[:, :count], residuals, kernel, dim**-0.5)
+            k_rows, v_rows, residuals = k[:, :count], v[:, :count], (dout, q, out, lse)
+            sums = (dq, GradientSum(k_rows), GradientSum(v_rows))
+            add_gradients(sums, tiles, k_rows, v_rows, residuals, kernel, dim**-0.5)
 
     work = pairs_of(steps) * heads[0] * dim
     forward_seconds = timed(forward, device, rounds)

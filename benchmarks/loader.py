@@ -2,20 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.config.sections import Data, Tokenizer
+from torchtitan_cp.config.sections import Data, ResolvedStageData, Tokenizer
 from torchtitan_cp.data import TokenStream, prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, read_step
-from torchtitan_cp.data.batches.packing import Packing
-from torchtitan_cp.data.batches.samples import Sampling, StageSamples
+from torchtitan_cp.data.batches.samples import StageSamples
 
 PACKINGS = {
-    "concat": Packing("concat", 1, document_mask=False, restart_positions=False),
-    "concat, documents masked": Packing("concat", 1, document_mask=True, restart_positions=True),
-    "best_fit, documents masked": Packing("best_fit", 64, document_mask=True, restart_positions=True),
+    "concat": ResolvedStageData({}, "concat", 1, document_mask=False, restart_positions=False),
+    "concat, documents masked": ResolvedStageData({}, "concat", 1, document_mask=True, restart_positions=True),
+    "best_fit, documents masked": ResolvedStageData({}, "best_fit", 64, document_mask=True, restart_positions=True),
 }
 
 
@@ -32,8 +32,8 @@ def measure(lengths: list[int], cp: int, tokens: int, cache: str) -> Iterator[Ro
         row: Row = {"packing": name}
         for length in lengths:
             steps = max(2, tokens // length)
-            sampling = Sampling({name: 1.0 for name in streams}, packing, 0, 0, 0, 0, {})
-            samples = StageSamples(streams, length, sampling, 0, 0, 1, {}, steps + 1)
+            data = replace(packing, mixture={source: 1.0 for source in streams})
+            samples = StageSamples(streams, length, data, 0, 0, 1, {}, steps + 1)
             shape = BatchLayout(length, 1, 1, 1, 0, partial(make_plan, ranks=cp))
             read_step(samples, shape, steps)  # what is made once
             begun = time.perf_counter()

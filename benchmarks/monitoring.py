@@ -24,12 +24,13 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import build
 from torchtitan_cp.data.batches.loader import MicroBatch, read_step
 from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read
+from torchtitan_cp.metrics import MetricsLogger
 from torchtitan_cp.optim import square_norms
 from torchtitan_cp.runtime import World
 from torchtitan_cp.runtime.device import find_device
-from torchtitan_cp.training.metrics_logger import MetricsLogger
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.trainer import Trainer
 
 CONFIG = """
@@ -77,17 +78,17 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
         trainer.health_monitor.spikes.healthy(read(rows).judged(trainer.health_monitor.spikes.judge))
 
     stage, report, losses = trainer.stages[0], trainer.gradients(batches), torch.rand(batches[0].labels.shape)
-    metrics_logger = MetricsLogger(config, world, trainer.model, 1, 0)
-    metrics_logger.console.terminal.quiet = True
-    metrics_logger.begin(trainer.data_pipeline)
-    metrics_logger.enter(stage, 0, batches[0])
+    metrics_logger = MetricsLogger(config.metrics, 1, 0, enabled=False)
+    recorder = RunRecorder(config, world, trainer.model, trainer.data_pipeline, metrics_logger)
+    recorder.start(0)
+    recorder.start_stage(stage, 0, batches[0], "")
     progress = trainer.health_monitor.with_health_state(trainer.progress)
 
     def tell() -> None:
-        metrics_logger.before(stage, 1, batches)
+        recorder.start_step(stage, 1, batches)
         assert trainer.model.observe is not None
         trainer.model.observe(batches[0], losses)
-        metrics_logger.step(stage, progress, report, lr=1e-6, waited=0.0, seconds=1.0, skipped=False, total_steps=1)
+        recorder.record_step(stage, progress, report, lr=1e-6, waited=0.0, seconds=1.0, skipped=False, total_steps=1)
 
     return guarded, lambda: unguarded(bare, batches), more, tell
 

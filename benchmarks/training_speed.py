@@ -104,7 +104,7 @@ def measure(
             compile=dataclasses.replace(base.compile, enable=bool(compiled)),
         )
         row: Row = {"length": length, "activations": mode, "compiled": bool(compiled)}
-        flops = flops_per_token(shape.linear_parameters(), shape.layer_windows, shape.n_heads, shape.head_dim, length)
+        flops = flops_per_token(shape, length)
         try:
             seconds, memory = step_seconds(shape, length, config, device, rounds)
             row |= {"ms": seconds * 1e3, "tokens_per_second": length / seconds}

@@ -1,6 +1,7 @@
 """Fixtures of all tests: pools of ranks, one for each size, that live as long as the session."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tests.support.rank_pool import RankPool
 from torchtitan_cp.training.registry import register
 
 register(ARCHITECTURES)
+
+TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +31,9 @@ def seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked cuda need the hardware."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Tests marked cuda need the hardware. Those of one file of ranks or jobs share runs, so one worker takes them."""
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.path.is_relative_to(TESTS / "ranks") or item.path.is_relative_to(TESTS / "jobs"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))

@@ -12,8 +12,9 @@ import pytest
 from tests.support.jobs import children
 from tests.support.runs import write_run
 
+pytestmark = pytest.mark.jobs
 
-@pytest.mark.jobs
+
 def test_ctrl_c_before_a_rank_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchtitan_cp.cli.train", str(write_run(tmp_path)), "--nproc", "2"]
     job = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.curricula import dimensions, losses_of
 
+pytestmark = [pytest.mark.jobs, pytest.mark.deep]
+
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.jobs
 def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: Path) -> None:
     path = dimensions(tmp_path / "run", 2, 1)
     environment = {**os.environ, "CONFIG_FILE": str(path), "NPROC": "2", "VENV": sys.prefix, "TMPDIR": str(tmp_path)}

@@ -15,6 +15,8 @@ from torchtitan_cp.data import (
     prepare,
 )
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
@@ -25,7 +27,7 @@ SCRIPT = """
 import logging, os, signal, sys, time
 from pathlib import Path
 from torchtitan_cp.config.sections import Data, Tokenizer
-from torchtitan_cp.data import cache
+from torchtitan_cp.data.corpus import cache
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 fill = cache.write_splits
 def write_splits(*arguments):
@@ -64,7 +66,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished_and_the_next_one_clea
     assert len(finished(data)) == 1
 
 
-def test_of_two_processes_one_builds_and_the_other_waits_and_finds(data: Data, tmp_path: Path) -> None:
+def test_of_two_processes_one_builds_and_the_other_waits_for_it(data: Data, tmp_path: Path) -> None:
     go = tmp_path / "go"
     builder = start(data, f"while not Path({str(go)!r}).exists(): time.sleep(0.01)")
     deadline = time.monotonic() + 60
@@ -83,6 +85,7 @@ def test_of_two_processes_one_builds_and_the_other_waits_and_finds(data: Data, t
     assert "waiting" not in logs[1][1]
 
 
+@pytest.mark.deep
 def test_another_process_builds_when_the_builder_dies(data: Data) -> None:
     builder = start(data, "print('written', flush=True); time.sleep(600)")
     assert builder.stdout is not None

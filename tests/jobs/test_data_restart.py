@@ -1,4 +1,4 @@
-"""A pass over a corpus that is killed goes on from its last commit, and gives the same files bit for bit."""
+"""A tokenizing pass that is killed resumes at its last commit and writes the same files, bit for bit."""
 
 import signal
 import subprocess
@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.deep import deep_rows
 from tests.support.half_made import BYTES, COMMIT_TOKENS, data_of, files, rows, shrink_until_the_end
 from tests.support.texts import REPOSITORY, text_corpus
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.jobs
 
 
 @pytest.fixture
@@ -39,11 +42,12 @@ prepare(half_made.data_of(Path(corpus), Path(cache), source, document), half_mad
 """
 
 
-@pytest.mark.parametrize(
+@deep_rows(
     ("source", "document", "last"),
     [("jsonl", "file", 2), ("jsonl", "file", 150), ("text", "file", 61), ("text", "folder", 4)],
+    default=[("jsonl", "file", 150)],
 )
-def test_a_killed_pass_goes_on_where_it_committed(
+def test_a_killed_tokenizing_pass_resumes_at_its_last_commit(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, source: str, document: str, last: int
 ) -> None:
     corpus = rows(tmp_path / "corpus") if source == "jsonl" else text_corpus(tmp_path / "corpus", files=80)

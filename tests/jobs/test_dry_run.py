@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.walks import TWO_BY_TWO, walk_all, walk_of_two
 from torchtitan_cp.curriculum import resolve_stages
+
+pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
 
 def test_stages_walked_by_processes_of_their_own_come_in_order(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 ROOT = Path(__file__).parents[2]
 # In place of an interpreter: says which torch is there, makes environments of itself, and keeps what pip is asked for.
 STAND_IN = """#!/bin/sh

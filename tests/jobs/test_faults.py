@@ -1,4 +1,4 @@
-"""Full disks, killed and stopped ranks, signals: nothing is poisoned, lost or repeated."""
+"""Full disks, killed and stopped ranks, signals: no step and no checkpoint is lost, spoiled or repeated."""
 
 import errno
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from tests.support.deep import deep_rows
 from tests.support.jobs import REPOSITORY, ForkedJob, Kill, LaunchedJob, children, kill_at, lines_of, steps_taken
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
@@ -50,7 +51,7 @@ def train_on_a_full_disk(path: Path, *overrides: str) -> tuple[list[float], list
     return losses(lines), sorted(path.name for path in trainer.checkpoints.folder.iterdir())
 
 
-def test_training_goes_on_over_a_full_disk_and_saves_again_when_there_is_room(
+def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     settings = ("--checkpoint.interval=5", "--checkpoint.keep=9", "--checkpoint.asynchronous=false")
@@ -65,7 +66,8 @@ def fail_at_the_end(path: Path, *overrides: str) -> None:
     trainer.run()
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_could(
+@pytest.mark.deep
+def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     folder = f"--job.dump_folder={run_toml.parent / 'no-last'}"
@@ -112,14 +114,30 @@ def uninterrupted(ranks: Callable[[int], RankPool], long_toml: Path) -> list[flo
 
 
 def check_whole(folder: Path, uninterrupted: list[float]) -> None:
-    """Every step once, with the losses of the run that nobody disturbed, and every token once."""
+    """Every step once, with the losses of the undisturbed run, and every token once."""
     lines = lines_of(folder)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert losses(lines) == uninterrupted
     assert [line["tokens"] for line in lines] == [512 * step for step in range(1, STEPS + 1)]
 
 
-def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_itself(
+def test_a_run_killed_in_a_save_and_in_a_step_resumes_each_time_and_loses_no_step(
+    long_toml: Path, uninterrupted: list[float]
+) -> None:
+    folder, draw = long_toml.parent / "killed", random.Random(1)
+    for kill in (Kill(5, "save"), Kill(30, "step")):
+        job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+        try:
+            assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()
+        finally:
+            job.end()
+    job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+    assert job.wait() == [0, 0], job.log.read_text()
+    check_whole(folder, uninterrupted)
+
+
+@pytest.mark.deep
+def test_a_job_restarts_by_itself_after_a_rank_is_killed_and_loses_no_step(
     start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
     """torchrun starts the ranks again; tests/jobs/test_kills.py has many more such moments."""
@@ -137,13 +155,18 @@ def test_a_rank_killed_at_random_moments_costs_no_step_and_the_run_goes_on_by_it
     assert told.count("sendBytes failed") <= 3 * len(kills), "a store that is gone is asked no more"
 
 
-def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
-    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
+@deep_rows(
+    "signals",
+    [(signal.SIGTERM,), (signal.SIGTERM, signal.SIGUSR1)],
+    default=[(signal.SIGTERM,)],
+)
+def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], signals: tuple[signal.Signals, ...]
 ) -> None:
     """They arrive while a checkpoint is being written, and on the launcher, as a scheduler sends them."""
-    folder, taken = long_toml.parent / "signals", 0
+    folder, taken = long_toml.parent / f"signals-{len(signals)}", 0
     checkpoints = folder / "checkpoints"
-    for which in (signal.SIGTERM, signal.SIGUSR1):
+    for which in signals:
         job = start(long_toml, f"--job.dump_folder={folder}", "--checkpoint.interval=1")
         job.wait_for(
             lambda wanted=taken + 3: steps_taken(folder) >= wanted and bool(list(checkpoints.glob("*.partial")))  # type: ignore[misc]
@@ -155,36 +178,34 @@ def test_a_signal_ends_a_run_saved_with_exit_code_0_and_the_next_goes_on(
         assert f"stopped by a signal after step {taken} of {STEPS}; the state is saved" in job.log.read_text()
         assert (checkpoints / f"step-{taken}" / "manifest.json").exists()
         assert not list(checkpoints.glob("*.partial"))
-    job = start(long_toml, f"--job.dump_folder={folder}")
-    assert job.wait() == 0, job.log.read_text()
-    assert f"step-{taken}: {taken} of {STEPS} steps are done" in job.log.read_text()
+    resumed = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
+    assert resumed.wait() == [0, 0], resumed.log.read_text()
+    assert f"step-{taken}: {taken} of {STEPS} steps are done" in resumed.log.read_text()
     check_whole(folder, uninterrupted)
 
 
-def test_a_rank_that_hangs_is_named_with_what_it_did_and_the_run_goes_on(
-    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
+@deep_rows("hung", [0, 1], default=[1])
+def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], hung: int
 ) -> None:
-    """One after another hangs, in two jobs that wait side by side. The first rank holds the store of ranks' news."""
+    """Rank 0 holds the store through which ranks hear of each other."""
     limits = ("--job.timeout_seconds=15", "--job.startup_timeout_seconds=120", "--job.max_restarts=1")
-    folders = [long_toml.parent / f"hang-{hung}" for hung in range(2)]
-    jobs = []
-    for hung, folder in enumerate(folders):
-        jobs.append(start(long_toml, f"--job.dump_folder={folder}", *limits))
-        jobs[-1].wait_for(lambda folder=folder: steps_taken(folder) >= 7)  # type: ignore[misc]
-        jobs[-1].signal_rank(hung, signal.SIGSTOP)
-    for hung, (job, folder) in enumerate(zip(jobs, folders, strict=True)):
-        assert job.wait() == 0, job.log.read_text()
-        output, other = job.log.read_text(), 1 - hung
-        assert re.search(rf"no progress in 15 s: rank {other} was \w.*; the job is ended", output), output
-        # Beats are seconds apart: its last one may be older than its first step.
-        where = r"Last heard on \S+, pid \d+: (step \d+|before its first step), \w+"
-        assert re.search(rf"rank {hung} is dead, stopped or cut off\. {where}", output), output
-        recorded = json.loads((folder / "flight_recorder" / f"rank-{other}.json").read_text())
-        assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
-        check_whole(folder, uninterrupted)
+    folder, other = long_toml.parent / f"hang-{hung}", 1 - hung
+    job = start(long_toml, f"--job.dump_folder={folder}", *limits)
+    job.wait_for(lambda: steps_taken(folder) >= 7)
+    job.signal_rank(hung, signal.SIGSTOP)
+    assert job.wait() == 0, job.log.read_text()
+    output = job.log.read_text()
+    assert re.search(rf"no progress in 15 s: rank {other} was \w.*; the job is ended", output), output
+    # Beats are seconds apart: its last one may be older than its first step.
+    where = r"Last heard on \S+, pid \d+: (step \d+|before its first step), \w+"
+    assert re.search(rf"rank {hung} is dead, stopped or cut off\. {where}", output), output
+    recorded = json.loads((folder / "flight_recorder" / f"rank-{other}.json").read_text())
+    assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
+    check_whole(folder, uninterrupted)
 
 
-def test_ctrl_c_ends_a_job_whole_with_one_line_and_the_code_of_the_signal(
+def test_ctrl_c_ends_every_process_with_one_line_and_the_exit_code_of_the_signal(
     start: Callable[..., LaunchedJob], long_toml: Path
 ) -> None:
     folder = long_toml.parent / "interrupted"
@@ -207,6 +228,7 @@ def interrupt(job: LaunchedJob) -> None:
     assert not any(Path(f"/proc/{process}").exists() for process in ranks)
 
 
+@pytest.mark.deep
 def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
     """One waits for the other, which is held still."""
     job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}")
@@ -217,9 +239,10 @@ def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], 
     assert len(job.log.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
+@deep_rows(
     ("override", "code", "said"),
     [("--health.inject.step=2", 3, "error: step 2 "), ("--data.text_field=none", 2, "error: ")],
+    default=[("--health.inject.step=2", 3, "error: step 2 ")],
 )
 def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_rank_starts_again(
     start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, override: str, code: int, said: str
@@ -236,6 +259,7 @@ def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_ra
     assert not any(unwanted in output for unwanted in ("Traceback", "frame #", "lost contact", "exitcode")), output
 
 
+@pytest.mark.deep
 def test_a_second_job_on_the_same_folder_is_refused_once_and_the_first_goes_on(
     start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
@@ -279,7 +303,8 @@ def newest(checkpoints: Path) -> int:
     return max((int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]")), default=0)
 
 
-def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_start_while_there_is_none(
+@pytest.mark.deep
+def test_a_run_survives_a_full_disk_and_cannot_start_on_one(
     small_disk: Path, long_toml: Path, uninterrupted: list[float]
 ) -> None:
     checkpoints = small_disk / "checkpoints"
@@ -320,7 +345,8 @@ def test_on_a_full_disk_a_run_goes_on_saves_when_there_is_room_and_is_refused_a_
     assert newest(checkpoints) == STEPS
 
 
-def test_a_checkpoint_folder_removed_during_a_save_is_told_and_made_again(
+@pytest.mark.deep
+def test_a_checkpoint_folder_removed_during_a_save_is_reported_and_made_again(
     long_toml: Path, uninterrupted: list[float]
 ) -> None:
     folder = long_toml.parent / "removed"

@@ -1,4 +1,4 @@
-"""Ranks killed anywhere: what goes on reads every sample once and has the losses of a run that nobody disturbed."""
+"""Ranks killed at any moment: the resumed run reads every sample once, with the losses of an undisturbed run."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from tests.support.jobs import ForkedJob, Kill, kill_at, lines_of
 from tests.support.runs import losses, write_run
 from torchtitan_cp.training.trainer import Trainer
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
 # Three stages of two sources, a context-parallel degree of its own in the second.
 STAGES = ((128, 512, 1), (256, 1024, -1), (512, 2048, 1))
@@ -123,16 +123,14 @@ def random_kills(count: int, seed: int) -> list[Kill]:
     return sorted(kills, key=lambda kill: kill.after)
 
 
-def test_ranks_killed_at_25_random_moments_cost_no_step_and_no_sample(
-    config: Path, undisturbed: tuple[list[float], Record]
-) -> None:
+def test_25_random_kills_lose_no_step_and_no_sample(config: Path, undisturbed: tuple[list[float], Record]) -> None:
     folder = config.parent / "storm"
     kills = random_kills(25, seed=1)
     storm(config, folder, kills, sizes=[2], seed=1)
     check_whole(folder, undisturbed, tolerance=0.0)
 
 
-def test_killed_in_each_stage_and_between_them_a_run_goes_on_on_other_ranks_with_the_same_samples(
+def test_a_run_killed_within_and_between_stages_resumes_on_other_ranks_with_the_same_samples(
     config: Path, undisturbed: tuple[list[float], Record]
 ) -> None:
     folder = config.parent / "other-ranks"

@@ -24,7 +24,7 @@ from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
 from tests.support.runs import write_run
 from torchtitan_cp.data.corpus.vocabulary import train_sentencepiece
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
 # What stands in a reader's folder for the programs of the pages. CUT: words behind the command's own.
 PROGRAMS = {

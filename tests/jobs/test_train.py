@@ -67,14 +67,14 @@ def test_bad_input_is_one_message_and_exit_code_2_before_any_rank_starts(
     assert "Traceback" not in errors
 
 
-def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_syntax_error_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.toml"
     path.write_text("[job]\ndump_folder = \n")
     assert preflight.main([str(path)]) == 2
     assert f"{path}, line 2" in capsys.readouterr().err
 
 
-def test_a_good_config_says_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_of_a_good_config_prints_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert preflight.main([str(write_run(tmp_path)), "--ranks", "2"]) == 0
     assert "20 steps on 2 ranks: 128 (cp 1)" in capsys.readouterr().out
 
@@ -103,6 +103,7 @@ def rank_process(launcher: int, rank: int) -> int:
     raise AssertionError(f"rank {rank} not found")
 
 
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_job_by_name_within_a_minute_and_the_next_run_resumes(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -151,7 +152,7 @@ def limits_of_preparing(path: Path) -> tuple[float, float]:
     return limits[0], failure._now.limit_seconds
 
 
-def test_a_corpus_may_take_longer_to_prepare_than_a_start_may_hang(
+def test_preparing_a_corpus_is_not_limited_by_the_startup_timeout(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     assert ranks(1)(limits_of_preparing, write_run(tmp_path))[0] == (math.inf, 77.0)

@@ -1,6 +1,6 @@
-"""Whole jobs under faults, as run_train.sh starts them, or on ranks forked from a process that has imported all.
+"""Whole jobs under faults: as run_train.sh starts them, or on ranks forked from a process that has imported torch.
 
-A fault comes from outside, at a moment that is told from what the job has on disk.
+A fault comes from outside, at a moment that is read from the job's files.
 """
 
 import json
@@ -23,19 +23,19 @@ import train
 from tests.support.rank_pool import FORK
 
 REPOSITORY = Path(__file__).parents[2]
-# For a machine that is busy with other things.
+# Long, as the machine may be busy.
 PATIENCE_SECONDS = 600.0
 GRACE_SECONDS = 10.0
 
 
 def steps_taken(folder: Path) -> int:
-    """Of a run, by its metrics.jsonl."""
+    """How many lines a run's metrics.jsonl has."""
     metrics = folder / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Of a run's metrics.jsonl."""
+    """The records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -50,28 +50,28 @@ class Job:
         folder.mkdir(exist_ok=True)
         self.log = folder / f"log-{len(list(folder.glob('log-*')))}"
         self.log.touch()
-        self._told = 0
+        self._forgotten_bytes = 0
 
     def ended(self) -> bool:
         raise NotImplementedError
 
     def rank(self, number: int) -> int | None:
-        """Process id of a rank; None while it is not there."""
+        """Process id of a rank; None while it does not run."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End it and all it started, if it has not ended."""
+        """Kill the job with its ranks, if it still runs."""
         raise NotImplementedError
 
     def says(self, text: str) -> bool:
-        """Whether its output has this, since the last rank was killed."""
-        return text.encode() in self.log.read_bytes()[self._told :]
+        """Whether the output since the last `forget` contains this."""
+        return text.encode() in self.log.read_bytes()[self._forgotten_bytes :]
 
     def forget(self) -> None:
-        self._told = self.log.stat().st_size
+        self._forgotten_bytes = self.log.stat().st_size
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until it holds, or the job has ended."""
+        """Wait until the condition holds or the job has ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition() and not self.ended():
             assert time.monotonic() < deadline, self.log.read_text()
@@ -93,14 +93,14 @@ sys.exit(launch(program, 2, max_restarts=load_config(program[1], program[2:]).jo
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and that still run."""
+    """Running child processes."""
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
 
 
 class LaunchedJob(Job):
-    """A job as run_train.sh starts it when it has checked the config, on two ranks.
+    """A job of two ranks, as run_train.sh starts it after the config was checked.
 
     Args:
         path: the config.
@@ -142,18 +142,18 @@ class LaunchedJob(Job):
 
 
 class ForkedJob(Job):
-    """train.py on ranks that need not import anything, so that a start takes a second; nobody starts them again.
+    """train.py on forked ranks, which start within a second. Nothing restarts them.
 
     Args:
         size: number of ranks.
         path: the config.
         overrides: as on the command line.
-        before: a module-level function that each rank calls first.
+        before: a module-level function that each rank calls before train.py.
     """
 
     def __init__(self, size: int, path: Path, *overrides: str, before: Callable[[], None] | None = None) -> None:
         super().__init__(path.parent / "logs")
-        # As torchrun's agent has it: it outlives every rank.
+        # Outlives every rank, as the launcher's does.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -189,7 +189,7 @@ class ForkedJob(Job):
             process.join()
 
     def end(self) -> None:
-        """After a rank has died, as a launcher does: what does not end by itself is ended."""
+        """After a rank has died, give the others time to end, then kill them, as a launcher does."""
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self.ranks:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -218,9 +218,9 @@ class Kill:
     """When a rank dies.
 
     Attributes:
-        after: steps are taken, at least.
-        moment: "step"; "save", while a checkpoint is being written; "transition", from the last step of a stage to the
-            first of the next; "start", before the job has taken a step; "tokenizing", into the folder's own cache.
+        after: at least this many steps are taken.
+        moment: "start", before the first step; "step"; "save", while a checkpoint is being written; "transition",
+            between the last step of a stage and the first of the next; "tokenizing", while the corpus is prepared.
     """
 
     after: int
@@ -228,7 +228,7 @@ class Kill:
 
 
 def moment_of(folder: Path, stage_ends: Sequence[int]) -> str:
-    """What the run is at, as its folder has it. What is saved between stages counts as a transition."""
+    """What the run is doing, read from its folder. A save between stages counts as a transition."""
     if list((folder / "cache").glob("*.partial/journal.json")):
         return "tokenizing"
     if steps_taken(folder) in stage_ends:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.optim import IGNORED, VocabularyShard, chunked_cross_entropy
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.optim import VocabularyShard, chunked_cross_entropy
 
 
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

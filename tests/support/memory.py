@@ -14,8 +14,7 @@ class MemoryStore:
         self.document_lengths = np.array(lengths, dtype=np.int64)
         self.documents, self.tokens = len(lengths), int(sum(lengths))
         self.begins = np.concatenate([[0], np.cumsum(self.document_lengths)])
-        if groups is not None:
-            self.groups = np.array(groups, dtype=np.int64)
+        self.groups = np.arange(len(lengths)) if groups is None else np.array(groups, dtype=np.int64)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= self.document_lengths[document], "outside the document"
@@ -23,5 +22,5 @@ class MemoryStore:
 
 
 def rows_of(lengths: Sequence[int]) -> np.ndarray:
-    """Whole documents of these lengths as a stream's pieces."""
-    return TokenStream(MemoryStore(lengths), 1, seed=0, shuffle=False).pieces(0, sum(lengths))
+    """Whole documents of these lengths as a stream's spans."""
+    return TokenStream(MemoryStore(lengths), 1, seed=0, shuffle=False).spans(0, sum(lengths))

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.parallel import mesh
 from torchtitan_cp.runtime.gloo import use_one_thread
 
 # Imported once by the fork server; every rank starts from there in a fraction of a second.
@@ -22,7 +24,7 @@ FORK.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.training.trainer"]
 )
 # A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up.
-MOST_GROUPS = 20
+MOST_GROUPS = 40
 
 
 class RankFailure(AssertionError):
@@ -109,6 +111,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     use_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    # Runs of the same degrees share their groups.
+    mesh.init_device_mesh = cache(mesh.init_device_mesh)
     while True:
         try:
             function, arguments = pickle.loads(pipe.recv_bytes())

@@ -1,7 +1,7 @@
-"""Context-parallel attention as a library of its own. Imports torch, and no other room of this house.
+"""Context-parallel attention as a library of its own. Imports torch and nothing else of this repository.
 
-Three choices that do not know each other: a layout says which chunk of the sequence a rank holds, a plan
-says which tiles it computes and which keys must travel, a kernel computes one tile.
+Three independent choices: a layout says which chunks of the sequence a rank holds, a strategy how keys travel
+between ranks, a kernel how one tile is computed. The plan lists each rank's tiles and the keys they need.
 """
 
 from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
@@ -11,7 +11,6 @@ from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.sdpa_context import context_parallel
-from torchtitan_cp.attention.simulate import Simulation, simulate
 from torchtitan_cp.attention.strategies import choose_strategy
 
 __all__ = [
@@ -22,12 +21,10 @@ __all__ = [
     "LayoutError",
     "Plan",
     "PlanError",
-    "Simulation",
     "attend",
     "choose_strategy",
     "context_parallel",
     "make_plan",
-    "simulate",
     "sum_ranks",
     "watch_messages",
 ]

@@ -1,4 +1,4 @@
-"""The public face: ContextParallel, and the functions behind it for those who hold only a plan."""
+"""The public face: ContextParallel, and the functions behind it for callers that hold only a plan."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,33 +7,142 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cp.attention import collectives
 from torchtitan_cp.attention.codec import find_codec
-from torchtitan_cp.attention.collectives import Groups, open_groups
+from torchtitan_cp.attention.collectives import Groups, gather, open_groups
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.max_logits import largest_logits
+from torchtitan_cp.attention.max_logits import max_logits
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import check_strategy, choose_strategy
 
+# Per format of q, k and v: the functions to [B, S/P, H, D] and back.
+FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "bshd": (lambda x: x, lambda x: x),
+    "sbhd": (lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1)),
+    "thd": (lambda x: x.unsqueeze(0), lambda x: x.squeeze(0)),
+}
+
+
+def make_plan(
+    seq_len: int,
+    *,
+    mask: AttentionMask | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    strategy: str = "auto",
+    kernel: str = "auto",
+    layout: str = "auto",
+    like: Plan | None = None,
+    all_to_all_ranks: int = 1,
+    kv_transfer: str = "exact",
+    groups: Groups | None = None,
+) -> Plan:
+    """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
+
+    Args:
+        seq_len: S, in tokens.
+        mask: default causal, one document.
+        ranks: P, size of the context-parallel group; `rank` is the place in it.
+        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
+        like: another layer's plan, whose layout this one takes.
+        all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
+        groups: names of the process groups that carry the exchange; None for a plan that is only inspected.
+
+    Raises:
+        LayoutError: S does not divide as the layout needs.
+        PlanError: the mask does not fit the sequence, or options exclude each other.
+    """
+    mask = mask or AttentionMask()
+    mask.check(seq_len)
+    find_codec(kv_transfer)
+    if check_strategy(strategy) == "all_to_all":
+        all_to_all_ranks = ranks
+        if kv_transfer != "exact":
+            raise PlanError(
+                f"strategy 'all_to_all' carries q, k and v, which kv_transfer = {kv_transfer!r} does not cover",
+                fix="use ring, all_gather or hybrid, or kv_transfer = 'exact'",
+            )
+    if (
+        all_to_all_ranks < 1
+        or ranks % all_to_all_ranks
+        or (all_to_all_ranks > 1 and strategy in ("ring", "all_gather"))
+    ):
+        raise PlanError(
+            f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
+            fix="use hybrid with a divisor of the ranks",
+        )
+    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
+    if len(chosen.owners) * chosen.chunk_tokens != seq_len or len(chosen.chunks) != ranks:
+        raise PlanError(
+            f"the layout of `like` is for {len(chosen.chunks)} ranks and "
+            f"{len(chosen.owners) * chosen.chunk_tokens} tokens, not {ranks} ranks and {seq_len} tokens",
+            fix="give a plan of the same sequence and group as `like`",
+        )
+    return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    qkv_format: str = "bshd",
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
+
+    Args:
+        q: `[B, S/P, Hq, Dqk]`.
+        k: `[B, S/P, Hkv, Dqk]`; Hq is a multiple of Hkv.
+        v: `[B, S/P, Hkv, Dv]`.
+        plan: this rank's plan; the ranks of a group call with the same sequence length and mask.
+        scale: of the scores; default Dqk ** -0.5.
+        sinks: `[Hq]` a logit per head that every query attends to besides its keys, with a value of zero.
+            Its gradient is that of this rank's queries: sum it over the ranks, like any parameter's.
+        qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
+        softcap: above 0, scores s become softcap tanh(s / softcap); kernels reference and flex.
+        alibi_slopes: `[Hq]` constants; a head's slope times the distance of query and key is subtracted from
+            a score (Press et al., 2022); kernels reference and flex.
+
+    Returns:
+        attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
+
+    Raises:
+        PlanError: shapes or dtypes do not fit the plan or each other, or the kernel cannot run them.
+    """
+    if qkv_format != "bshd":
+        to_bshd, back = _format(qkv_format)
+        q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
+        return back(attend(q, k, v, plan, scale, sinks, softcap=softcap, alibi_slopes=alibi_slopes))
+    check_shapes(q, k, v, plan, sinks, alibi_slopes)
+    strategy = plan.strategy
+    if strategy == "auto":
+        strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
+    trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, trade_ranks)[0]
+
 
 class ContextParallel:
-    """Attention over a sequence that is split across the ranks of a mesh. Made on every rank of it at once.
+    """Attention over a sequence that is split across the ranks of a mesh. Every rank of the mesh makes one together.
 
     Args:
         mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
             the ring, the inner one trades heads.
         strategy: exchange by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
-            else by heads and window; the log says which and why).
+            otherwise by heads and window; the log says which and why).
         kernel: local kernel by name, or auto (by device and dtype).
-        layout: contiguous, zigzag, balanced, or auto (balanced where documents are packed, else zigzag).
+        layout: contiguous, zigzag, balanced, or auto (balanced for packed documents, otherwise zigzag).
         kv_transfer: "exact", or "float8": ring and all_gather carry K and V in 8 bits, a scale per head and row.
 
     Raises:
-        PlanError: a name that is not known, or a mesh whose axes do not fit the strategy.
+        PlanError: an unknown name, or a mesh whose axes do not fit the strategy.
     """
 
     def __init__(
@@ -68,16 +177,19 @@ class ContextParallel:
         Args:
             like: another layer's plan, whose layout this one takes. Layers of one model may differ in mask
                 (a window here, none there) and, by a ContextParallel each, in strategy; they must agree on
-                who holds which token.
+                which rank holds which token.
         """
         return self.planner()(seq_len, mask=mask, like=like)
 
     def planner(self) -> Callable[..., Plan]:
         """`plan` as a function that can be pickled: a loader's worker makes plans without a mesh."""
+        rank = 0
+        for axis in range(self.mesh.ndim):
+            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
         return partial(
             make_plan,
             ranks=self.mesh.size(),
-            rank=self._rank(),
+            rank=rank,
             strategy=self.strategy,
             kernel=self.kernel,
             layout=self.layout,
@@ -86,165 +198,37 @@ class ContextParallel:
             groups=self.groups,
         )
 
-    def _rank(self) -> int:
-        place = 0
-        for axis in range(self.mesh.ndim):
-            place = place * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return place
+    attention = staticmethod(attend)
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: Plan,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        qkv_format: str = "bshd",
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of the local queries over the full sequence; see `attend`."""
-        return attend(q, k, v, plan, scale, sinks, qkv_format, softcap, alibi_slopes)
-
+    @staticmethod
     def largest_logits(
-        self, q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
+        q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
     ) -> Tensor:
-        """The largest score of each head, to watch or to clip by; see `logits.largest_logits`."""
-        into, _ = _formats(qkv_format)
-        q, k = into(q), into(k)
+        """The largest score of each head, to watch or to clip by; see `max_logits`."""
+        to_bshd, _ = _format(qkv_format)
+        q, k = to_bshd(q), to_bshd(k)
         check_shapes(q, k, k, plan)
-        return largest_logits(q, k, plan, q.shape[-1] ** -0.5 if scale is None else scale)
-
-
-def make_plan(
-    seq_len: int,
-    *,
-    mask: AttentionMask | None = None,
-    ranks: int = 1,
-    rank: int = 0,
-    strategy: str = "auto",
-    kernel: str = "auto",
-    layout: str = "auto",
-    like: Plan | None = None,
-    all_to_all_ranks: int = 1,
-    kv_transfer: str = "exact",
-    groups: Groups | None = None,
-) -> Plan:
-    """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
-
-    Args:
-        seq_len: S, in tokens.
-        mask: default causal, one document.
-        ranks: P, size of the context-parallel group; `rank` is the place in it.
-        strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
-        like: another layer's plan, whose layout this one takes.
-        all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
-        groups: names of the process groups that will carry the exchange; None to look at the plan only.
-
-    Raises:
-        LayoutError: S cannot be cut this way.
-        PlanError: the mask is none, its documents do not fill the sequence, or options that exclude each other.
-    """
-    mask = mask or AttentionMask()
-    mask.check(seq_len)
-    find_codec(kv_transfer)
-    if check_strategy(strategy) == "all_to_all":
-        all_to_all_ranks = ranks
-        if kv_transfer != "exact":
-            raise PlanError(
-                f"strategy 'all_to_all' carries q, k and v, which kv_transfer = {kv_transfer!r} does not cover",
-                fix="use ring, all_gather or hybrid, or kv_transfer = 'exact'",
-            )
-    if (
-        all_to_all_ranks < 1
-        or ranks % all_to_all_ranks
-        or (all_to_all_ranks > 1 and strategy in ("ring", "all_gather"))
-    ):
-        raise PlanError(
-            f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
-            fix="use hybrid with a divisor of the ranks",
-        )
-    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
-    if sum(map(len, chosen.chunks)) * chosen.chunk_tokens != seq_len or len(chosen.chunks) != ranks:
-        raise PlanError(
-            f"the layout given is of {len(chosen.chunks)} ranks and another length than {seq_len}",
-            fix="give a plan of the same sequence and group as `like`",
-        )
-    return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    qkv_format: str = "bshd",
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-) -> Tensor:
-    """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
-
-    Args:
-        q: `[B, S/P, Hq, Dqk]`.
-        k: `[B, S/P, Hkv, Dqk]`; Hq is a multiple of Hkv.
-        v: `[B, S/P, Hkv, Dv]`.
-        plan: this rank's plan; the ranks of a group call with the same sequence length and mask.
-        scale: of the scores; default Dqk ** -0.5.
-        sinks: `[Hq]` a logit per head that every query attends to besides its keys, with a value of zero.
-            Its gradient is that of this rank's queries: sum it over the ranks, as of any parameter.
-        softcap: above 0, scores s become softcap tanh(s / softcap), where a kernel can (reference, flex).
-        alibi_slopes: `[Hq]` constants; a head's slope times the distance of query and key is taken off a score
-            (Press et al., 2022), where a kernel can (reference, flex).
-        qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
-
-    Returns:
-        attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
-
-    Raises:
-        PlanError: shapes or dtypes that do not fit the plan or each other, or a kernel that cannot run them.
-    """
-    if qkv_format != "bshd":
-        into, back = _formats(qkv_format)
-        return back(attend(into(q), into(k), into(v), plan, scale, sinks, softcap=softcap, alibi_slopes=alibi_slopes))
-    check_shapes(q, k, v, plan, sinks, alibi_slopes)
-    strategy = plan.strategy
-    if strategy == "auto":
-        strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, trade_ranks)[0]
+        return max_logits(q, k, plan, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
-    """Sum a small tensor over the ranks that share the plan's sequences: counts of what a model meets in them.
+    """Sum a small tensor of one shape over the ranks that share the plan's sequences.
 
     Collective over the plan's group; without gradient.
-
-    Args:
-        x: of one shape on all ranks.
-        plan: of any layer.
     """
-    return collectives.sum_ranks(x, plan.groups, plan.ranks, plan.all_to_all_ranks)
+    return gather(x.detach(), plan.process_groups).sum(0)
 
 
-def _formats(name: str) -> tuple[Any, Any]:
-    """Functions from a format to bshd and back."""
-    if name == "bshd":
-        return (lambda x: x,) * 2
-    if name == "sbhd":
-        return (lambda x: x.transpose(0, 1),) * 2
-    if name == "thd":
-        return lambda x: x.unsqueeze(0), lambda x: x.squeeze(0)
-    raise PlanError(f"qkv_format {name!r} is not available", fix="use one of bshd, sbhd, thd")
+def _format(name: str) -> Any:
+    if name not in FORMATS:
+        raise PlanError(f"qkv_format {name!r} is not available", fix=f"use one of {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None
 ) -> None:
-    """Raise PlanError unless all that `attend` is given fits the plan and each other."""
+    """Raise PlanError unless the arguments of `attend` fit the plan and each other."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise PlanError(f"attention takes [batch, sequence, heads, dim], got {shapes}")

@@ -10,6 +10,7 @@ from torchtitan_cp.attention.errors import PlanError
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -18,18 +19,13 @@ class Codec:
 
     Attributes:
         encode: (k `[B, n, H, Dqk]`, v `[B, n, H, Dv]`) -> a flat message.
+        new_message: (n, k, v) -> an empty message of n rows, to receive into.
         decode: (message, n, k, v) -> (k, v) of n rows, with the heads, dims and dtype of the given k and v.
-        size: (n, k, v) -> elements of a message; dtype: (k) -> their dtype.
     """
 
     encode: Callable[[Tensor, Tensor], Tensor]
+    new_message: Callable[[int, Tensor, Tensor], Tensor]
     decode: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
-    size: Callable[[int, Tensor, Tensor], int]
-    dtype: Callable[[Tensor], torch.dtype]
-
-    def room(self, rows: int, k: Tensor, v: Tensor) -> Tensor:
-        """A buffer for a message of so many rows."""
-        return k.new_empty(self.size(rows, k, v), dtype=self.dtype(k))
 
 
 def find_codec(name: str) -> Codec:
@@ -50,8 +46,8 @@ def _encode_exact(k: Tensor, v: Tensor) -> Tensor:
     return message
 
 
-def _size_exact(rows: int, k: Tensor, v: Tensor) -> int:
-    return rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+def _new_exact(rows: int, k: Tensor, v: Tensor) -> Tensor:
+    return k.new_empty(rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]))
 
 
 def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +58,7 @@ def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
-    """One scale for each row of each head: the block is the head's vector."""
+    """One scale for each row of each head."""
     parts = []
     for x in (k, v):
         scale = x.abs().amax(-1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / LARGEST
@@ -70,8 +66,9 @@ def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _size_float8(rows: int, k: Tensor, v: Tensor) -> int:
-    return rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3] + 2 * 4)
+def _new_float8(rows: int, k: Tensor, v: Tensor) -> Tensor:
+    row_bytes = k.shape[3] + v.shape[3] + 2 * SCALE_BYTES
+    return k.new_empty(rows * k.shape[0] * k.shape[2] * row_bytes, dtype=torch.uint8)
 
 
 def _decode_float8(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,15 +77,15 @@ def _decode_float8(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Te
         vectors = rows * x.shape[0] * x.shape[2]
         values = message[start : start + vectors * x.shape[3]].view(FLOAT8)
         start += values.numel()
-        # Copied: a message need not begin where a float may.
-        scales = message[start : start + vectors * 4].clone().view(torch.float32)
-        start += vectors * 4
+        # Copied, since a scale may begin at an address that is not a multiple of 4 bytes.
+        scales = message[start : start + vectors * SCALE_BYTES].clone().view(torch.float32)
+        start += vectors * SCALE_BYTES
         rows_of_x = values.view(vectors, x.shape[3]).float() * scales[:, None]
         decoded.append(rows_of_x.to(x.dtype).view(x.shape[0], rows, *x.shape[2:]))
     return decoded[0], decoded[1]
 
 
 CODECS = {
-    "exact": Codec(_encode_exact, _decode_exact, _size_exact, lambda k: k.dtype),
-    "float8": Codec(_encode_float8, _decode_float8, _size_float8, lambda k: torch.uint8),
+    "exact": Codec(_encode_exact, _new_exact, _decode_exact),
+    "float8": Codec(_encode_float8, _new_float8, _decode_float8),
 }

@@ -1,9 +1,9 @@
-"""Messages between the ranks of a group: the only place of the library that touches torch.distributed."""
+"""Messages between the ranks of a group: the only module here that calls torch.distributed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,19 @@ from torchtitan_cp.attention.errors import PlanError
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Result = TypeVar("Result")
+Message = tuple[int, Tensor]  # the other rank, and the tensor that is sent to it or received from it
 
 Watch = Callable[[], AbstractContextManager[None]]
 _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)
 
 
 def watch_messages(waiting: Watch = nullcontext, flying: Watch = nullcontext) -> None:
-    """Enter these around the messages of this process from now on, as to time them.
+    """Enter these contexts around every message of this process from now on, for example to time them.
 
     Args:
-        waiting: around every wait for a message. On CUDA it is the stream that waits, and a stream's clock that tells
-            how long.
-        flying: from a message's posting until the wait for it is over.
+        waiting: around each wait for a message. On CUDA the stream waits, not the host: time it with events.
+        flying: from the start of a message until the wait for it ends.
     """
     global _watches
     _watches = (waiting, flying)
@@ -37,216 +38,146 @@ def watch_messages(waiting: Watch = nullcontext, flying: Watch = nullcontext) ->
 class Groups:
     """Registered names of the process groups of one context-parallel group.
 
-    A plan carries names and not groups, so that it stays plain data.
+    A plan holds names instead of groups, so that it stays plain data.
 
     Attributes:
         ring: the ranks across which keys travel.
-        all_to_all: the ranks with which this one trades heads for sequence.
+        all_to_all: the ranks that trade heads for sequence.
     """
 
     ring: str | None = None
     all_to_all: str | None = None
 
 
-class Pending(Protocol):
-    """A message in flight."""
+class Pending(Generic[Result]):
+    """Messages in flight.
 
-    def wait(self) -> Tensor | None:
-        """What arrived, once it has (on CUDA: once the stream may use it)."""
-        ...
+    Args:
+        works: handles of torch.distributed.
+        finish: makes the result from the received tensors.
+        kept: tensors that must live until the messages have arrived.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], Result], kept: Sequence[Tensor] = ()) -> None:
+        self.works, self.finish, self.kept = works, finish, kept
+        if works:
+            self.flight = _watches[1]()
+            self.flight.__enter__()
+
+    def wait(self) -> Result:
+        """Wait until everything has arrived (on CUDA: make the current stream wait) and return the result."""
+        if self.works:
+            with _watches[0]():
+                for work in self.works:
+                    work.wait()
+            self.flight.__exit__(None, None, None)
+        return self.finish()
 
 
-class Group(Protocol):
-    """A way to exchange messages with the other ranks; all ranks call the same in the same order.
+class Group:
+    """A process group, or a single rank alone. All ranks make the same calls in the same order.
+
+    On gloo every message goes directly from rank to rank, which is up to three times faster than gloo's
+    collectives; sums are then made here, in rank order.
 
     Attributes:
         rank: this rank within the group.
         ranks: its size.
     """
 
-    rank: int
-    ranks: int
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
+        self.direct = group is None or dist.get_backend(group) == "gloo"
 
-    def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Pending:
-        """Start a send of a contiguous tensor to one rank and a receive from another; either may be None."""
-        ...
+    def send_receive(
+        self, send: Tensor | None, target: int, receive: Tensor | None, source: int
+    ) -> Pending[Tensor | None]:
+        """Start a send of a contiguous tensor to one rank and a receive from another; None means no message."""
+        sends = [] if send is None else [(target, send)]
+        return self._post(sends, [] if receive is None else [(source, receive)], lambda: receive)
 
-    def all_gather(self, x: Tensor) -> Pending:
-        """Start gathering tensors of one shape: `[..] -> [P, ..]`."""
-        ...
-
-    def reduce_scatter(self, x: Tensor) -> Pending:
-        """Start summing over the ranks and keeping one's own part: `[P, ..] -> [..]`."""
-        ...
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Give part i to rank i, and get one part from each: `[P, ..] -> [P, ..]`."""
-        ...
-
-    def maximum(self, x: Tensor) -> Tensor:
-        """The largest over the ranks, element by element."""
-        ...
-
-
-class Work:
-    """Works of torch.distributed, the tensors they read and write, and the one to hand out."""
-
-    def __init__(self, works: list[dist.Work], result: Tensor | None, *kept: Tensor | None) -> None:
-        self.works, self.result, self.kept = works, result, kept
-        if works:
-            self.flight = _watches[1]()
-            self.flight.__enter__()
-
-    def wait(self) -> Tensor | None:
-        if self.works:
-            with _watches[0]():
-                for work in self.works:
-                    work.wait()
-            self.flight.__exit__(None, None, None)
-        return self.result
-
-
-class ProcessGroup:
-    """A Group of torch.distributed.
-
-    On gloo every message goes straight from rank to rank: that is up to three times faster than its
-    collectives, and sums are made here in the order of the ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.direct = dist.get_backend(group) == "gloo"
-
-    def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Work:
-        return self._post([(to, send)], [(source, receive)], receive)
-
-    def all_gather(self, x: Tensor) -> Pending:
+    def all_gather(self, x: Tensor) -> Pending[Tensor]:
+        """Start to gather tensors of one shape: `[..] -> [P, ..]`."""
         flat = x.flatten()
         gathered = flat.new_empty((self.ranks, flat.numel()))
         result = gathered.view(self.ranks, *x.shape)
         if not self.direct:
             work = _all_gather(gathered.flatten(), flat, group=self.group, async_op=True)
-            return Work([work], result, flat)
+            return Pending([work], lambda: result, [flat])
         gathered[self.rank] = flat
-        return self._post([(rank, flat) for rank in self._others()], [(r, gathered[r]) for r in self._others()], result)
+        sends = [(rank, flat) for rank in self._others()]
+        return self._post(sends, [(rank, gathered[rank]) for rank in self._others()], lambda: result)
 
-    def reduce_scatter(self, x: Tensor) -> Pending:
+    def reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        """Start to sum over the ranks, each of which keeps its own part: `[P, ..] -> [..]`."""
         x = x.contiguous()
         if not self.direct:
             own = torch.empty_like(x[0])
-            return Work([_reduce_scatter(own.flatten(), x.flatten(), group=self.group, async_op=True)], own, x)
-        received = torch.empty_like(x)
-        parts = [(rank, x[rank]) for rank in self._others()]
-        arriving = self._post(parts, [(rank, received[rank]) for rank in self._others()], received)
-        return Summed(arriving, x[self.rank], self.rank)
+            work = _reduce_scatter(own.flatten(), x.flatten(), group=self.group, async_op=True)
+            return Pending([work], lambda: own, [x])
+        parts = torch.empty_like(x)
+        parts[self.rank] = x[self.rank]
+        return self._post(self._rows(x), self._rows(parts), lambda: parts.sum(0))
 
     def all_to_all(self, x: Tensor) -> Tensor:
+        """Give part i to rank i and get one part from each: `[P, ..] -> [P, ..]`."""
         x = x.contiguous()
         received = torch.empty_like(x)
         received[self.rank] = x[self.rank]
-        parts = [(rank, x[rank]) for rank in self._others()]
-        self._post(parts, [(rank, received[rank]) for rank in self._others()], None).wait()
-        return received
+        return self._post(self._rows(x), self._rows(received), lambda: received).wait()
 
     def maximum(self, x: Tensor) -> Tensor:
+        """The element-wise maximum over the ranks."""
         x = x.clone()
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        if self.group:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def _others(self) -> list[int]:
-        """The other ranks by distance, so that not all write to one at a time."""
+        """The other ranks by distance, so that they do not all write to the same one."""
         return [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
 
-    def _post(
-        self,
-        sends: Sequence[tuple[int, Tensor | None]],
-        receives: Sequence[tuple[int, Tensor | None]],
-        result: Tensor | None,
-    ) -> Work:
-        """Start messages to and from ranks; None is no message."""
-        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends if x is not None]
-        operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=r) for r, x in receives if x is not None]
-        kept = [x for _, x in (*sends, *receives)]
-        return Work(dist.batch_isend_irecv(operations) if operations else [], result, *kept)
+    def _rows(self, x: Tensor) -> list[Message]:
+        """Of `[P, ..]`, one message for each other rank."""
+        return [(rank, x[rank]) for rank in self._others()]
+
+    def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
+        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]
+        operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for source, x in receives]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(works, finish, [x for _, x in (*sends, *receives)])
 
 
-class Summed:
-    """Parts of a sum in flight; they are added in the order of the ranks, whichever comes first."""
-
-    def __init__(self, arriving: Work, own: Tensor, rank: int) -> None:
-        self.arriving, self.own, self.rank = arriving, own, rank
-
-    def wait(self) -> Tensor:
-        parts = self.arriving.wait()
-        assert parts is not None
-        parts[self.rank] = self.own
-        return parts.sum(0)
-
-
-class Alone:
-    """The Group of a single rank, which has nobody to write to."""
-
-    rank, ranks = 0, 1
-
-    def exchange(self, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Work:
-        raise AssertionError("a single rank exchanges nothing")
-
-    def all_gather(self, x: Tensor) -> Work:
-        return Work([], x.unsqueeze(0))
-
-    def reduce_scatter(self, x: Tensor) -> Work:
-        return Work([], x[0])
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return x
-
-    def maximum(self, x: Tensor) -> Tensor:
-        return x
+def _resolve(name: str) -> dist.ProcessGroup:
+    registered: Any = name
+    return _resolve_process_group(registered)
 
 
 def find_group(name: str | None, ranks: int) -> Group:
-    """The process group registered under `name`, of the size that a plan expects.
+    """The process group registered under `name`; a group of one rank needs none.
 
     Raises:
-        PlanError: there is none, or it has another size.
+        PlanError: there is none, or its size is not `ranks`.
     """
     if ranks == 1:
-        return Alone()
+        return Group()
     if name is None:
         raise PlanError("this plan has no process group", fix="make it with ContextParallel.plan, on every rank")
-    registered: Any = name
-    group = ProcessGroup(_resolve_process_group(registered))
+    group = Group(_resolve(name))
     if group.ranks != ranks:
         raise PlanError(f"the plan is for {ranks} ranks and its process group has {group.ranks}")
     return group
 
 
 def open_groups(groups: Groups, device_type: str) -> None:
-    """Call every rank of NCCL groups together once: only then may some of them exchange messages alone."""
-    if device_type == "cpu":
-        return
+    """Run one collective over each NCCL group: NCCL needs it before some of its ranks exchange messages alone."""
     for name in (groups.ring, groups.all_to_all):
-        if name is not None:
-            registered: Any = name
-            dist.all_reduce(torch.zeros(1, device=device_type), group=_resolve_process_group(registered))
-
-
-def find_groups(groups: Groups | None, ranks: int, all_to_all_ranks: int) -> tuple[Group, Group]:
-    """(ring, all-to-all) groups of a plan for P = `ranks`."""
-    ring, trade = (groups.ring, groups.all_to_all) if groups else (None, None)
-    return find_group(ring, ranks // all_to_all_ranks), find_group(trade, all_to_all_ranks)
+        if name is not None and device_type != "cpu":
+            dist.all_reduce(torch.zeros(1, device=device_type), group=_resolve(name))
 
 
 def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:
-    """Every rank's tensor of the same shape, `[P, ..]`, in rank order: within a group first, then across."""
+    """Every rank's tensor of one shape, `[P, ..]`, in rank order: within the all-to-all group, then across the ring."""
     ring, trade = groups
-    inner = trade.all_gather(x).wait()
-    assert inner is not None
-    outer = ring.all_gather(inner).wait()
-    assert outer is not None
-    return outer.flatten(0, 1)
-
-
-def sum_ranks(x: Tensor, groups: Groups | None, ranks: int, all_to_all_ranks: int) -> Tensor:
-    """The sum of a small tensor over the P = `ranks` of a context-parallel group; without gradient."""
-    return gather(x.detach(), find_groups(groups, ranks, all_to_all_ranks)).sum(0)
+    return ring.all_gather(trade.all_gather(x).wait()).wait().flatten(0, 1)

@@ -1,24 +1,23 @@
-"""The largest attention score of each head: what QK clipping acts on, and what grows before a loss spikes."""
+"""The largest attention score of each head: QK clipping acts on it, and it grows before a loss spikes."""
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import find_groups, gather
+from torchtitan_cp.attention.collectives import gather
 from torchtitan_cp.attention.kernels.reference import hidden_pairs
-from torchtitan_cp.attention.merge import wide
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan, in_global_order
-from torchtitan_cp.attention.strategies.local import rows_of
+from torchtitan_cp.attention.tiles import rows_of
 
 BLOCK_ROWS = 1024
 
 
 @torch.no_grad()
-def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
+def max_logits(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
     """The largest scaled score that the mask allows, over all queries of all ranks and the batch.
 
-    Collective. It costs about half of an attention forward, with the keys of one head at a time in
-    memory, whatever the kernel: kernels keep their largest score to themselves. Source: QK-Clip, Kimi K2
-    technical report (2025), section 2.1.
+    Collective. It costs about half of an attention forward, with the keys of one head at a time in memory;
+    no kernel returns its largest score. Source: QK-Clip, Kimi K2 technical report (2025), section 2.1.
 
     Args:
         q: `[B, S/P, Hq, Dqk]`; k: `[B, S/P, Hkv, Dqk]`.
@@ -26,9 +25,9 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
     Returns:
         `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where nothing is attended to.
     """
-    ring, trade = groups = find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks)
+    ring, trade = groups = plan.process_groups
     per_key = q.shape[2] // k.shape[2]
-    largest = torch.full((q.shape[2],), float("-inf"), dtype=wide(q.dtype), device=q.device)
+    largest = torch.full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
     for head in range(k.shape[2]):
         keys = torch.cat(in_global_order(gather(k[:, :, head], groups), plan.layout, 1), 1)
         for place in range(head * per_key, (head + 1) * per_key):
@@ -38,7 +37,7 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
 
 def _of_head(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
     """The largest q . k of this rank's tiles; q `[B, S/P, D]`, k `[B, S, D]`."""
-    largest = torch.tensor(float("-inf"), dtype=wide(q.dtype), device=q.device)
+    largest = torch.tensor(float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
     for tile in plan.gathered_tiles:
         (batch, queries), (_, keys) = rows_of(tile)
         q_tile, k_tile = q[batch, queries], k[batch, keys].to(largest.dtype)

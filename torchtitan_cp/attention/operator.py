@@ -1,4 +1,4 @@
-"""Attention across ranks as one operator of torch.library: eager and compiled code take the same way."""
+"""Attention across ranks as one operator of torch.library, for eager and compiled code alike."""
 
 import logging
 from dataclasses import replace
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Groups, find_groups
+from torchtitan_cp.attention.collectives import Groups
 from torchtitan_cp.attention.kernels import choose_kernel
 from torchtitan_cp.attention.mask import Band
-from torchtitan_cp.attention.merge import wide
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.plan_registry import KEPT_PLANS, plan_of
+from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
 from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals, choose_strategy, explain_strategy
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=KEPT_PLANS)
-def resolved(plan: Plan, strategy: str) -> Plan:
-    """A plan of strategy `auto` with the strategy that the heads made of it."""
+def with_strategy(plan: Plan, strategy: str) -> Plan:
+    """A plan of strategy `auto` with the strategy that was chosen by the heads."""
     if plan.strategy == strategy:
         return plan
     if strategy != "all_to_all":
@@ -32,28 +32,28 @@ def resolved(plan: Plan, strategy: str) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def _announce(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
-    """Say once what `auto` chose, and why."""
+def _log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
+    """Log once what `auto` chose, and why."""
     case = (query_heads, key_heads, ranks, band)
     logger.info("attention strategy %s on %d ranks: %s", choose_strategy(*case), ranks, explain_strategy(*case))
 
 
 def _call(
-    plan: Plan, q: Tensor, v: Tensor, key_heads: int, slopes: Tensor | None, scale: float, softcap: float
+    handle: Tensor,
+    strategy: str,
+    q: Tensor,
+    v: Tensor,
+    key_heads: int,
+    slopes: Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> Call:
-    ring, trade = find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks)
-    return Call(
-        plan=plan,
-        kernel=choose_kernel(plan.kernel, q, v, softcap, slopes is not None),
-        scale=scale,
-        key_heads=key_heads,
-        ring=ring,
-        trade=trade,
-        slopes=slopes,
-    )
+    plan = with_strategy(find_plan(handle), strategy)
+    kernel = choose_kernel(plan.kernel, q, v, softcap, slopes is not None)
+    return Call(plan, kernel, scale, key_heads, *plan.process_groups, slopes)
 
 
-# A CUDA graph that is replayed would run the plan it was recorded with: the plan is found in Python, by its number.
+# A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
 UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -70,45 +70,29 @@ def attention(
     strategy: str,
     trade_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, what an all-to-all of `trade_ranks` made and keeps)."""
-    plan = plan_of(handle)
+    """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `trade_ranks`)."""
+    plan = find_plan(handle)
     if plan.strategy == "auto":
-        _announce(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    call = _call(resolved(plan, strategy), q, v, k.shape[2], slopes, scale, softcap)
+        _log_choice(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
+    call = _call(handle, strategy, q, v, k.shape[2], slopes, scale, softcap)
     out, lse, residuals = STRATEGIES[strategy].forward(q, k, v, sinks, call)
-    if trade_ranks == 1:
-        return out, lse, []
-    return out, lse, list(residuals)
+    return out, lse, [] if trade_ranks == 1 else list(residuals)
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    handle: Tensor,
-    scale: float,
-    softcap: float,
-    strategy: str,
-    trade_ranks: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    trade_ranks = options[-1]
     batch, rows, heads, _ = q.shape
+    lse_dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
-    lse = q.new_empty((batch, rows, heads), dtype=wide(q.dtype))
+    lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
     if trade_ranks == 1:
         return out, lse, []
     shares = share_heads(heads, k.shape[2], trade_ranks)
-    rows = rows * trade_ranks
-    kept = [
-        q.new_empty((batch, rows, shares.share, q.shape[-1])),
-        q.new_empty((batch, rows, len(shares.keys[0]), q.shape[-1])),
-        q.new_empty((batch, rows, len(shares.keys[0]), v.shape[-1])),
-        q.new_empty((batch, rows, shares.share, v.shape[-1])),
-        q.new_empty((batch, rows, shares.share), dtype=wide(q.dtype)),
-    ]
-    return out, lse, kept
+    rows, query_heads, key_heads = rows * trade_ranks, shares.share, len(shares.keys[0])
+    q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
+    k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
+    return out, lse, [q_all, k_all, v_all, out_all, q.new_empty((batch, rows, query_heads), dtype=lse_dtype)]
 
 
 @torch.library.custom_op("torchtitan_cp::attention_backward", mutates_args=(), tags=UNSAFE)
@@ -125,9 +109,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
-    call = _call(resolved(plan_of(handle), strategy), kept.q, kept.v, key_heads, slopes, scale, softcap)
+    call = _call(handle, strategy, kept.q, kept.v, key_heads, slopes, scale, softcap)
     *gradients, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
-    # Compiled code counts on the strides that the fake kernel promises.
+    # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     if sinks is None or dsinks is None:
         return dq, dk, dv, dout.new_empty(0)
@@ -136,16 +120,9 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    dout: Tensor,
-    residuals: list[Tensor],
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    handle: Tensor,
-    scale: float,
-    softcap: float,
-    strategy: str,
-    key_heads: int,
+    dout: Tensor, residuals: list[Tensor], sinks: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    key_heads = options[-1]
     batch, rows, heads, v_dim = dout.shape
     qk_dim = residuals[0].shape[-1]
     return (
@@ -156,14 +133,14 @@ def _(
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     q, k, v, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.strategy, _ = inputs
-    out, lse, kept = output
+    out, lse, residuals = output
     ctx.key_heads = k.shape[2]
-    ctx.save_for_backward(handle, sinks, slopes, *(kept or (q, k, v, out, lse)))
+    ctx.save_for_backward(handle, sinks, slopes, *(residuals or (q, k, v, out, lse)))
 
 
-def _differentiate(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     handle, sinks, slopes, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
         dout, residuals, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.strategy, ctx.key_heads
@@ -171,7 +148,7 @@ def _differentiate(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
-attention.register_autograd(_differentiate, setup_context=_keep)
+attention.register_autograd(_backward, setup_context=_save_for_backward)
 
-# What a policy of selective activation checkpointing compares with, to keep an attention instead of running it again.
+# Policies of selective activation checkpointing compare with this to keep an attention instead of recomputing it.
 OPERATOR = torch.ops.torchtitan_cp.attention.default

@@ -1,14 +1,14 @@
 """The tiles each rank computes and the KV rows each exchange carries, worked out on the host.
 
-A rank's chunks ascend, so any interval of the sequence is an interval of its local rows. What a stretch
-of queries sees of a document is an interval too: up to the stretch under a causal mask, the whole document
-under none, as far as the window reaches. So each (stretch of queries, source rank) is at most one dense
-tile, and the diagonal is one causal square a document. Only a window asks for tiles with a band. Empty
+A rank's chunks ascend, so any interval of the sequence is an interval of its local rows. The keys that a
+segment of queries sees in a document are an interval too: up to the segment under a causal mask, the whole
+document under none, as far as the window reaches. So each (segment of queries, source rank) is at most one
+dense tile, and the diagonal is one causal square per document. Only a window needs tiles with a band. Empty
 tiles are never made, and a key row travels to a rank only if a tile there reads it.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -16,21 +16,26 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Groups, find_groups, gather
+from torchtitan_cp.attention.collectives import Group, Groups, find_group, gather
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.layout import Layout, chunk_areas
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span
-from torchtitan_cp.attention.plan_registry import keep
+from torchtitan_cp.attention.plan_registry import register_plan
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
 
-class Piece(NamedTuple):
-    """A stretch of one document that lies unbroken on one rank."""
+class Segment(NamedTuple):
+    """Consecutive tokens of one document on one rank: global positions [start, stop), from local row `local`."""
 
     rank: int
-    local: int  # local row
-    start: int  # global position
+    local: int
+    start: int
     stop: int
+
+    @property
+    def rows(self) -> Span:
+        """The local rows."""
+        return self.local, self.local + self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class Plan:
-    """All one rank needs to know to run attention on its shard: plain, hashable data.
+    """What one rank needs to run attention on its shard, as plain, hashable data.
 
     Attributes:
         sequence_length: S, tokens of the full sequence.
@@ -66,7 +71,7 @@ class Plan:
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.
         kv_transfer: "exact", or "float8": KV travels in 8 bits with a scale per block.
-        groups: names of the process groups; None in a plan made to be looked at or simulated.
+        groups: names of the process groups; None in a plan that is only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
     """
 
@@ -83,7 +88,7 @@ class Plan:
     groups: Groups | None = None
 
     def __post_init__(self) -> None:
-        self.__dict__["handle"], first = keep(self)
+        self.__dict__["handle"], first = register_plan(self)
         if first is not self:
             self.__dict__["first"] = first
 
@@ -93,8 +98,18 @@ class Plan:
         return len(self.layout.chunks)
 
     @property
+    def process_groups(self) -> tuple[Group, Group]:
+        """(ring, all-to-all) groups that carry the exchange.
+
+        Raises:
+            PlanError: the plan was made without groups, or theirs have another size.
+        """
+        ring, trade = (self.groups.ring, self.groups.all_to_all) if self.groups else (None, None)
+        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(trade, self.all_to_all_ranks)
+
+    @property
     def areas(self) -> tuple[int, ...]:
-        """Pairs that the mask allows to the queries of each rank of the ring, over its rows of `document_lengths`."""
+        """(query, key) pairs of each rank of the ring, summed over the mask's rows of `document_lengths`."""
         layout = self.ring_layout
         chunks = chunk_areas(layout.chunk_tokens, len(layout.owners), self.mask, self.sequence_length)
         return tuple(sum(chunks[chunk] for chunk in held) for held in layout.chunks)
@@ -111,16 +126,16 @@ class Plan:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Cumulative lengths of the documents' parts on this rank, `[documents here + 1]` int32, first batch row."""
-        row = _pieces(self.layout, self.mask.documents(self.sequence_length)[0])
-        lengths = [sum(p.stop - p.start for p in held) for held in _held_by(self.rank, row)]
-        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        """Cumulative local lengths of the first batch row's documents, `[documents on this rank + 1]` int32."""
+        documents = _segments(self.layout, self.mask.documents(self.sequence_length)[0])
+        lengths = [sum(s.stop - s.start for s in segments if s.rank == self.rank) for segments in documents]
+        return torch.tensor([0, *filter(None, lengths)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:
         """The ring between groups of `all_to_all_ranks`: own KV first, then the other groups by distance.
 
-        Every rank has a step for each other, empty ones too, so that all post their messages in one order.
+        Every rank has a step for every other, even an empty one, so that all post their messages in one order.
         """
         return ring_steps(self.ring_layout, self.mask, self.sequence_length, self.rank // self.all_to_all_ranks)
 
@@ -136,11 +151,11 @@ class Plan:
         rows = self.mask.documents(self.sequence_length)
         for number, documents in enumerate(rows):
             row = ALL_ROWS if len(rows) == 1 else number
-            for document, pieces in zip(documents, _pieces(self.layout, documents), strict=True):
-                for piece in pieces:
-                    if piece.rank == self.rank:
-                        everything = Piece(0, document[0], *document)
-                        tiles += _banded_tile(row, piece, everything, self.mask.band)
+            for document, segments in zip(documents, _segments(self.layout, documents), strict=True):
+                keys = Segment(0, document[0], *document)
+                for segment in segments:
+                    if segment.rank == self.rank:
+                        tiles += _banded_tile(row, segment, keys, self.mask.band)
         return _fuse(tiles)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -159,8 +174,8 @@ class Plan:
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
         """The full tensor from every rank's rows: `[.., S/P, ..] -> [.., S, ..]`, on every rank.
 
-        Collective over the plan's group. Differentiable where every rank goes on to compute the same
-        function of the result: the gradient of a rank's rows is that rank's own.
+        Collective over the plan's group. The gradient of a rank's rows is its own part of the result's
+        gradient, which is right if every rank computes the same function of the result.
 
         Raises:
             PlanError: `x_local` does not have S/P entries along `dim`, or the plan has no group.
@@ -173,7 +188,7 @@ class Plan:
         return x_local if self.ranks == 1 else _Unshard.apply(x_local, self, dim)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The number is this process's own; the steps that a loader's worker has found go with the plan.
+        # The handle belongs to this process; the steps that a loader's worker has worked out go with the plan.
         return {name: value for name, value in self.__dict__.items() if name not in ("handle", "first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,8 +200,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, plan: Plan, dim: int) -> Tensor:
         ctx.plan, ctx.dim = plan, dim
-        shards = gather(x_local, find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks))
-        return torch.cat(in_global_order(shards, plan.layout, dim), dim)
+        return torch.cat(in_global_order(gather(x_local, plan.process_groups), plan.layout, dim), dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -194,17 +208,13 @@ class _Unshard(torch.autograd.Function):
 
 
 def busiest_rank(plan: Plan) -> int:
-    """The rank of a plan's group whose queries see the most keys, told by the layout alone."""
-    layout = plan.ring_layout
-    areas = chunk_areas(layout.chunk_tokens, len(layout.owners), plan.mask, plan.sequence_length)
-    work = [sum(areas[chunk] for chunk in held) for held in layout.chunks]
-    return work.index(max(work)) * plan.all_to_all_ranks
+    """The first rank of those of a plan's group whose queries see the most keys, by the layout."""
+    return plan.areas.index(max(plan.areas)) * plan.all_to_all_ranks
 
 
-def in_global_order(shards: Iterable[Tensor], layout: Layout, dim: int) -> list[Tensor]:
+def in_global_order(shards: Sequence[Tensor] | Tensor, layout: Layout, dim: int) -> list[Tensor]:
     """The chunks of all ranks' shards as views, in the order of the sequence."""
-    held = list(shards)
-    return [held[rank].narrow(dim, start, layout.chunk_tokens) for rank, start in layout.owners]
+    return [shards[rank].narrow(dim, start, layout.chunk_tokens) for rank, start in layout.owners]
 
 
 @lru_cache(maxsize=1024)
@@ -214,79 +224,67 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
     tiles: list[list[Tile]] = [[] for _ in range(ranks)]  # by source, keys in its local rows
     served: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
     rows = mask.documents(sequence_length)
-    find = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
+    find_reads = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
     for number, documents in enumerate(rows):
         row = ALL_ROWS if len(rows) == 1 else number
-        for document, pieces in zip(documents, _pieces(layout, documents), strict=True):
-            if any(piece.rank == rank for piece in pieces):
-                find(layout, mask.band, row, document, pieces, rank, tiles, served)
+        for segments in _segments(layout, documents):
+            if any(segment.rank == rank for segment in segments):
+                read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, rank)
+                for source, tile in read_here:
+                    tiles[source].append(tile)
+                for target, span in read_elsewhere:
+                    served[target].append(span)
     everything = ((0, layout.chunk_tokens * len(layout.chunks[rank])),)
     steps = [RingStep(rank, rank, everything, everything, _fuse(tiles[rank]))]
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        receive = _join((tile.k_start, tile.k_stop) for tile in tiles[source])
-        arrived = _count_in(_fuse(tiles[source]), receive)
-        steps.append(RingStep(source, target, receive, _join(served[target]), arrived))
+        receive = _merge_spans((tile.k_start, tile.k_stop) for tile in tiles[source])
+        arrived = _index_received(_fuse(tiles[source]), receive)
+        steps.append(RingStep(source, target, receive, _merge_spans(served[target]), arrived))
     return tuple(steps)
 
 
-def _dense_reads(
-    layout: Layout,
-    band: Band,
-    row: int,
-    document: Span,
-    pieces: tuple[Piece, ...],
-    rank: int,
-    tiles: list[list[Tile]],
-    served: list[list[Span]],
-) -> None:
-    """Tiles of a document without a window: one for each (piece of this rank, other rank that holds keys)."""
-    first, last = document
-    ours = [piece for piece in pieces if piece.rank == rank]
-    run = (ours[0].local, ours[-1].local + ours[-1].stop - ours[-1].start)
-    tiles[rank].append(Tile(row, *run, *run, band))
-    if len(ours) == len(pieces):
-        return
-    others: dict[int, int] = {}  # rank -> where its last piece begins
-    for piece in pieces:
-        if piece.rank != rank:
-            others[piece.rank] = piece.start
-    before = layout.rows_before
-    ends = [piece.start for piece in ours] if band == CAUSAL else [last]
-    queries = [(p.local, p.local + p.stop - p.start) for p in ours] if band == CAUSAL else [run]
-    for other, latest in others.items():
-        k_start = before(other, first)
-        for (q_start, q_stop), end in zip(queries, ends, strict=True):
-            k_stop = before(other, end)
+# Tiles with the rank whose keys they read, and the spans of this rank's rows with the rank that reads them.
+Reads = tuple[list[tuple[int, Tile]], list[tuple[int, Span]]]
+
+
+def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], rank: int) -> Reads:
+    """Reads of a document without a window: one tile for each (segment of this rank, other rank that holds keys)."""
+    ours = [segment for segment in segments if segment.rank == rank]
+    run = (ours[0].local, ours[-1].rows[1])
+    tiles: list[tuple[int, Tile]] = [(rank, Tile(row, *run, *run, band))]
+    served: list[tuple[int, Span]] = []
+    # Local rows of queries, and the global position up to which they see keys.
+    queries = [(s.rows, s.start) for s in ours] if band == CAUSAL else [(run, segments[-1].stop)]
+    last_start = {segment.rank: segment.start for segment in segments if segment.rank != rank}
+    for other, start in last_start.items():
+        k_start = layout.rows_before(other, segments[0].start)
+        for q_rows, end in queries:
+            k_stop = layout.rows_before(other, end)
             if k_stop > k_start:
-                tiles[other].append(Tile(row, q_start, q_stop, k_start, k_stop))
-        seen = (run[0], before(rank, latest) if band == CAUSAL else run[1])
-        if seen[1] > seen[0]:
-            served[other].append(seen)
+                tiles.append((other, Tile(row, *q_rows, k_start, k_stop)))
+        stop = layout.rows_before(rank, start) if band == CAUSAL else run[1]
+        if stop > run[0]:
+            served.append((other, (run[0], stop)))
+    return tiles, served
 
 
-def _banded_reads(
-    layout: Layout,
-    band: Band,
-    row: int,
-    document: Span,
-    pieces: tuple[Piece, ...],
-    rank: int,
-    tiles: list[list[Tile]],
-    served: list[list[Span]],
-) -> None:
-    """Tiles of a document under a window: one for each pair of pieces that see each other."""
-    for ours in pieces:
+def _banded_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], rank: int) -> Reads:
+    """Reads of a document under a window: one tile for each pair of segments that see each other."""
+    tiles: list[tuple[int, Tile]] = []
+    served: list[tuple[int, Span]] = []
+    for ours in segments:
         if ours.rank != rank:
             continue
-        for other in pieces:
-            tiles[other.rank] += _banded_tile(row, ours, other, band)
+        for other in segments:
+            tiles += [(other.rank, tile) for tile in _banded_tile(row, ours, other, band)]
             if other.rank != rank:
-                served[other.rank] += [(t.k_start, t.k_stop) for t in _banded_tile(row, other, ours, band)]
+                served += [(other.rank, (t.k_start, t.k_stop)) for t in _banded_tile(row, other, ours, band)]
+    return tiles, served
 
 
-def _banded_tile(row: int, queries: Piece, keys: Piece, band: Band) -> list[Tile]:
-    """The tile of two pieces, trimmed to the queries and keys that see each other; none if there are none."""
+def _banded_tile(row: int, queries: Segment, keys: Segment, band: Band) -> list[Tile]:
+    """The tile of two segments, trimmed to the queries and keys that see each other; none if there are none."""
     low, high = band
     q_start = queries.start if high is None else max(queries.start, keys.start - high)
     q_stop = queries.stop if low is None else min(queries.stop, keys.stop - low)
@@ -301,33 +299,25 @@ def _banded_tile(row: int, queries: Piece, keys: Piece, band: Band) -> list[Tile
 
 
 @lru_cache(maxsize=64)
-def _pieces(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Piece, ...], ...]:
-    """Each document's pieces on all ranks, in the order of the sequence; a rank's neighbours are one."""
+def _segments(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
+    """Each document's segments on all ranks, in the order of the sequence; consecutive chunks of a rank are one."""
     tokens, owners = layout.chunk_tokens, layout.owners
     result = []
     for first, last in documents:
-        pieces: list[Piece] = []
+        segments: list[Segment] = []
         for chunk in range(first // tokens, (last - 1) // tokens + 1):
             rank, local = owners[chunk]
             start, stop = max(first, chunk * tokens), min(last, (chunk + 1) * tokens)
-            if pieces and pieces[-1].rank == rank:
-                pieces[-1] = pieces[-1]._replace(stop=stop)
+            if segments and segments[-1].rank == rank:
+                segments[-1] = segments[-1]._replace(stop=stop)
             else:
-                pieces.append(Piece(rank, local + start - chunk * tokens, start, stop))
-        result.append(tuple(pieces))
+                segments.append(Segment(rank, local + start - chunk * tokens, start, stop))
+        result.append(tuple(segments))
     return tuple(result)
 
 
-def _held_by(rank: int, documents: tuple[tuple[Piece, ...], ...]) -> Iterator[list[Piece]]:
-    """A rank's pieces of each document that it has any of."""
-    for pieces in documents:
-        ours = [piece for piece in pieces if piece.rank == rank]
-        if ours:
-            yield ours
-
-
 def _fuse(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Join tiles without a band that share their keys and are neighbours in their queries, or the other way."""
+    """Join tiles without a band that share their keys and touch in their queries, or the other way."""
     fused: list[Tile] = []
     for tile in tiles:
         last = fused[-1] if fused else None
@@ -342,27 +332,26 @@ def _fuse(tiles: list[Tile]) -> tuple[Tile, ...]:
     return tuple(fused)
 
 
-def _join(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Fuse overlapping and touching spans."""
-    joined: list[Span] = []
+    merged: list[Span] = []
     for start, stop in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            joined.append((start, stop))
-    return tuple(joined)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
-def _count_in(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tuple[Tile, ...]:
-    """Count the tiles' keys in the concatenation of the received spans."""
-    if not tiles or (len(received) == 1 and received[0][0] == 0):
-        return tiles
-    starts, before, shifts = [start for start, _ in received], 0, []
+def _index_received(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tuple[Tile, ...]:
+    """The tiles with their keys as rows of the concatenated received spans, instead of rows of the source."""
+    shifts, before = [], 0
     for start, stop in received:
         shifts.append(before - start)
         before += stop - start
-    counted = []
+    starts = [start for start, _ in received]
+    indexed = []
     for tile in tiles:
         shift = shifts[bisect_right(starts, tile.k_start) - 1]
-        counted.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
-    return tuple(counted)
+        indexed.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
+    return tuple(indexed)

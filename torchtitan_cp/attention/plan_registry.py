@@ -1,7 +1,7 @@
 """Plans by number, so that a compiled graph can take one as an input: a number in a CPU tensor.
 
 Another plan is another number and compiles nothing anew, and a recomputation under activation
-checkpointing finds the plan that its own forward was given.
+checkpointing finds the plan of its own forward.
 """
 
 from collections import OrderedDict
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 
-# Those made or used last are found though nobody holds them any more.
+# So many of the plans registered or found last are kept alive, even if nobody else holds them.
 KEPT_PLANS = 1024
 
-_newest: OrderedDict[int, Any] = OrderedDict()
+_recent: OrderedDict[int, Any] = OrderedDict()
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_lock = RLock()  # a loader's thread makes plans too, and plans end wherever memory is collected
+_lock = RLock()  # a loader's thread makes plans too, and garbage collection can end one at any point
 _last_number = 0
 
 
-def keep(plan: Any) -> tuple[Tensor, Any]:
-    """The number of a plan in this process, int64 on CPU, and the plan that is found under it.
+def register_plan(plan: Any) -> tuple[Tensor, Any]:
+    """The number of a plan in this process, int64 on CPU, and the plan registered under it.
 
-    Equal plans have one number, and the first of them is the one that is found: while it lives. So the others hold it.
+    Equal plans share a number and the first of them is registered, as long as it lives: the others must hold it.
     """
     global _last_number
     with _lock:
@@ -36,22 +36,15 @@ def keep(plan: Any) -> tuple[Tensor, Any]:
             _last_number += 1
             _numbers[plan], _plans[_last_number], first = _last_number, plan, plan
         number = _numbers[first]
-        _use(number, first)
+        _mark_recent(number, first)
         return torch.tensor(number), first
 
 
-def _use(number: int, plan: Any) -> None:
-    _newest[number] = plan
-    _newest.move_to_end(number)
-    if len(_newest) > KEPT_PLANS:
-        _newest.popitem(last=False)
-
-
-def plan_of(handle: Tensor) -> Any:
-    """The plan under a number.
+def find_plan(handle: Tensor) -> Any:
+    """The plan registered under a number.
 
     Raises:
-        PlanError: nobody holds it, and more than 1,024 other plans were made or used since it was.
+        PlanError: nobody holds it, and more than 1,024 other plans were registered or found since.
     """
     number = int(handle)
     with _lock:
@@ -61,5 +54,12 @@ def plan_of(handle: Tensor) -> Any:
                 f"plan {number} is no longer kept",
                 fix=f"hold it until its backward has run, or make fewer than {KEPT_PLANS} others before",
             )
-        _use(number, plan)
+        _mark_recent(number, plan)
         return plan
+
+
+def _mark_recent(number: int, plan: Any) -> None:
+    _recent[number] = plan
+    _recent.move_to_end(number)
+    if len(_recent) > KEPT_PLANS:
+        _recent.popitem(last=False)

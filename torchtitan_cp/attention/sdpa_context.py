@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchtitan_cp.attention.api import ContextParallel
-from torchtitan_cp.attention.collectives import find_groups
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
@@ -142,7 +141,7 @@ class _Catcher:
         """At the first call, what any rank refuses: the others would wait for its keys."""
         plan = self.plans[True]
         refused = torch.tensor(float(refusal is not None), device=device)
-        for group in find_groups(plan.groups, plan.ranks, plan.all_to_all_ranks):
+        for group in plan.process_groups:
             refused = group.maximum(refused)
         if refusal or not refused:
             return refusal

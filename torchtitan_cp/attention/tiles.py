@@ -1,4 +1,4 @@
-"""Rectangles of the mask: what one kernel call computes, and how a banded one is made of plain ones."""
+"""Rectangles of the mask: what one kernel call computes, and how a banded one splits into dense ones."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,8 +14,8 @@ CAUSAL = Band(None, 0)
 class Tile(NamedTuple):
     """Local query rows [q_start, q_stop) against key rows [k_start, k_stop), as far as `band` allows.
 
-    Key rows count in the KV that the step holds (the local shard, or the rows received). The band holds
-    for (key row - k_start) - (query row - q_start); every query row sees a key of the tile. `row` is the
+    Key rows index the KV of the step (the local shard, or the rows received). The band bounds
+    (key row - k_start) - (query row - q_start), and every query row sees a key of the tile. `row` is the
     batch row, or ALL_ROWS.
     """
 
@@ -38,11 +38,11 @@ def rows_of(tile: Tile) -> tuple[Rows, Rows]:
     return (batch, slice(tile.q_start, tile.q_stop)), (batch, slice(tile.k_start, tile.k_stop))
 
 
-class Part(NamedTuple):
+class DensePart(NamedTuple):
     """A full rectangle or a square triangle of a tile, in rows of the tile.
 
-    A triangle holds the keys up to the diagonal (`causal`), or from the diagonal on (`flipped` too): the
-    same call on rows in reverse order.
+    A triangle holds the keys up to the diagonal (`causal`), or from the diagonal on (`flipped` too), which is the
+    same kernel call on reversed rows.
     """
 
     q_start: int
@@ -71,39 +71,39 @@ def _pairs_up_to(queries: int, keys: int, high: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def dense_parts(queries: int, keys: int, band: Band) -> tuple[Part, ...]:
-    """A banded tile as rectangles and square triangles, for kernels that know no band. Exact, no overlap."""
+def dense_parts(queries: int, keys: int, band: Band) -> tuple[DensePart, ...]:
+    """A banded tile as rectangles and square triangles, for kernels that take no band. Exact, without overlap."""
     if band == FULL:
-        return (Part(0, queries, 0, keys),)
+        return (DensePart(0, queries, 0, keys),)
     if band.low is None:
         assert band.high is not None
         return tuple(_below_diagonal(queries, keys, band.high))
     if band.high is None:
         mirrored = _below_diagonal(queries, keys, keys - queries - band.low)
         return tuple(
-            Part(queries - p.q_stop, queries - p.q_start, keys - p.k_stop, keys - p.k_start, p.causal, p.causal)
+            DensePart(queries - p.q_stop, queries - p.q_start, keys - p.k_stop, keys - p.k_start, p.causal, p.causal)
             for p in mirrored
         )
     return tuple(_between_diagonals(queries, keys, band.low, band.high))
 
 
-def _below_diagonal(queries: int, keys: int, high: int) -> list[Part]:
+def _below_diagonal(queries: int, keys: int, high: int) -> list[DensePart]:
     """j - i <= high."""
     first = max(0, -high)  # rows before it see nothing
     seen_by_all = min(high + first, keys)
     square = min(queries - first, keys - seen_by_all)
     parts = []
     if seen_by_all > 0 and queries > first:
-        parts.append(Part(first, queries, 0, seen_by_all))
+        parts.append(DensePart(first, queries, 0, seen_by_all))
     if square > 0:
         end = seen_by_all + square
-        parts.append(Part(first, first + square, seen_by_all, end, causal=True))
+        parts.append(DensePart(first, first + square, seen_by_all, end, causal=True))
         if first + square < queries:
-            parts.append(Part(first + square, queries, seen_by_all, end))
+            parts.append(DensePart(first + square, queries, seen_by_all, end))
     return parts
 
 
-def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[Part]:
+def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[DensePart]:
     """low <= j - i <= high, in blocks of as many queries as keep the two diagonals apart."""
     block, parts = max(1, high - low), []
     for start in range(0, queries, block):
@@ -118,7 +118,7 @@ def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[Par
                 continue
             inner = band.shifted(k_start - start, rows, k_stop - k_start)
             parts += [
-                Part(p.q_start + start, p.q_stop + start, p.k_start + k_start, p.k_stop + k_start, p.causal, p.flipped)
+                DensePart(p.q_start + start, p.q_stop + start, p.k_start + k_start, p.k_stop + k_start, *p[4:])
                 for p in dense_parts(rows, k_stop - k_start, inner)
             ]
     return parts

@@ -27,7 +27,8 @@ from torchtitan_cp.config.sections import Rope
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-GIB = 2**30
+# Of one safetensors file; a larger tensor has one of its own.
+MAX_FILE_BYTES = 5 * 2**30
 
 # The one key of a rotary embedding that has another name there.
 HUB_KEYS = {"original_seq_len": "original_max_position_embeddings"}
@@ -133,7 +134,7 @@ def _copy(stored: Any, shape: list[int], local: Tensor, where: tuple[slice, ...]
 
 
 def save_hub_weights(
-    folder: Path, tensors: Iterable[tuple[str, int]], read: Callable[[list[str]], dict[str, Tensor]], max_bytes: int
+    folder: Path, tensors: Iterable[tuple[str, int]], read: Callable[[list[str]], dict[str, Tensor]]
 ) -> None:
     """Write tensors one file after the other.
 
@@ -141,11 +142,10 @@ def save_hub_weights(
         folder: exists and is empty.
         tensors: (hub name, bytes), in order.
         read: names -> {name: tensor} on the host; called once for each file, so that memory holds one file at a time.
-        max_bytes: of a file; a larger tensor has one of its own.
     """
     sizes, groups, filled = dict(tensors), list[list[str]](), math.inf
     for name, size in sizes.items():
-        if filled + size > max_bytes:
+        if filled + size > MAX_FILE_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(name)

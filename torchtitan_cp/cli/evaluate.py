@@ -22,7 +22,8 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.config import Config, UserError
-from torchtitan_cp.config.check import VARIANTS, check_config
+from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import (
     Activation,
     Compile,
@@ -34,8 +35,8 @@ from torchtitan_cp.config.sections import (
 )
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.data import prepare
-from torchtitan_cp.evaluation.evaluated import Evaluated, describe, numbers_of
-from torchtitan_cp.metrics.pictures import loss_against_position, passkey_map
+from torchtitan_cp.evaluation import EvaluationResult
+from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.runtime import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.device import find_device
@@ -47,7 +48,7 @@ from torchtitan_cp.training.model import ParallelModel
 WAIT_SECONDS = 3600.0
 
 
-def evaluate(saved: SavedModel, config: Config, world: World) -> Evaluated | None:
+def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResult | None:
     """What there is to find of a checkpoint; None where its corpus holds nothing out. Collective.
 
     Args:
@@ -106,17 +107,15 @@ def for_evaluation(config: Config, ranks: int, options: argparse.Namespace) -> C
     )
 
 
-def write(out: Path, saved: SavedModel, found: Evaluated) -> None:
+def write(out: Path, saved: SavedModel, found: EvaluationResult) -> None:
     """evaluation.json and a picture of each kind of prompt and of loss by position."""
     out.mkdir(parents=True, exist_ok=True)
     about = {"checkpoint": str(saved.path), "stage": saved.stage.name, "seq_len": saved.stage.seq_len}
-    (out / "evaluation.json").write_text(json.dumps({**about, **numbers_of(found)}, indent=1) + "\n", encoding="utf-8")
+    (out / "evaluation.json").write_text(json.dumps({**about, **found.to_json()}, indent=1) + "\n", encoding="utf-8")
     curve = {saved.path.name: (found.position_starts, found.position_losses)}
-    imsave(out / "loss_by_position.png", loss_against_position(curve))
+    imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
     for name, each in found.retrieval.items():
-        length = saved.stage.seq_len
-        picture = passkey_map(each.accuracy, each.lengths, each.depths, trained_length=length, title=name)
-        imsave(out / f"{name}.png", picture)
+        imsave(out / f"{name}.png", draw_retrieval_map(*each, trained_length=saved.stage.seq_len, title=name))
 
 
 def main(arguments: list[str]) -> int:
@@ -149,7 +148,7 @@ def main(arguments: list[str]) -> int:
     if world.rank == 0 and found:
         out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
         write(out, saved, found)
-        print("\n".join(describe(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len, found)))
+        print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len)))
         print(f"written to {out}")
     elif not found:
         print("error: the corpus of this run holds nothing out: data.validation_fraction = 0", file=sys.stderr)

@@ -1,7 +1,4 @@
-"""`torchtitan-cp export CHECKPOINT OUT` writes a checkpoint in Hugging Face's format.
-
-An entry point, as `train.py` is: it hands the registry its architectures.
-"""
+"""`torchtitan-cp export CHECKPOINT OUT` writes a checkpoint in Hugging Face's format."""
 
 import argparse
 import sys
@@ -12,23 +9,19 @@ from torchtitan_cp.config import UserError
 from torchtitan_cp.training.export import export
 from torchtitan_cp.training.registry import register
 
-DTYPES = ("float32", "bfloat16")
-
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights as written")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights as written")
     options = parser.parse_args(arguments)
     register(ARCHITECTURES)
     try:
         export(options.checkpoint, options.out, options.dtype)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {options.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        cause = error if isinstance(error, UserError) else f"{options.out} cannot be written: {error.strerror or error}"
+        print(f"error: {cause}", file=sys.stderr)
         return 2
     print(f"{options.out} is written")
     return 0

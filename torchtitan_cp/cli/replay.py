@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.config import UserError
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Inject, Model
 from torchtitan_cp.health.bundle import PLANS, Bundle
 from torchtitan_cp.health.inject import Strike
 from torchtitan_cp.health.trace import BACKWARD, Event, Magnitudes, Trace, find_invalid_tokens, find_nonfinite
-from torchtitan_cp.optim import IGNORED, TokenLoss
+from torchtitan_cp.optim import TokenLoss
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import architecture, register
 

@@ -1,6 +1,6 @@
-"""The TOML file: typed sections, reading, command-line overrides, every check with a message that mends.
+"""The TOML file: typed sections, reading, command-line overrides, and rules whose messages say how to fix a mistake.
 
-Imports no other room and no torch, so that a mistake in a file is told before anything heavy starts.
+Imports no other room and no torch, so that a mistake in a file is reported before anything heavy starts.
 """
 
 from torchtitan_cp.config.errors import ConfigError, UserError, format_error

@@ -1,21 +1,20 @@
-"""Checks between keys: what each key alone cannot know. Pure arithmetic and the file system."""
+"""Rules between keys: what the bounds of one key cannot say. Pure arithmetic and the file system."""
 
 import dataclasses
+import math
 import re
 import tempfile
 from pathlib import Path
 
-from torchtitan_cp.config.degrees import SCHEDULES, Degrees, resolve_degrees, stage_parallel
+from torchtitan_cp.config.degrees import Degrees, resolve_degrees, stage_parallel
 from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.names import MEASURED, ROW_SOURCES, SCHEDULES
 from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import ROW_SOURCES, Config, Data, Passkey, Rope, SourceKeys, Stage
+from torchtitan_cp.config.sections import Config, Data, LRScheduler, Passkey, Rope, SourceKeys, Stage
 
 START_BYTES = 2**16
-MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
-VARIANTS = ("passkey", "multi_key", "variable_tracking")
-MOST_KEYS = 26  # whose names begin with different letters
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-READ_BY = {  # keys of a source that some kinds alone read
+READ_BY = {  # keys of a source that only some kinds read
     "token_field": ROW_SOURCES,
     "group_field": ROW_SOURCES,
     "group_depth": ("python-stdlib", "text"),
@@ -26,31 +25,32 @@ READ_BY = {  # keys of a source that some kinds alone read
 
 
 def check_config(config: Config, ranks: int) -> Degrees:
-    """Everything that can be said of a config before a rank starts, given how many there will be.
+    """Check a config for a number of ranks, before one starts.
 
     Returns:
         The resolved degrees of the mesh.
 
     Raises:
-        ConfigError: the first thing found wrong, with the way to mend it.
+        ConfigError: the first rule that is broken, with its fix.
     """
     _check_groups(config)
-    _check_inject(config)
+    _check_inject(config, ranks)
     _check_passkey(config.evaluation.passkey)
     check_sources(config)
     degrees = resolve_degrees(config.parallel, ranks)
     if config.checkpoint.export != "no" and not config.checkpoint.enable:
         raise ConfigError(
-            "checkpoint.export is made of checkpoints, and checkpoint.enable = false",
+            "checkpoint.export needs checkpoints, and checkpoint.enable = false",
             fix='enable checkpoints, or set checkpoint.export = "no"',
         )
     check_stages(config)
+    _check_warmup(config)
     _check_products(config, ranks)
     for index, stage in enumerate(config.curriculum.stages):
         where, parallel = f"curriculum.stages[{index}]", stage_parallel(config.parallel, stage)
         if parallel != config.parallel and not config.checkpoint.enable:
             raise ConfigError(
-                f"{where} changes tp or pp, which goes by a checkpoint, and checkpoint.enable = false",
+                f"{where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
                 fix="enable checkpoints, or keep one tp and pp",
             )
         of_stage = resolve_degrees(parallel, ranks)
@@ -66,52 +66,71 @@ def check_stages(config: Config) -> None:
         raise ConfigError("there is no stage to train", fix="add a [[curriculum.stages]] table with seq_len and steps")
 
 
+def _check_warmup(config: Config) -> None:
+    """A warm-up that outlasts its steps never reaches the peak. Stages that end by `until` have no known length."""
+    stages = config.curriculum.stages
+    shared = [stage for stage in stages if stage.lr is None]
+    spans: list[tuple[str, LRScheduler, list[Stage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
+    spans += [(f"curriculum.stages[{i}].lr", stage.lr, [stage]) for i, stage in enumerate(stages) if stage.lr]
+    for where, schedule, span in spans:
+        steps = sum(stage.steps or math.ceil(stage.tokens / max(1, stage.global_batch_tokens)) for stage in span)
+        if span and schedule.warmup_steps > steps and not any(stage.until for stage in span):
+            raise ConfigError(
+                f"{where}.warmup_steps = {schedule.warmup_steps} is longer than the {steps} steps it is part of",
+                fix=f"use at most {steps}",
+            )
+
+
 def _check_pipeline(config: Config) -> None:
     schedule = config.parallel.pp_schedule
     if config.parallel.pp > 1 and config.compile.enable and SCHEDULES[schedule].splits_backward:
         plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
         raise ConfigError(
-            f"parallel.pp_schedule = {schedule!r} takes the backward of a block apart, which a compiled block cannot",
+            f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which a compiled block cannot",
             fix=f"use {plain}, or compile.enable = false",
         )
 
 
 def _check_products(config: Config, ranks: int) -> None:
-    """What overlaps or narrows matrix products has its conditions, in each stage."""
+    """Overlap, float8 and offload of matrix products have conditions, in each stage."""
     stages = config.curriculum.stages
     split = any(resolve_degrees(stage_parallel(config.parallel, stage), ranks).tp > 1 for stage in stages)
     own = (stage.activation.offload for stage in stages)
     offload = any(config.activation.offload if offload is None else offload for offload in own)
     if config.parallel.async_tp and not (config.compile.enable and split):
         raise ConfigError(
-            "parallel.async_tp is done by the compiler, between tensor-parallel ranks",
+            "parallel.async_tp needs the compiler and tensor-parallel ranks",
             fix="set compile.enable = true and parallel.tp above 1, or leave it out",
         )
     if config.training.float8 != "none" and split:
         raise ConfigError(
-            "training.float8 does not go with parallel.tp above 1: torchao's layers take whole weights",
+            "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
             fix="use dp_shard or cp for these ranks, or float8 = 'none'",
         )
     if config.parallel.fsdp_cpu_offload and config.optimizer.name == "muon":
         raise ConfigError(
-            "parallel.fsdp_cpu_offload does not go with optimizer.name = 'muon', whose ranks trade whole matrices",
-            fix="use adamw, or optimizer.offload_state = true in place of parallel.fsdp_cpu_offload",
+            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
+            fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
         )
     if offload and config.compile.mode in CUDA_GRAPHS and config.compile.enable:
         raise ConfigError(
-            f"activation.offload does not go with compile.mode = {config.compile.mode!r}: CUDA graphs use the memory "
-            "again before it is copied",
+            f"activation.offload does not work with compile.mode = {config.compile.mode!r}: CUDA graphs reuse the "
+            "memory before it is copied",
             fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
         )
 
 
-def _check_inject(config: Config) -> None:
-    """No hook is seen inside a compiled block."""
+def _check_inject(config: Config, ranks: int) -> None:
+    """The rank exists, and no hook is needed inside a compiled block, which has none."""
     fault = config.health.inject
+    if fault.step and fault.rank >= ranks:
+        raise ConfigError(
+            f"health.inject.rank = {fault.rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}"
+        )
     if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
         raise ConfigError(
             f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
-            fix="leave module out, to strike the block itself, or set compile.enable = false",
+            fix="leave module out to inject into the block itself, or set compile.enable = false",
         )
 
 
@@ -128,13 +147,6 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_passkey(settings: Passkey) -> None:
-    unknown = sorted(set(settings.variants) - set(VARIANTS))
-    if unknown:
-        raise ConfigError(
-            f"evaluation.passkey.variants has {', '.join(map(repr, unknown))}", fix=f"use {', '.join(VARIANTS)}"
-        )
-    if settings.keys > MOST_KEYS:
-        raise ConfigError(f"evaluation.passkey.keys = {settings.keys} is too many", fix=f"use at most {MOST_KEYS}")
     for name, text in (("needle", settings.needle), ("question", settings.question)):
         where = f"evaluation.passkey.{name} = {text!r}"
         try:
@@ -142,7 +154,7 @@ def _check_passkey(settings: Passkey) -> None:
             keyless, nameless = text.format(name="AB", key="", word=""), text.format(name="", key="12", word="xy")
         except (KeyError, ValueError, IndexError) as error:
             raise ConfigError(
-                f"{where} cannot be filled in: {error}", fix="use {name}, and {key} or {word}, alone"
+                f"{where} cannot be filled in: {error}", fix="use only {name}, and {key} or {word}"
             ) from None
         if whole in (keyless, nameless):
             raise ConfigError(f"{where} lacks the name or the key", fix="write {name}, and {key} or {word}, into it")
@@ -151,10 +163,10 @@ def _check_passkey(settings: Passkey) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Sources that can be told apart, and keys that their kind reads.
+    """Check that sources have names of their own, and keys that their kind reads.
 
     Raises:
-        ConfigError: the first thing found wrong.
+        ConfigError: the first rule that is broken, with its fix.
     """
     data = config.data
     if data.sources:
@@ -173,14 +185,14 @@ def _check_names(data: Data) -> None:
     for entry in dataclasses.fields(SourceKeys):
         if getattr(data, entry.name) != entry.default:
             raise ConfigError(
-                f"data.{entry.name} is set beside [[data.sources]], and would be read by none of them",
+                f"data.{entry.name} is set beside [[data.sources]], and none of them reads it",
                 fix=f"move {entry.name} into the tables it is meant for",
             )
     names = [source.name for source in data.sources]
     for index, name in enumerate(names):
         if not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(
-                f"data.sources[{index}].name = {name!r} is no name", fix="give one of letters, digits, '_', '-' and '.'"
+                f"data.sources[{index}].name = {name!r} is not a name", fix="use letters, digits, '_', '-' and '.'"
             )
         if name in names[:index]:
             raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
@@ -194,7 +206,7 @@ def _check_source(source: SourceKeys, where: str) -> None:
                 fix=f"leave it out, or use source = {' or '.join(repr(kind) for kind in kinds)}",
             )
     if source.token_field and source.text_field != SourceKeys.text_field:
-        raise ConfigError(f"{where} has both text_field and token_field", fix="give the one that is to be read")
+        raise ConfigError(f"{where} has both text_field and token_field", fix="give one of them")
     if 0 < source.max_document < max(2, source.min_document):
         raise ConfigError(
             f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
@@ -213,7 +225,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     if stage.cp is not None and stage.cp < 1 and stage.cp != -1:
-        raise ConfigError(f"{where}.cp = {stage.cp} is no degree", fix="use 1 or more, or -1 for every rank")
+        raise ConfigError(f"{where}.cp = {stage.cp} is not a degree", fix="use 1 or more, or -1 for every rank")
     cp = degrees.stage_cp(stage)
     if degrees.fsdp % cp:
         divisors = [str(n) for n in range(1, degrees.fsdp + 1) if degrees.fsdp % n == 0]
@@ -249,16 +261,15 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
 
 
 def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int) -> None:
-    """Lengths at which a stage is measured, beside its own, can be shared by its `ranks` (cp x tp) too."""
-    wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in config.evaluation.passkey.lengths}
-    wanted[f"evaluation.position_seq_len is {config.evaluation.position_seq_len} tokens"] = (
-        config.evaluation.position_seq_len
-    )
+    """The stage's cp x tp `ranks` must be able to share the other lengths at which it is measured, too."""
+    evaluation = config.evaluation
+    wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in evaluation.passkey.lengths}
+    wanted[f"evaluation.position_seq_len is {evaluation.position_seq_len} tokens"] = evaluation.position_seq_len
     if "short_loss_rise" in stage.until:
         first = config.curriculum.stages[0].seq_len
         wanted[f"{where}.until measures short_loss_rise at {first} tokens, the first stage's"] = first
     for what, length in wanted.items():
-        if length < 0 or length % (2 * ranks):
+        if length % (2 * ranks):
             raise ConfigError(
                 f"{what}, which the cp x tp = {ranks} ranks of {where} cannot share",
                 fix=f"make that length a multiple of {2 * ranks}, or leave it out",
@@ -273,11 +284,17 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
         )
     if not stage.until.get("max_tokens", 0) > 0 or len(stage.until) == 1:
         raise ConfigError(
-            f"{where} = {stage.until} needs max_tokens, which ends the stage at last, and a condition",
+            f"{where} = {stage.until} needs max_tokens, which ends the stage in any case, and a condition",
             fix=f"e.g. {where} = {{validation_loss = 2.5, max_tokens = 1_000_000_000}}",
         )
     if config.evaluation.interval == 0:
-        raise ConfigError(f"{where} is looked at after evaluations, and evaluation.interval is 0", fix="set it")
+        raise ConfigError(
+            f"{where} is decided after evaluations, and evaluation.interval is 0",
+            fix="set evaluation.interval to a number of steps",
+        )
+    if not 0 <= stage.until.get("passkey_accuracy", 0) <= 1:
+        accuracy = stage.until["passkey_accuracy"]
+        raise ConfigError(f"{where}.passkey_accuracy = {accuracy} is never reached", fix="use a fraction from 0 to 1")
     if "short_loss_rise" in stage.until and stage is config.curriculum.stages[0]:
         raise ConfigError(
             f"{where} has short_loss_rise, which compares with the end of the first stage: this one",
@@ -288,7 +305,7 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
     if "passkey_accuracy" in stage.until and ("passkey" not in passkey.variants or not passkey.trials or too_long):
         raise ConfigError(
             f"{where} has passkey_accuracy, and [evaluation.passkey] measures none at up to {stage.seq_len} tokens",
-            fix="give it the variant 'passkey', trials, and a length of the stage or below",
+            fix="give it the variant 'passkey', trials, and a length up to the stage's",
         )
 
 
@@ -303,8 +320,12 @@ def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
             )
         if named and (min(named.values()) < 0 or not sum(named.values()) > 0):
             raise ConfigError(f"{key} has weights that sum to zero, or one below it", fix="give weights above 0")
-    if own.short_share > 1:
-        raise ConfigError(f"{where}.short_share = {own.short_share} is more than all", fix="use 0 to 1")
+    unknown = sorted(set(config.data.max_epochs) - names)
+    if unknown:
+        raise ConfigError(
+            f"data.max_epochs names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
+            fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
+        )
     if bool(own.short_share) != bool(own.short_seq_len) or own.short_seq_len >= stage.seq_len:
         raise ConfigError(
             f"{where} has short_share = {own.short_share} and short_seq_len = {own.short_seq_len}",
@@ -318,7 +339,7 @@ def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
 
 
 def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
-    """Every schedule but GPipe wants a micro-batch for each pipeline rank, and the interleaved ones whole rounds."""
+    """Every schedule but GPipe needs a micro-batch for each pipeline rank; the interleaved ones, full rounds."""
     if degrees.pp == 1:
         return
     unit = stage.seq_len * degrees.stage_dp(stage) * config.training.micro_batch_sequences
@@ -328,13 +349,13 @@ def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degr
         wanted = max(degrees.pp, -(-count // degrees.pp) * degrees.pp)
         raise ConfigError(
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} makes {count} micro-batches, which "
-            f"{schedule} cannot deal to {degrees.pp} pipeline ranks",
+            f"{schedule} cannot assign to {degrees.pp} pipeline ranks",
             fix=f"use {wanted * unit} for {wanted} micro-batches, or fewer pipeline ranks",
         )
 
 
 def check_dump_folder(folder: str) -> None:
-    """Make the run's folder and write to it once, about what a start writes.
+    """Make the run's folder, and write as much to it as a start does.
 
     Raises:
         ConfigError: it cannot be made or written.
@@ -346,5 +367,5 @@ def check_dump_folder(folder: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
-            fix="make room, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
+            fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

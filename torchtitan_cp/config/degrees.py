@@ -1,4 +1,4 @@
-"""Degrees of the mesh as plain integers, worked out from [parallel] and the number of ranks."""
+"""Degrees of the mesh as plain integers, computed from [parallel] and the number of ranks."""
 
 import dataclasses
 import math
@@ -7,31 +7,6 @@ from dataclasses import dataclass
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Parallel, Stage
 
-
-@dataclass(frozen=True)
-class PipelineSchedule:
-    """A schedule of torch.distributed.pipelining.
-
-    Attributes:
-        torch_name: what torch calls it.
-        stages_per_rank: how many it has at least; exactly so many where `most` is the same.
-        most: how many it takes, None for any.
-        splits_backward: gradients of weights are made apart from those of inputs (zero bubble).
-    """
-
-    torch_name: str
-    stages_per_rank: int = 1
-    most: int | None = 1
-    splits_backward: bool = False
-
-
-SCHEDULES = {
-    "gpipe": PipelineSchedule("GPipe"),
-    "1f1b": PipelineSchedule("1F1B"),
-    "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", 2, None),
-    "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, None, splits_backward=True),
-    "zbv_zero_bubble": PipelineSchedule("ZBVZeroBubble", 2, 2, splits_backward=True),
-}
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -84,10 +59,14 @@ def resolve_degrees(parallel: Parallel, ranks: int) -> Degrees:
     text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "every degree 1"
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
-            raise ConfigError(f"parallel.{name} = {degree} is no degree", fix="use 1 or more, or -1 for what is left")
+            raise ConfigError(
+                f"parallel.{name} = {degree} is not a degree", fix="use 1 or more, or -1 for the remaining ranks"
+            )
     open_axes = [name for name, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
-        raise ConfigError(f"{' and '.join('parallel.' + name for name in open_axes)} are all -1", fix="leave one open")
+        raise ConfigError(
+            f"{' and '.join('parallel.' + name for name in open_axes)} are all -1", fix="set -1 for one of them"
+        )
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if ranks % known or (not open_axes and known != ranks):
         fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"

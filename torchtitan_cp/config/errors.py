@@ -1,12 +1,12 @@
-"""Errors a user can cause. Each carries the way out; the entry points print them and exit with code 2."""
+"""Errors a user can cause. Each carries its fix; the entry points print both and exit with code 2."""
 
 
 class UserError(Exception):
-    """Something in the user's hands is wrong: a file, a key, a corpus, a folder.
+    """A file, key, corpus or folder of the user is wrong.
 
     Args:
         message: what is wrong, naming the file, key or rank.
-        fix: how to mend it; printed on a line of its own.
+        fix: how to correct it; printed on its own line.
     """
 
     def __init__(self, message: str, *, fix: str = "") -> None:
@@ -19,9 +19,9 @@ class ConfigError(UserError):
 
 
 def format_error(config: str, error: Exception) -> str:
-    """What an entry point prints of an error: the config it was given, once, and what is wrong.
+    """The message an entry point prints: the path of the config, once, and the error.
 
     Args:
-        config: its path as it was typed. What load_config raises names it; what the checks after it raise does not.
+        config: its path as typed. Errors of load_config name it already; those of later checks do not.
     """
     return f"error: {error}" if config in str(error).partition("\n")[0] else f"error: {config}: {error}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -16,7 +17,14 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Config
 
 OVERRIDE = re.compile(r"--([A-Za-z_][\w.\[\]]*?)=(.*)", re.DOTALL)
-TOML_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+# What a value must be, and how to write one.
+TOML_TYPES = {
+    int: ("an integer", "write digits alone, e.g. 8"),
+    float: ("a number", "write it without quotes, e.g. 0.5"),
+    bool: ("true or false", "write true or false, without quotes"),
+    str: ("a string", 'write it in quotes, e.g. "text"'),
+    dict: ("a table", "write it in braces, e.g. {name = 1}"),
+}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -29,7 +37,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: a missing file, a syntax error (file and line), an unknown key (with the nearest known
-            one), a wrong type, or a value outside its choices.
+            one), a wrong type, or a value outside its choices or bounds.
     """
     table = read_toml(Path(path))
     for override in overrides:
@@ -46,7 +54,9 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}", fix="give an existing file, e.g. train_configs/quickstart.toml"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", fix="give a TOML file saved as UTF-8"
+        ) from None
     except tomli.TOMLDecodeError as error:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
@@ -62,28 +72,12 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     *parents, last = re.findall(r"[^.\[\]]+", match[1])
     node: Any = table
     for step in parents:
-        node = _descend(node, step, override)
-    _assign(node, last, _parse_value(match[2]), override)
-
-
-def _parse_value(text: str) -> Any:
+        node = node.setdefault(step, {}) if isinstance(node, dict) else node[_index(node, step, override)]
     try:
-        return tomli.loads(f"value = {text}")["value"]
+        value = tomli.loads(f"value = {match[2]}")["value"]
     except tomli.TOMLDecodeError:
-        return text
-
-
-def _descend(node: Any, step: str, override: str) -> Any:
-    if isinstance(node, dict):
-        return node.setdefault(step, {})
-    return node[_index(node, step, override)]
-
-
-def _assign(node: Any, last: str, value: Any, override: str) -> None:
-    if isinstance(node, dict):
-        node[last] = value
-    else:
-        node[_index(node, last, override)] = value
+        value = match[2]
+    node[last if isinstance(node, dict) else _index(node, last, override)] = value
 
 
 def _index(node: Any, step: str, override: str) -> int:
@@ -117,7 +111,8 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     if plain is float and type(value) is int:
         return float(value)
     if type(value) is not plain:
-        raise ConfigError(f"{file}: {where} must be {TOML_NAMES[plain]}, got {value!r}")
+        wanted, fix = TOML_TYPES[plain]
+        raise ConfigError(f"{file}: {where} must be {wanted}, got {value!r}", fix=fix)
     return value
 
 
@@ -138,12 +133,22 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 
 def _check_range(value: Any, metadata: Any, where: str, file: str) -> None:
-    choices, least = metadata.get("choices", ()), metadata.get("least")
-    unknown = [entry for entry in (value if isinstance(value, tuple) else (value,)) if entry not in choices]
-    if choices and unknown:
-        raise ConfigError(f"{file}: {where} = {unknown[0]!r} is not known", fix="use one of " + ", ".join(choices))
-    if least is not None and value is not None and not value >= least:
-        raise ConfigError(f"{file}: {where} = {value!r} is too small", fix=f"use at least {least:g}")
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+    choices, least, most, below = (metadata.get(name) for name in ("choices", "least", "most", "below"))
+    for entry in entries:
+        wrong = fix = ""
+        if choices and entry is not None and entry not in choices:
+            wrong, fix = "is not known", "use one of " + ", ".join(choices)
+        elif isinstance(entry, float) and not math.isfinite(entry):
+            wrong, fix = "is not a finite number", "give a finite number"
+        elif least is not None and entry is not None and entry < least:
+            wrong, fix = "is too small", f"use at least {least:g}"
+        elif most is not None and entry is not None and entry > most:
+            wrong, fix = "is too large", f"use at most {most:g}"
+        elif below is not None and entry is not None and entry >= below:
+            wrong, fix = "is too large", f"use a number below {below:g}"
+        if wrong:
+            raise ConfigError(f"{file}: {where} = {entry!r} {wrong}", fix=fix)
 
 
 def to_toml(config: Config) -> str:

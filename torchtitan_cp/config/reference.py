@@ -1,6 +1,9 @@
 """The table of sections and keys, made from the dataclasses: for `--help` and `docs/config.md`."""
 
 import dataclasses
+import inspect
+import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -32,8 +35,15 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             yield "[[data.sources]]", _first_line(DataSource), list(_keys(DataSource))
 
 
+def help_texts(section: Any) -> dict[str, str]:
+    """What the `Attributes:` of a section's docstring, and of the classes it extends, say of each key."""
+    docs = (inspect.cleandoc(base.__doc__ or "") for base in section.__mro__)
+    entries = (entry for doc in docs for entry in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc, re.MULTILINE))
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
 def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
-    hints = typing.get_type_hints(section)
+    texts, hints = help_texts(section), typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
         kind = hints[entry.name]
         optional = typing.get_origin(kind) is types.UnionType
@@ -41,19 +51,16 @@ def _keys(section: Any, prefix: str = "") -> Iterator[Key]:
         if dataclasses.is_dataclass(kind):
             yield from _keys(kind, f"{prefix}{entry.name}.")
             continue
-        choices = entry.metadata["choices"]
-        help_text = entry.metadata["help"] + (f" ({' | '.join(choices)})" if choices else "")
+        choices = entry.metadata.get("choices")
+        help_text = texts[entry.name] + (f" ({' | '.join(choices)})" if choices else "")
         name = "list" if typing.get_origin(kind) is tuple else (typing.get_origin(kind) or kind).__name__
         yield Key(prefix + entry.name, name, _default(entry), help_text)
 
 
 def _default(entry: Any) -> str:
-    if entry.default is None:
-        return ""
     if entry.default is dataclasses.MISSING:
         return "{}"
-    value = list(entry.default) if isinstance(entry.default, tuple) else entry.default
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else f"{value!r}"
+    return "" if entry.default is None else json.dumps(entry.default)
 
 
 def _first_line(section: Any) -> str:

@@ -1,102 +1,120 @@
 """The sections of the TOML file as frozen dataclasses: every key with its type, default and meaning.
 
-The help texts here are the one home of what a key means: `--help` and `docs/config.md` are made from them.
+What each `Attributes:` says of a key is its help text: `--help` and `docs/config.md` are made from it.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
-KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
-TRANSFERS = ("exact", "float8")
-LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
-ACTIVATIONS = ("none", "full", "selective", "attention_saved")
-FLOAT8_RECIPES = ("none", "tensorwise", "rowwise")
-RESHARD = ("auto", "always", "never")
-PP_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-ROW_SOURCES = ("jsonl", "parquet", "huggingface")
-DOCUMENT_ORDERS = ("shuffled", "related")
-PACKINGS = ("concat", "best_fit")
-SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
-RUNGS = ("rollback", "lower_lr")
-ON_SPIKE = ("warn", "trip")
-FAULTS = ("data", "embedding", "forward", "backward", "gradient", "weight")
-FAULT_KINDS = ("nan", "inf", "spike")
-ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
+from torchtitan_cp.config import names
+
+LONGEST_SECONDS = 1e8  # three years; torch counts in nanoseconds
 
 
-def key(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    """A documented key: its default, what it means, and what values it takes."""
-    metadata = {"help": help, "choices": choices, "least": least}
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+def key(
+    default: Any,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A key with the values it takes. The bounds of a list or table hold for each entry; every number is finite.
+
+    Args:
+        least, most: bounds that are allowed themselves; below: one that is not.
+    """
+    metadata = {"choices": choices, "least": least, "most": most, "below": below}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the run is called and where its files go."""
+    """What the run is called and where its files go.
 
-    dump_folder: str = key(
-        "outputs/run",
-        "folder of this run: config.toml, metrics.jsonl, a trained tokenizer, tensorboard/, checkpoints/",
-    )
-    description: str = key("", "one line about the run, shown at start")
-    timeout_seconds: float = key(300.0, "a step, validation or final save that takes longer ends the job", least=1)
-    startup_timeout_seconds: float = key(
-        1800.0, "the same of what comes before: joining, building, loading, each stage's first step", least=1
-    )
-    max_restarts: int = key(3, "times that run_train.sh starts the ranks again after one died or hung", least=0)
+    Attributes:
+        dump_folder: folder of this run: config.toml, metrics.jsonl, a trained tokenizer, tensorboard/, checkpoints/
+        description: one line about the run, shown at start
+        timeout_seconds: a step, validation or final save that takes longer ends the job
+        startup_timeout_seconds: the limit for joining, building, loading and each stage's first step
+        max_restarts: times that run_train.sh starts the ranks again after one died or hung
+    """
+
+    dump_folder: str = "outputs/run"
+    description: str = ""
+    timeout_seconds: float = key(300.0, least=1, most=LONGEST_SECONDS)
+    startup_timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
+    max_restarts: int = key(3, least=0)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Which network is trained."""
+    """Which model is trained.
 
-    architecture: str = key("llama", "architecture by name, from models/")
-    flavor: str = key("", "sizes by name: debug, 1B, 3B, 8B, 70B, 405B, ...; default: hub_checkpoint's, else debug")
-    overrides: dict[str, Any] = key({}, "sizes that replace the flavor's, e.g. {n_layers = 2}")  # noqa: RUF009
-    hub_checkpoint: str = key("", "folder in Hugging Face's format (config.json, *.safetensors) to start from")
+    Attributes:
+        architecture: architecture by name, from models/
+        flavor: sizes by name: debug, 1B, 3B, 8B, 70B, 405B, ...; default: hub_checkpoint's sizes, else debug
+        overrides: sizes that replace the flavor's, e.g. {n_layers = 2}
+        hub_checkpoint: folder in Hugging Face's format (config.json, *.safetensors) to start from
+    """
+
+    architecture: str = "llama"
+    flavor: str = ""
+    overrides: dict[str, Any] = key({})  # noqa: RUF009
+    hub_checkpoint: str = ""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """How text becomes tokens."""
+    """How text becomes tokens.
 
-    kind: str = key("sentencepiece", "which library reads it", choices=("sentencepiece", "bytes", "huggingface"))
-    path: str = key("", "model file; empty with sentencepiece: one is trained on the corpus and cached")
-    vocab_size: int = key(4096, "pieces of a SentencePiece model trained on the corpus", least=300)
+    Attributes:
+        kind: which library reads it
+        path: model file; empty with sentencepiece: one is trained on the corpus and cached
+        vocab_size: pieces of a SentencePiece model trained on the corpus
+    """
+
+    kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
+    path: str = ""
+    vocab_size: int = key(4096, least=300)
 
 
 @dataclass(frozen=True)
 class SourceKeys:
-    """Where text, or tokens, come from, and what of them is a document."""
+    """Where text or tokens come from, and what a document is.
 
-    source: str = key(
-        "python-stdlib",
-        "python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst]; "
-        "parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub)",
-        choices=("python-stdlib", "text", *ROW_SOURCES),
-    )
-    path: str = key("", "file, folder or glob; with huggingface the dataset's name or a local folder")
-    subset: str = key("", "huggingface: the dataset's configuration, where it has several")
-    split: str = key("train", "huggingface: the split that is read")
-    revision: str = key("", "huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed")
-    text_field: str = key("text", "field (column) of a row that holds the text")
-    token_field: str = key("", "field (column) of a row that holds token ids of this tokenizer, instead of text_field")
-    group_field: str = key("", "field (column) that rows of one group share, as a repository; empty: none is related")
-    group_depth: int = key(
-        0, "text: leading folders that name a document's group, 1 where each is a repository; 0: all", least=0
-    )
-    document: str = key(
-        "file",
-        "what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one",
-        choices=("file", "folder"),
-    )
-    min_document: int = key(0, "documents of fewer tokens are counted and left out", least=0)
-    max_document: int = key(0, "documents of more tokens are split into even parts; 0: none is", least=0)
-    validation_fraction: float = key(0.02, "share of files (or rows) held out, chosen by hash", least=0)
+    Attributes:
+        source: python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst];
+            parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub)
+        path: file, folder or glob; with huggingface the dataset's name or a local folder
+        subset: huggingface: the dataset's configuration, where it has several
+        split: huggingface: the split that is read
+        revision: huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed
+        text_field: field (column) of a row that holds the text
+        token_field: field (column) of a row that holds token ids of this tokenizer, instead of text_field
+        group_field: field (column) with the group of a row, e.g. its repository; empty: no row is related to another
+        group_depth: text: leading folders of a path that name a document's group, 1 if each is a repository; 0: all
+        document: what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one
+        min_document: documents with fewer tokens are counted and left out
+        max_document: documents with more tokens are split into even parts; 0: never
+        validation_fraction: share of files (or rows) held out, chosen by hash
+    """
+
+    source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES))
+    path: str = ""
+    subset: str = ""
+    split: str = "train"
+    revision: str = ""
+    text_field: str = "text"
+    token_field: str = ""
+    group_field: str = ""
+    group_depth: int = key(0, least=0)
+    document: str = key("file", choices=("file", "folder"))
+    min_document: int = key(0, least=0)
+    max_document: int = key(0, least=0)
+    validation_fraction: float = key(0.02, least=0, below=1)
 
     @property
     def where(self) -> str:
@@ -106,9 +124,13 @@ class SourceKeys:
 
 @dataclass(frozen=True)
 class DataSource(SourceKeys):
-    """One of several sources: the keys of [data] for it, and a name. Each is kept as tokens of its own."""
+    """One of several sources: keys as in [data], and a name. Each is tokenized and cached by itself.
 
-    name: str = key("", "what mixtures, tables and messages call it")
+    Attributes:
+        name: what mixtures, tables and messages call it
+    """
+
+    name: str = ""
 
     @property
     def where(self) -> str:
@@ -118,30 +140,36 @@ class DataSource(SourceKeys):
 
 @dataclass(frozen=True)
 class Data(SourceKeys):
-    """Which text is read, and how it is kept on disk."""
+    """Which text is read, and where its tokens are cached.
 
-    sources: tuple[DataSource, ...] = key((), "[[data.sources]] tables, in place of the keys above for one source")
-    mixture: dict[str, float] = key(  # noqa: RUF009
-        {}, "weight of each source by name; default: by their tokens; a stage may set its own"
-    )
-    max_epochs: dict[str, float] = key(  # noqa: RUF009
-        {}, "how often a source may be read in the run, by name; then its weight goes to the others"
-    )
-    order: str = key(
-        "shuffled", "related keeps documents of one group (folder, repository) together", choices=DOCUMENT_ORDERS
-    )
-    separator: int = key(-1, "token id put after each document, beside the tokenizer's own end; -1: none", least=-1)
-    packing: str = key(
-        "concat",
-        "concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad nothing",
-        choices=PACKINGS,
-    )
-    packing_window: int = key(256, "best_fit: sequences packed at once", least=1)
-    document_mask: bool = key(False, "tokens see their own document only, and its last token predicts nothing")
-    restart_positions: bool = key(False, "positions begin at 0 in each document")
-    workers: int = key(0, "processes that read sequences and plan their attention; 0: a thread", least=0)
-    cache_folder: str = key("outputs/cache", "where tokens and the trained tokenizer are kept between runs")
-    prefetch_batches: int = key(2, "steps read ahead of the training loop", least=1)
+    Attributes:
+        sources: [[data.sources]] tables, in place of the keys above for one source
+        mixture: weight of each source by name; default: by their tokens; a stage may set its own
+        max_epochs: how often the run may read a source, by name; after that its weight goes to the others
+        order: related keeps documents of one group (folder, repository) together
+        separator: token id put after each document, in addition to the tokenizer's own end; -1: none
+        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad
+            nothing
+        packing_window: best_fit: sequences packed at once
+        document_mask: tokens attend to their own document only, and its last token predicts nothing
+        restart_positions: positions begin at 0 in each document
+        workers: processes that read sequences and plan their attention; 0: a thread
+        cache_folder: where tokens and the trained tokenizer are kept between runs
+        prefetch_batches: steps read ahead of the training loop
+    """
+
+    sources: tuple[DataSource, ...] = ()
+    mixture: dict[str, float] = key({}, least=0)  # noqa: RUF009
+    max_epochs: dict[str, float] = key({}, least=0)  # noqa: RUF009
+    order: str = key("shuffled", choices=names.DOCUMENT_ORDERS)
+    separator: int = key(-1, least=-1)
+    packing: str = key("concat", choices=names.PACKINGS)
+    packing_window: int = key(256, least=1)
+    document_mask: bool = False
+    restart_positions: bool = False
+    workers: int = key(0, least=0)
+    cache_folder: str = "outputs/cache"
+    prefetch_batches: int = key(2, least=1)
 
     def by_name(self) -> dict[str, SourceKeys]:
         """Every source, in the file's order; the one that [data] itself describes is called `corpus`."""
@@ -150,355 +178,494 @@ class Data(SourceKeys):
 
 @dataclass(frozen=True)
 class Training:
-    """Numbers of one optimizer step."""
+    """How one optimizer step is computed.
 
-    seed: int = key(0, "seed of weights and data order", least=0)
-    compute_dtype: str = key(
-        "bfloat16", "dtype of forward and backward; weights and reductions are fp32", choices=("float32", "bfloat16")
-    )
-    float8: str = key(
-        "none",
-        "CUDA from compute capability 8.9: the blocks' linear layers multiply in 8 bits (package torchao), with a "
-        "scale for each tensor or row",
-        choices=FLOAT8_RECIPES,
-    )
-    deterministic: bool = key(False, "only kernels that give the same bits every time; slower on CUDA")
-    micro_batch_sequences: int = key(1, "sequences a data-parallel rank runs at once", least=1)
-    reduce_dtype: str = key(
-        "float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16")
-    )
-    max_grad_norm: float = key(1.0, "gradients are clipped to this global norm; 0 never clips", least=0)
-    loss_chunk_tokens: int = key(1024, "tokens whose logits exist at one time", least=1)
-    z_loss: float = key(0.0, "times logsumexp(logits)^2 of each token is added to the loss, e.g. 1e-4", least=0)
+    Attributes:
+        seed: seed of weights and data order
+        compute_dtype: dtype of forward and backward; weights and reductions are fp32
+        float8: CUDA from compute capability 8.9: the blocks' linear layers multiply in 8 bits (package torchao), with
+            a scale for each tensor or row
+        deterministic: only kernels that give the same bits every time; slower on CUDA
+        micro_batch_sequences: sequences a data-parallel rank runs at once
+        reduce_dtype: dtype in which gradients are summed over ranks
+        max_grad_norm: gradients are clipped to this global norm; 0: never
+        loss_chunk_tokens: tokens whose logits exist at the same time
+        z_loss: weight of logsumexp(logits)^2 in the loss of each token, e.g. 1e-4
+    """
+
+    seed: int = key(0, least=0)
+    compute_dtype: str = key("bfloat16", choices=("float32", "bfloat16"))
+    float8: str = key("none", choices=names.FLOAT8_RECIPES)
+    deterministic: bool = False
+    micro_batch_sequences: int = key(1, least=1)
+    reduce_dtype: str = key("float32", choices=("float32", "bfloat16"))
+    max_grad_norm: float = key(1.0, least=0)
+    loss_chunk_tokens: int = key(1024, least=1)
+    z_loss: float = key(0.0, least=0)
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with numbers of their own."""
+    """Parameters with their own learning rate or weight decay.
 
-    match: str = key("", "regular expression found anywhere in a parameter's name")
-    lr_scale: float = key(1.0, "times the learning rate of the step", least=0)
-    weight_decay: float | None = key(None, "default: as without the rule", least=0)
+    Attributes:
+        match: regular expression found anywhere in a parameter's name
+        lr_scale: factor on the learning rate
+        weight_decay: weight decay; default: optimizer.weight_decay for matrices, else none
+    """
+
+    match: str = ""
+    lr_scale: float = key(1.0, least=0)
+    weight_decay: float | None = key(None, least=0)
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Who updates the parameters, and its numbers."""
+    """The optimizer.
 
-    name: str = key(
-        "adamw",
-        "muon orthogonalises the steps of the blocks' matrices; all else is AdamW's",
-        choices=("adamw", "muon"),
-    )
-    lr: float = key(3e-4, "peak learning rate", least=0)
-    beta1: float = key(0.9, "decay of the first moment", least=0)
-    beta2: float = key(0.95, "decay of the second moment", least=0)
-    eps: float = key(1e-8, "added to the root of the second moment", least=0)
-    weight_decay: float = key(0.1, "decoupled weight decay of matrices (norms and biases have none)", least=0)
-    muon_momentum: float = key(0.95, "muon: share of the old momentum kept in a step", least=0)
-    implementation: str = key(
-        "fused", "how AdamW with float32 state runs; 8bit compiles its own", choices=("fused", "foreach", "for-loop")
-    )
-    state: str = key(
-        "float32",
-        "AdamW's moments; 8bit (package torchao) resumes on other ranks if shards are whole blocks of 256 values",
-        choices=("float32", "8bit"),
-    )
-    offload_state: bool = key(False, "CUDA: keep the state in host memory between steps, copied in and out of each")
-    groups: tuple[ParameterGroup, ...] = key(
-        (),
-        "[[optimizer.groups]] tables of match (a regex), lr_scale and weight_decay; the first that matches rules",
-    )
+    Attributes:
+        name: muon orthogonalises the steps of the blocks' matrices; all else is AdamW's
+        lr: peak learning rate
+        beta1: decay of the first moment
+        beta2: decay of the second moment
+        eps: added to the root of the second moment
+        weight_decay: decoupled weight decay of matrices (norms and biases have none)
+        muon_momentum: muon: decay of the momentum
+        implementation: how AdamW with float32 state runs; 8bit compiles its own
+        state: AdamW's moments; 8bit (package torchao) resumes on other ranks if shards are whole blocks of 256 values
+        offload_state: CUDA: keep the state in host memory between steps
+        groups: [[optimizer.groups]] tables of match (a regex), lr_scale and weight_decay; the first match
+            applies
+    """
+
+    name: str = key("adamw", choices=("adamw", "muon"))
+    lr: float = key(3e-4, least=0, most=100)
+    beta1: float = key(0.9, least=0, below=1)
+    beta2: float = key(0.95, least=0, below=1)
+    eps: float = key(1e-8, least=0, most=1)
+    weight_decay: float = key(0.1, least=0)
+    muon_momentum: float = key(0.95, least=0, below=1)
+    implementation: str = key("fused", choices=("fused", "foreach", "for-loop"))
+    state: str = key("float32", choices=("float32", "8bit"))
+    offload_state: bool = False
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """The learning rate over the whole run; a stage with its own `lr` leaves it."""
+    """The learning rate over the whole run, except stages with their own `lr`.
 
-    shape: str = key("cosine", "curve after warm-up", choices=SCHEDULE_SHAPES)
-    warmup_steps: int = key(0, "steps of linear warm-up from zero", least=0)
-    decay_fraction: float = key(0.2, "wsd: share of the steps spent decaying", least=0)
-    end_fraction: float = key(0.1, "last learning rate over the peak", least=0)
+    Attributes:
+        shape: curve after warm-up
+        warmup_steps: steps of linear warm-up from zero
+        decay_fraction: wsd: fraction of the steps that decay
+        end_fraction: last learning rate as a fraction of the peak
+    """
+
+    shape: str = key("cosine", choices=names.SCHEDULE_SHAPES)
+    warmup_steps: int = key(0, least=0)
+    decay_fraction: float = key(0.2, least=0, most=1)
+    end_fraction: float = key(0.1, least=0, most=1)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Degrees of the mesh; their product is the number of ranks. -1 takes what is left (one key at most)."""
+    """Degrees of the mesh; their product is the number of ranks. -1 takes what is left (one key at most).
 
-    pp: int = key(1, "pipeline ranks")
-    pp_schedule: str = key("1f1b", "order of forwards and backwards in the pipeline", choices=PP_SCHEDULES)
-    pp_stages_per_rank: int = key(0, "stages of one pipeline rank; 0: as few as the schedule takes", least=0)
-    pp_split: tuple[int, ...] = key((), "first layer of every stage but the first; default: split by cost")
-    dp_replicate: int = key(1, "replicas of the sharded model (HSDP)")
-    dp_shard: int = key(-1, "data-parallel ranks that shard the parameters")
-    cp: int = key(1, "context-parallel ranks; a stage may set its own")
-    tp: int = key(1, "tensor-parallel ranks; they share a node")
-    async_tp: bool = key(False, "CUDA, compiled blocks: tp's messages travel in parts, beside the products they feed")
-    fsdp_reshard: str = key(
-        "auto",
-        "whether a block's gathered weights are freed after its forward; auto: always, and never in a pipeline",
-        choices=RESHARD,
-    )
-    fsdp_prefetch: int = key(1, "blocks whose weights are gathered ahead", least=1)
-    fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory (CUDA)")
+    Attributes:
+        pp: pipeline ranks
+        pp_schedule: order of forwards and backwards in the pipeline
+        pp_stages_per_rank: pipeline stages on one rank; 0: as few as the schedule allows
+        pp_split: first layer of every pipeline stage except the first; default: split by cost
+        dp_replicate: replicas of the sharded model (HSDP)
+        dp_shard: data-parallel ranks that shard the parameters
+        cp: context-parallel ranks; a stage may set its own
+        tp: tensor-parallel ranks; they share a node
+        async_tp: CUDA, compiled blocks: tensor-parallel communication overlaps the matrix products in parts
+        fsdp_reshard: whether a block's gathered weights are freed after its forward; auto: never in a pipeline, else
+            always
+        fsdp_prefetch: blocks whose weights are gathered in advance
+        fsdp_cpu_offload: keep weights, gradients and optimizer state in host memory (CUDA)
+    """
+
+    pp: int = key(1, least=-1)
+    pp_schedule: str = key("1f1b", choices=names.PP_SCHEDULES)
+    pp_stages_per_rank: int = key(0, least=0)
+    pp_split: tuple[int, ...] = key((), least=1)
+    dp_replicate: int = key(1, least=-1)
+    dp_shard: int = key(-1, least=-1)
+    cp: int = key(1, least=-1)
+    tp: int = key(1, least=-1)
+    async_tp: bool = False
+    fsdp_reshard: str = key("auto", choices=names.RESHARD)
+    fsdp_prefetch: int = key(1, least=1)
+    fsdp_cpu_offload: bool = False
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How attention crosses ranks."""
+    """How attention crosses ranks.
 
-    strategy: str = key("auto", "exchange between ranks; a stage may set its own", choices=STRATEGIES)
-    all_to_all_ranks: int = key(2, "hybrid: neighbouring ranks that trade heads inside the ring", least=1)
-    kernel: str = key("auto", "attention kernel on one rank", choices=KERNELS)
-    layout: str = key("auto", "which chunks of the sequence a rank holds", choices=LAYOUTS)
-    kv_transfer: str = key("exact", "float8 carries keys and values in 8 bits (ring, all_gather)", choices=TRANSFERS)
+    Attributes:
+        strategy: exchange between ranks; a stage may set its own
+        all_to_all_ranks: hybrid: neighbouring ranks that exchange heads inside the ring
+        kernel: attention kernel on one rank
+        layout: which chunks of the sequence a rank holds
+        kv_transfer: float8 carries keys and values in 8 bits (ring, all_gather)
+    """
+
+    strategy: str = key("auto", choices=names.STRATEGIES)
+    all_to_all_ranks: int = key(2, least=1)
+    kernel: str = key("auto", choices=names.KERNELS)
+    layout: str = key("auto", choices=names.LAYOUTS)
+    kv_transfer: str = key("exact", choices=names.TRANSFERS)
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What is kept between forward and backward."""
+    """What is kept between forward and backward.
 
-    checkpoint: str = key(
-        "none",
-        "none keeps all; full each block's input; attention_saved also the attention's output; selective also "
-        "matrix products; the rest is recomputed",
-        choices=ACTIVATIONS,
-    )
-    offload: bool = key(
-        False, "CUDA: park what is kept in pinned host memory, copied out and back beside the computation"
-    )
-    mlp_tiles: int = key(1, "stretches of the sequence in which a block's MLP runs, one after the other", least=1)
+    Attributes:
+        checkpoint: none keeps all; full each block's input; attention_saved also the attention's output; selective
+            also matrix products; the rest is recomputed
+        offload: CUDA: keep it in pinned host memory, copied out and back during computation
+        mlp_tiles: pieces of the sequence that a block's MLP processes one after the other
+    """
+
+    checkpoint: str = key("none", choices=names.ACTIVATIONS)
+    offload: bool = False
+    mlp_tiles: int = key(1, least=1)
 
 
 @dataclass(frozen=True)
 class Compile:
-    """torch.compile of the blocks."""
+    """torch.compile of the blocks.
 
-    enable: bool = key(False, "compile each block")
-    mode: str = key("default", "as torch.compile's", choices=COMPILE_MODES)
+    Attributes:
+        enable: compile each block
+        mode: as torch.compile's
+    """
+
+    enable: bool = False
+    mode: str = key("default", choices=names.COMPILE_MODES)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the run is saved."""
+    """When the run is saved.
 
-    enable: bool = key(True, "save, and resume from the newest checkpoint that is whole")
-    interval: int = key(100, "optimizer steps between checkpoints; the end of a stage is always saved", least=1)
-    interval_minutes: float = key(0.0, "save also when so many minutes have passed since the last one; 0: no", least=0)
-    keep: int = key(2, "newest checkpoints kept; the end of each stage is kept for good", least=1)
-    keep_every_steps: int = key(0, "keep for good what was saved at a multiple of these steps; 0: none", least=0)
-    asynchronous: bool = key(True, "write while training goes on, from a copy in host memory")
-    export: str = key(
-        "no", "write each stage's end for transformers too, in hub/step-N", choices=("no", "float32", "bfloat16")
-    )
-    timeout_seconds: float = key(1800.0, "a save that waits longer for another rank has failed", least=1)
+    Attributes:
+        enable: save, and resume from the newest complete checkpoint
+        interval: optimizer steps between checkpoints; the end of a stage is always saved
+        interval_minutes: also save this many minutes after the last save; 0: never
+        keep: newest checkpoints kept; the end of each stage is kept for good
+        keep_every_steps: checkpoints at multiples of this step are kept for good; 0: none
+        asynchronous: write while training goes on, from a copy in host memory
+        export: also write the end of each stage for transformers, in hub/step-N
+        timeout_seconds: a save that waits longer for another rank has failed
+    """
+
+    enable: bool = True
+    interval: int = key(100, least=1)
+    interval_minutes: float = key(0.0, least=0)
+    keep: int = key(2, least=1)
+    keep_every_steps: int = key(0, least=0)
+    asynchronous: bool = True
+    export: str = key("no", choices=("no", "float32", "bfloat16"))
+    timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
 
 
 @dataclass(frozen=True)
 class Inject:
-    """A fault made on purpose, for drills: where, when, and on which rank."""
+    """A fault injected on purpose, for drills.
 
-    step: int = key(0, "a fault made on purpose: the optimizer step that it strikes, from 1; 0: none", least=0)
-    steps: int = key(1, "how many steps in a row are struck", least=1)
-    rank: int = key(0, "the rank it strikes", least=0)
-    where: str = key(
-        "forward",
-        "data: a label that is no token; embedding, forward: a module's output; backward: the gradient it hands on; "
-        "gradient: a weight's, before ranks sum them; weight: a weight itself",
-        choices=FAULTS,
-    )
-    layer: int = key(0, "forward, backward, gradient, weight: number of the block", least=0)
-    module: str = key("", "forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block")
-    kind: str = key("nan", "one value becomes NaN or infinite, or all 10,000 times as large", choices=FAULT_KINDS)
-    transient: bool = key(False, "the fault is gone when its step is run again, as after a flipped bit")
+    Attributes:
+        step: optimizer step that gets the fault, from 1; 0: none
+        steps: number of steps in a row that get it
+        rank: rank that gets it
+        where: data: a label that is no token; embedding, forward: a module's output; backward: the gradient of its
+            input; gradient: a weight's gradient, before the ranks' sum; weight: a weight itself
+        layer: forward, backward, gradient, weight: number of the block
+        module: forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block
+        kind: one value becomes NaN or infinite, or all become 10,000 times as large
+        transient: the fault is gone when the step is repeated, as after a flipped bit
+    """
+
+    step: int = key(0, least=0)
+    steps: int = key(1, least=1)
+    rank: int = key(0, least=0)
+    where: str = key("forward", choices=names.FAULTS)
+    layer: int = key(0, least=0)
+    module: str = ""
+    kind: str = key("nan", choices=names.FAULT_KINDS)
+    transient: bool = False
 
 
 @dataclass(frozen=True)
 class Health:
-    """What happens when a number is not finite, or far above what it was."""
+    """What happens after a step with non-finite values, or a spike.
 
-    on_nonfinite: str = key(
-        "halt", "halt the job at a step that is not finite, or skip it and go by policy", choices=("halt", "skip")
-    )
-    on_spike: str = key(
-        "warn", "a finite step far above the others: only say so, or treat it as on_nonfinite says", choices=ON_SPIKE
-    )
-    spike_threshold: float = key(
-        10.0, "standard deviations (from the MAD, at least 5 %) above the median that are a spike; 0: none is", least=0
-    )
-    spike_window: int = key(64, "healthy steps of the stage that median and MAD look back on", least=8)
-    max_consecutive_skips: int = key(5, "skipped steps in a row after which policy goes on", least=1)
-    policy: tuple[str, ...] = key(
-        RUNGS,
-        "what follows too many skips in a row: rollback loads the last good checkpoint and passes over the text since; "
-        "lower_lr does so and trains at lr_factor for lr_steps; then the job halts",
-        choices=RUNGS,
-    )
-    max_rollbacks: int = key(2, "rollbacks in a run, before the next rung", least=0)
-    max_lr_cuts: int = key(1, "times in a run that the learning rate is lowered, before the job halts", least=0)
-    lr_factor: float = key(0.1, "lower_lr: times the learning rate, each time", least=0)
-    lr_steps: int = key(100, "lower_lr: healthy steps before the learning rate is back", least=1)
-    replay: bool = key(True, "run a step that is not finite again, and name the module, rank and token it began with")
-    bundles: int = key(3, "replays of which the tensors are kept in health/, for offline study", least=0)
-    inject: Inject = field(default_factory=Inject, metadata={"help": "a fault made on purpose"})
+    Attributes:
+        on_nonfinite: halt the job at a step with non-finite values, or skip it and follow policy
+        on_spike: a finite step far above the others: warn, or trip: treat it as on_nonfinite says
+        spike_threshold: standard deviations above the median (from the MAD, at least 5 %) that count as a spike; 0:
+            never
+        spike_window: healthy steps of the stage in median and MAD
+        max_consecutive_skips: skipped steps in a row before policy applies
+        policy: what follows too many skips in a row: rollback loads the last good checkpoint and skips the text read
+            since; lower_lr does the same and trains at lr_factor for lr_steps; then the job halts
+        max_rollbacks: rollbacks in a run before the next action of policy
+        max_lr_cuts: times that a run lowers the learning rate before the job halts
+        lr_factor: lower_lr: factor on the learning rate, each time
+        lr_steps: lower_lr: healthy steps before the learning rate is back
+        replay: repeat a step with non-finite values, and name the module, rank and token where they begin
+        bundles: replays whose tensors are kept in health/ for offline study
+    """
+
+    on_nonfinite: str = key("halt", choices=("halt", "skip"))
+    on_spike: str = key("warn", choices=names.ON_SPIKE)
+    spike_threshold: float = key(10.0, least=0)
+    spike_window: int = key(64, least=8)
+    max_consecutive_skips: int = key(5, least=1)
+    policy: tuple[str, ...] = key(names.RECOVERY_ACTIONS, choices=names.RECOVERY_ACTIONS)
+    max_rollbacks: int = key(2, least=0)
+    max_lr_cuts: int = key(1, least=0)
+    lr_factor: float = key(0.1, least=0, most=1)
+    lr_steps: int = key(100, least=1)
+    replay: bool = True
+    bundles: int = key(3, least=0)
+    inject: Inject = field(default_factory=Inject)
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is recorded of the run."""
+    """What is recorded of the run.
 
-    interval: int = key(1, "optimizer steps between TensorBoard points and console lines", least=1)
-    tensorboard: bool = key(True, "write tensorboard/ (metrics.jsonl is always written)")
-    wandb: str = key("", "project of Weights & Biases that also gets all of it (extra wandb); empty: none")
-    peak_tflops: float = key(0.0, "peak of one rank's device, for MFU; 0: from a table, on CPU measured", least=0)
+    Attributes:
+        interval: optimizer steps between TensorBoard points and console lines
+        tensorboard: write tensorboard/ (metrics.jsonl is always written)
+        wandb: Weights & Biases project that also gets every metric (extra wandb); empty: none
+        peak_tflops: peak of one rank's device, for MFU; 0: from a table, measured on CPU
+    """
+
+    interval: int = key(1, least=1)
+    tensorboard: bool = True
+    wandb: str = ""
+    peak_tflops: float = key(0.0, least=0)
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """Keys planted in held-out text and asked for at its end: right where each token of the key is the likeliest."""
+    """Keys hidden in held-out text and asked for at its end; right if each token of the key is the likeliest.
 
-    variants: tuple[str, ...] = key(
-        ("passkey",), "passkey: one key; multi_key: several, one asked for; variable_tracking: a chain of assignments"
-    )
-    lengths: tuple[int, ...] = key((), "tokens of a prompt; empty: a quarter, half and all of the stage's length")
-    depths: int = key(5, "places of the key, evenly from the top of a prompt to its question", least=1)
-    trials: int = key(4, "prompts for each length and depth; 0: none", least=0)
-    keys: int = key(4, "multi_key: how many are told", least=2)
-    needle: str = key(
-        " One of the special magic numbers for {name} is: {key}. ",
-        "what tells a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small letters); "
-        "{key:.4} takes the first four",
-    )
+    Attributes:
+        variants: passkey: one key; multi_key: several, one asked for; variable_tracking: a chain of assignments
+        lengths: tokens of a prompt; empty: a quarter, half and all of the stage's length
+        depths: positions of the key, evenly from the start of a prompt to its question
+        trials: prompts for each length and depth; 0: none
+        keys: multi_key: number of keys in the text, each with another first letter in its name
+        needle: text that states a key, with {name} (five letters) and {key} (seven digits) or {word} (seven small
+            letters); {key:.4} takes the first four
+        question: text that asks for it and ends with the key
+    """
+
+    variants: tuple[str, ...] = key(("passkey",), choices=names.VARIANTS)
+    lengths: tuple[int, ...] = key((), least=1)
+    depths: int = key(5, least=1)
+    trials: int = key(4, least=0)
+    keys: int = key(4, least=2, most=26)
+    needle: str = " One of the special magic numbers for {name} is: {key}. "
     question: str = key(
         " What is the special magic number for {name} mentioned in the text? The special magic number for {name} "
-        "mentioned in the text is {key}",
-        "what asks for it, which ends with the key",
+        "mentioned in the text is {key}"
     )
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """Steps that are traced, each into profile/ with a table of what its time went into."""
+    """Steps to trace, each into profile/ with a table of where its time went.
 
-    steps: tuple[int, ...] = key((), "optimizer steps to trace with torch.profiler, e.g. [10, 20]")
-    ranks: tuple[int, ...] = key((0,), "ranks that trace them")
-    memory_snapshot: bool = key(False, "CUDA: keep a snapshot of allocations too, for pytorch.org/memory_viz")
+    Attributes:
+        steps: optimizer steps to trace with torch.profiler, e.g. [10, 20]
+        ranks: ranks that trace them
+        memory_snapshot: CUDA: also keep a snapshot of allocations, for pytorch.org/memory_viz
+    """
+
+    steps: tuple[int, ...] = key((), least=1)
+    ranks: tuple[int, ...] = key((0,), least=0)
+    memory_snapshot: bool = False
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured on held-out text."""
+    """What is measured on held-out text.
 
-    interval: int = key(0, "steps between evaluations; 0: only at the end of each stage", least=0)
-    tokens: int = key(32768, "held-out tokens of one validation", least=1)
-    max_share: float = key(
-        0.05,
-        "of the run's time: above it, evaluations between stages' ends and parts of the others are left out",
-        least=0,
-    )
-    position_seq_len: int = key(
-        0,
-        "tokens of the sequences of loss by position; 0: the stage's own length; a longer one looks beyond it",
-        least=0,
-    )
-    context_gain_tokens: int = key(
-        4096, "context gain: the loss with no more than so many tokens before, less that with all; 0: none", least=0
-    )
-    passkey: Passkey = field(default_factory=Passkey, metadata={"help": "retrieval"})
+    Attributes:
+        interval: steps between evaluations; 0: only at the end of each stage
+        tokens: held-out tokens of one validation
+        max_share: fraction of the run's time; above it, evaluations within a stage and parts of those at its end are
+            left out
+        position_seq_len: sequence length for loss by position; 0: the stage's; a longer one looks beyond it
+        context_gain_tokens: context gain is the loss with at most this many tokens of context minus the loss with all;
+            0: none
+    """
+
+    interval: int = key(0, least=0)
+    tokens: int = key(32768, least=1)
+    max_share: float = key(0.05, least=0, most=1)
+    position_seq_len: int = key(0, least=0)
+    context_gain_tokens: int = key(4096, least=0)
+    passkey: Passkey = field(default_factory=Passkey)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of a stage."""
+    """Rotary embedding of a stage.
 
-    theta: float = key(10000.0, "base of the frequencies", least=1)
-    kind: str = key("none", "scaling of the frequencies", choices=ROPE_KINDS)
-    factor: float = key(1.0, "every kind but none: how much longer the context becomes", least=1)
-    original_seq_len: int = key(0, "llama3, yarn, longrope: context length before scaling, in tokens", least=0)
-    low_freq_factor: float = key(1.0, "llama3: below this many turns a dimension is scaled whole", least=0)
-    high_freq_factor: float = key(4.0, "llama3: above this many turns a dimension is left alone", least=0)
-    attention_factor: float = key(0.0, "yarn, longrope: times cos and sin; 0: as the paper has it from factor", least=0)
-    beta_fast: float = key(32.0, "yarn: above this many turns a dimension is left alone", least=0)
-    beta_slow: float = key(1.0, "yarn: below this many turns a dimension is scaled whole", least=0)
-    mscale: float = key(0.0, "yarn: numerator of DeepSeek's attention factor; 0: the paper's", least=0)
-    mscale_all_dim: float = key(0.0, "yarn: its denominator; given with mscale", least=0)
-    truncate: bool = key(True, "yarn: the blend starts and ends at whole dimensions")
-    long_factor: tuple[float, ...] = key((), "longrope: divisors of the head_dim / 2 frequencies")
-    short_factor: tuple[float, ...] = key(
-        (), "longrope: those of stages up to original_seq_len; without it long_factor serves every length"
-    )
+    Attributes:
+        theta: base of the frequencies
+        kind: scaling of the frequencies
+        factor: every kind but none: how much longer the context becomes
+        original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens
+        low_freq_factor: llama3: dimensions with fewer turns are scaled by the whole factor
+        high_freq_factor: llama3: dimensions with more turns are not scaled
+        attention_factor: yarn, longrope: factor on cos and sin; 0: the paper's, from factor
+        beta_fast: yarn: dimensions with more turns are not scaled
+        beta_slow: yarn: dimensions with fewer turns are scaled by the whole factor
+        mscale: yarn: numerator of DeepSeek's attention factor; 0: the paper's
+        mscale_all_dim: yarn: its denominator; given with mscale
+        truncate: yarn: the blend starts and ends at whole dimensions
+        long_factor: longrope: divisors of the head_dim / 2 frequencies
+        short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
+    """
+
+    theta: float = key(10000.0, least=1)
+    kind: str = key("none", choices=names.ROPE_KINDS)
+    factor: float = key(1.0, least=1)
+    original_seq_len: int = key(0, least=0)
+    low_freq_factor: float = key(1.0, least=0)
+    high_freq_factor: float = key(4.0, least=0)
+    attention_factor: float = key(0.0, least=0)
+    beta_fast: float = key(32.0, least=0)
+    beta_slow: float = key(1.0, least=0)
+    mscale: float = key(0.0, least=0)
+    mscale_all_dim: float = key(0.0, least=0)
+    truncate: bool = True
+    long_factor: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class StageLR:
-    """Learning rate of one stage, over its own steps."""
+class StageLR(LRScheduler):
+    """Learning rate of one stage, over its own steps.
 
-    peak: float | None = key(None, "peak; default optimizer.lr", least=0)
-    shape: str = key("cosine", "curve after warm-up", choices=SCHEDULE_SHAPES)
-    warmup_steps: int = key(0, "steps of linear warm-up from zero", least=0)
-    decay_fraction: float = key(0.2, "wsd: share of the steps spent decaying", least=0)
-    end_fraction: float = key(0.1, "last learning rate over the peak", least=0)
+    Attributes:
+        peak: peak learning rate; default optimizer.lr
+    """
+
+    peak: float | None = key(None, least=0, most=100)
 
 
 @dataclass(frozen=True)
 class StageData:
-    """What a stage takes its text by; keys that are left out are [data]'s."""
+    """How a stage reads its text; default for each key: the value in [data].
 
-    mixture: dict[str, float] | None = key(None, "weight of each source by name")  # noqa: RUF009
-    packing: str | None = key(None, "how documents become sequences", choices=PACKINGS)
-    packing_window: int | None = key(None, "best_fit: sequences packed at once", least=1)
-    document_mask: bool | None = key(None, "tokens see their own document only")
-    restart_positions: bool | None = key(None, "positions begin at 0 in each document")
-    short_share: float = key(
-        0.0, "share of the sequences cut into ones of short_seq_len, for a mix of lengths", least=0
-    )
-    short_seq_len: int = key(0, "tokens of those; shapes stay, masks differ", least=0)
-    growth_from: int = key(
-        0, "tokens that attention sees in the stage's first step, growing to seq_len; 0: all", least=0
-    )
-    growth_steps: int = key(0, "steps over which it grows, by masks alone (SkyLadder)", least=0)
+    Attributes:
+        mixture: weight of each source by name
+        packing: how documents become sequences
+        packing_window: best_fit: sequences packed at once
+        document_mask: tokens attend to their own document only
+        restart_positions: positions begin at 0 in each document
+        short_share: fraction of the sequences that are cut into pieces of short_seq_len, for a mix of lengths
+        short_seq_len: tokens of a piece; tensor shapes stay, masks differ
+        growth_from: tokens that attention sees in the stage's first step, growing to seq_len; 0: seq_len
+        growth_steps: steps of that growth, by masks alone (SkyLadder)
+    """
+
+    mixture: dict[str, float] | None = key(None, least=0)  # noqa: RUF009
+    packing: str | None = key(None, choices=names.PACKINGS)
+    packing_window: int | None = key(None, least=1)
+    document_mask: bool | None = None
+    restart_positions: bool | None = None
+    short_share: float = key(0.0, least=0, most=1)
+    short_seq_len: int = key(0, least=0)
+    growth_from: int = key(0, least=0)
+    growth_steps: int = key(0, least=0)
+
+
+@dataclass(frozen=True)
+class ResolvedStageData:
+    """StageData with [data] filled in where the stage says nothing."""
+
+    mixture: dict[str, float]
+    packing: str
+    packing_window: int
+    document_mask: bool
+    restart_positions: bool
+    max_epochs: dict[str, float] = field(default_factory=dict)
+    short_share: float = 0.0
+    short_seq_len: int = 0
+    growth_from: int = 0
+    growth_steps: int = 0
 
 
 @dataclass(frozen=True)
 class StageActivation:
-    """What a stage keeps between forward and backward; keys that are left out are [activation]'s."""
+    """What a stage keeps between forward and backward; default for each key: the value in [activation].
 
-    checkpoint: str | None = key(None, "what is recomputed", choices=ACTIVATIONS)
-    offload: bool | None = key(None, "CUDA: park what is kept in host memory")
-    mlp_tiles: int | None = key(None, "stretches of the sequence in which a block's MLP runs", least=1)
+    Attributes:
+        checkpoint: what is recomputed
+        offload: CUDA: keep it in pinned host memory
+        mlp_tiles: pieces of the sequence that a block's MLP processes one after the other
+    """
+
+    checkpoint: str | None = key(None, choices=names.ACTIVATIONS)
+    offload: bool | None = None
+    mlp_tiles: int | None = key(None, least=1)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One length of the curriculum. Give it `steps`, `tokens` or `until`."""
+    """One length of the curriculum. Give it `steps`, `tokens` or `until`.
 
-    name: str = key("", "shown in logs; default is the length")
-    seq_len: int = key(0, "tokens of a sequence; divisible by 2 x cp", least=1)
-    steps: int = key(0, "optimizer steps", least=0)
-    tokens: int = key(0, "tokens, instead of steps (rounded up to whole steps)", least=0)
-    until: dict[str, float] = key(  # noqa: RUF009
-        {},
-        "instead of steps: the stage ends when all hold, looked at after each evaluation: validation_loss, "
-        "short_loss_rise (at the first stage's length, over its value at that stage's end), passkey_accuracy (at the "
-        "stage's length); and max_tokens",
-    )
-    global_batch_tokens: int = key(0, "tokens of one optimizer step over all ranks", least=1)
-    cp: int | None = key(None, "context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank")
-    strategy: str | None = key(None, "exchange; default context_parallel.strategy", choices=STRATEGIES)
-    tp: int | None = key(None, "tensor-parallel ranks; a change of tp or pp relaunches the job from its checkpoint")
-    pp: int | None = key(None, "pipeline ranks; default parallel.pp")
-    rope: Rope | None = field(default=None, metadata={"help": "rotary embedding; default: model.hub_checkpoint's"})
-    lr: StageLR | None = field(default=None, metadata={"help": "own schedule; default: the run's goes on"})
-    optimizer_state: str = key("keep", "what the stage begins with; reset: moments of zero", choices=("keep", "reset"))
-    activation: StageActivation = field(default_factory=StageActivation, metadata={"help": "what is kept"})
-    data: StageData = field(default_factory=StageData, metadata={"help": "text of this stage"})
+    Attributes:
+        name: shown in logs; default is the length
+        seq_len: tokens of a sequence; divisible by 2 x cp
+        steps: optimizer steps
+        tokens: tokens, instead of steps (rounded up to whole steps)
+        until: instead of steps: the stage ends when every bound holds after an evaluation: validation_loss,
+            short_loss_rise (loss at the first stage's length minus its value at that stage's end), passkey_accuracy
+            (at the stage's length); and max_tokens, which ends it anyway
+        global_batch_tokens: tokens of one optimizer step over all ranks
+        cp: context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank
+        strategy: exchange; default context_parallel.strategy
+        tp: tensor-parallel ranks; a change of tp or pp relaunches the job from its checkpoint
+        pp: pipeline ranks; default parallel.pp
+        optimizer_state: moments at the stage's start; reset: zero
+    """
+
+    name: str = ""
+    seq_len: int = key(0, least=1)
+    steps: int = key(0, least=0)
+    tokens: int = key(0, least=0)
+    until: dict[str, float] = key({})  # noqa: RUF009
+    global_batch_tokens: int = key(0, least=1)
+    cp: int | None = key(None, least=-1)
+    strategy: str | None = key(None, choices=names.STRATEGIES)
+    tp: int | None = key(None, least=-1)
+    pp: int | None = key(None, least=-1)
+    rope: Rope | None = None
+    lr: StageLR | None = None
+    optimizer_state: str = key("keep", choices=("keep", "reset"))
+    activation: StageActivation = field(default_factory=StageActivation)
+    data: StageData = field(default_factory=StageData)
 
 
 @dataclass(frozen=True)
 class Curriculum:
     """The stages, run in order."""
 
-    stages: tuple[Stage, ...] = field(default=(), metadata={"help": "[[curriculum.stages]], in order"})
+    stages: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,14 @@ from typing import Any
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
-from torchtitan_cp.config.sections import Activation, Data, Rope, Stage, StageLR
-
-
-@dataclass(frozen=True)
-class ResolvedStageData:
-    """[data] and a stage's own keys, put together; see config.sections.StageData."""
-
-    mixture: dict[str, float]
-    packing: str
-    packing_window: int
-    document_mask: bool
-    restart_positions: bool
-    short_share: float
-    short_seq_len: int
-    growth_from: int
-    growth_steps: int
+from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Rope, Stage, StageLR
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     """The stage's keys where it has them, else [data]'s."""
     own = dataclasses.asdict(stage.data)
-    return ResolvedStageData(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
+    values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
+    return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 
 def stage_activation(activation: Activation, stage: Stage) -> Activation:

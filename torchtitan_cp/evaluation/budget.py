@@ -22,7 +22,7 @@ class Budget:
     token_seconds: float = 0.0
 
     def affords(self, tokens: int) -> bool:
-        """Whether so many more tokens would leave the share as it is to be, at the speed of the last ones."""
+        """Whether this many more tokens stay within max_share, at the speed of the last ones."""
         spent = self.spent_seconds + tokens * self.token_seconds
         return self.share >= 1 or spent <= self.share * (self.trained_seconds + spent)
 

@@ -12,7 +12,8 @@ from string import ascii_lowercase, ascii_uppercase, digits
 
 import numpy as np
 
-IGNORED = -100
+from torchtitan_cp.config.labels import IGNORED
+
 NAME_LETTERS, KEY_CHARACTERS = 5, 7
 MOST_DRAWS = 100
 KINDS = ((ascii_uppercase, NAME_LETTERS), (digits, KEY_CHARACTERS), (ascii_lowercase, KEY_CHARACTERS))

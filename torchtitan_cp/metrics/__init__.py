@@ -1,11 +1,11 @@
-"""What a person and a script see of a run: TensorBoard, metrics.jsonl, the console, throughput.
+"""What is recorded of a run: step records, the sinks they go to, throughput, loss by position, figures, traces.
 
-Imports `config` at most.
+`logger.py` hands every record to the sinks: console, metrics.jsonl (`jsonl_sink.py`), TensorBoard, Weights & Biases.
+Imports `config` and `attention` at most.
 """
 
-from torchtitan_cp.metrics.console import Console
-from torchtitan_cp.metrics.record import StepRecord
+from torchtitan_cp.metrics.logger import MetricsLogger
+from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token, layer_costs
-from torchtitan_cp.metrics.writer import MetricsWriter
 
-__all__ = ["Console", "MetricsWriter", "Peak", "StepRecord", "find_peak", "flops_per_token", "layer_costs"]
+__all__ = ["MetricsLogger", "Peak", "StepRecord", "find_peak", "flops_per_token", "layer_costs"]

@@ -1,7 +1,6 @@
-"""Losses of a step's tokens by where they stand and where they come from."""
+"""Mean loss of a step's tokens by position in the sequence, by position in the document, and by source."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,24 +8,8 @@ from torch import Tensor
 from torchtitan_cp.metrics.positions import bin_starts, sum_by_bin, sum_by_index
 
 
-@dataclass(frozen=True)
-class LossDetails:
-    """Mean losses in nats a token; what no token is in is left out.
-
-    Attributes:
-        by_position: by the first position of each bin of the sequence; by_document_position: of the document.
-        by_source: by the source's name.
-        tokens: that count.
-    """
-
-    by_position: dict[str, float]
-    by_document_position: dict[str, float]
-    by_source: dict[str, float]
-    tokens: int
-
-
 class LossBreakdown:
-    """Adds up the losses of one step on this rank.
+    """Sums the losses of this rank's tokens.
 
     Args:
         seq_len: S.
@@ -34,17 +17,19 @@ class LossBreakdown:
         device: of the losses.
 
     Attributes:
-        sums: `[2, bins + bins + sources]` fp64, (sum, count): summed over the ranks they are those of the step.
+        sums: `[2, bins + bins + sources]` fp64, (sum, count): added up over ranks they are those of the step.
     """
 
     def __init__(self, seq_len: int, sources: Sequence[str], device: torch.device) -> None:
-        self.seq_len, self.starts, self.sources = seq_len, bin_starts(seq_len), list(sources)
-        self.sums = torch.zeros(2, 2 * len(self.starts) + len(self.sources), dtype=torch.float64, device=device)
+        self.seq_len, self.sources, bins = seq_len, list(sources), [str(start) for start in bin_starts(seq_len)]
+        groups = {"loss_by_position": bins, "loss_by_document_position": bins, "loss_by_source": self.sources}
+        self.columns = [(group, name) for group, names in groups.items() for name in names]
+        self.sums = torch.zeros(2, len(self.columns), dtype=torch.float64, device=device)
 
     def add(
         self, losses: Tensor, counted: Tensor, positions: Tensor, document_positions: Tensor, sources: Sequence[str]
     ) -> None:
-        """Count the tokens of a micro-batch.
+        """Add the tokens of a micro-batch.
 
         Args:
             losses: `[B, S/cp]`, 0 where not counted; counted: `[B, S/cp]` bool.
@@ -61,20 +46,18 @@ class LossBreakdown:
             dim=1,
         )
 
-    def details(self) -> LossDetails:
-        """What the sums say."""
-        bins, means = (
-            len(self.starts),
-            [total / count if count else None for total, count in zip(*self.sums.tolist(), strict=True)],
-        )
-        names = [str(start) for start in self.starts]
+    @property
+    def tokens(self) -> int:
+        """Tokens counted."""
+        return int(self.sums[1, : len(bin_starts(self.seq_len))].sum())
 
-        def known(keys: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
-            return {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+    def means(self) -> dict[str, dict[str, float]]:
+        """Mean losses in nats, by field of StepRecord, then by first position of a bin or by source.
 
-        return LossDetails(
-            known(names, means[:bins]),
-            known(names, means[bins : 2 * bins]),
-            known(self.sources, means[2 * bins :]),
-            int(self.sums[1, :bins].sum()),
-        )
+        Bins and sources without tokens are left out.
+        """
+        found: dict[str, dict[str, float]] = {group: {} for group, _ in self.columns}
+        for (group, name), total, count in zip(self.columns, *self.sums.tolist(), strict=True):
+            if count:
+                found[group][name] = total / count
+        return found

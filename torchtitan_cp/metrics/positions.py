@@ -1,4 +1,4 @@
-"""Bins of positions by powers of two: loss by position, of training and of validation."""
+"""Bins of positions by powers of two, for loss by position in training and evaluation."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def bin_starts(seq_len: int) -> list[int]:
 
 
 def sum_by_bin(losses: Tensor, counted: Tensor, positions: Tensor, seq_len: int) -> Tensor:
-    """Losses and tokens of each bin. Sums over ranks and micro-batches are sums of this; the mean is row 0 over row 1.
+    """Sum the losses and count the tokens of each bin. Results of ranks and micro-batches can be added up.
 
     Args:
         losses: of each token, `[B, S/cp]`, 0 where not counted.
@@ -32,9 +32,9 @@ def sum_by_bin(losses: Tensor, counted: Tensor, positions: Tensor, seq_len: int)
 
 
 def sum_by_index(losses: Tensor, counted: Tensor, index: Tensor, size: int) -> Tensor:
-    """The same by any index `[S/cp]` or `[B, S/cp]` int64 below `size`: `[2, size]` fp64.
+    """As sum_by_bin for any index, `[S/cp]` or `[B, S/cp]` int64 below `size`: `[2, size]` fp64.
 
-    index_add_ does not wait for the device, and has a deterministic form, neither of which bincount has on CUDA.
+    On CUDA, index_add_ does not synchronize and has a deterministic form; bincount does and has none.
     """
     pairs = torch.stack([losses.double().flatten(), counted.double().flatten()])
     return pairs.new_zeros(2, size).index_add_(1, index.expand(losses.shape).flatten(), pairs)

@@ -1,8 +1,6 @@
-"""Traces of chosen steps, and what such a step's time went into, without a viewer."""
+"""Traces of chosen steps, each with a table of what the step's time went into."""
 
-import gzip
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,18 +11,18 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_cp.config.sections import Profiling as Settings
+from torchtitan_cp.config.sections import Profiling
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "profile"
-MOST_EVENTS = 1_000_000  # of a memory snapshot
-OPERATIONS = ("aten::", "torchtitan_cp::")  # names of what computes on a CPU
+MAX_EVENTS = 1_000_000  # of a memory snapshot
+OPERATIONS = ("aten::", "torchtitan_cp::")  # prefixes of what computes on a CPU
 Span = tuple[float, float]
 
 
-class Profiling:
-    """Watches the steps that [profiling] names, on the ranks it names.
+class StepProfiler:
+    """Traces the steps that [profiling] names, on the ranks it names.
 
     Args:
         folder: of the run.
@@ -33,17 +31,17 @@ class Profiling:
         device: of the rank.
     """
 
-    def __init__(self, folder: Path, settings: Settings, rank: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, settings: Profiling, rank: int, device: torch.device) -> None:
         self.folder, self.settings, self.rank, self.device = folder / FOLDER, settings, rank, device
 
     @contextmanager
-    def watching(self, step: int, messages: Callable[[], tuple[float, float]]) -> Iterator[None]:
-        """Trace a step, if it is one of them; write trace and table.
+    def trace(self, step: int, message_seconds: Callable[[], tuple[float, float]]) -> Iterator[None]:
+        """Trace a step if it is one of them, and write the trace and the table.
 
         Args:
             step: of the run, from 1.
-            messages: gives the seconds of the step that this rank waited for context-parallel messages, and those
-                from their posting until they were needed and there.
+            message_seconds: gives the seconds that this rank waited for context-parallel messages in the step, and
+                the seconds that messages were in flight.
         """
         if step not in self.settings.steps or self.rank not in self.settings.ranks:
             yield
@@ -52,38 +50,32 @@ class Profiling:
         on_cuda = self.device.type == "cuda"
         snapshot = on_cuda and self.settings.memory_snapshot
         if snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+            torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
-        with profile(activities=activities) as traced:
+        with profile(activities=activities) as profiler:
             begun = time.perf_counter()
             yield
             if on_cuda:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - begun
         name = f"step-{step}-rank-{self.rank}"
-        self._write_trace(traced, name)
+        trace = f"{self.folder / name}.json.gz"
+        profiler.export_chrome_trace(trace)
         if snapshot:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        shares = (on_a_gpu if on_cuda else on_a_cpu)(traced.events(), seconds, *messages())
-        table = f"step {step}, rank {self.rank}: {seconds:.3f} s\n" + describe(shares, seconds)
+        parts = (time_on_gpu if on_cuda else time_on_cpu)(profiler.events(), seconds, *message_seconds())
+        table = f"step {step}, rank {self.rank}: {seconds:.3f} s\n" + format_parts(parts, seconds)
         (self.folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")
-        logger.warning("%s\n%s", table, f"trace: {self.folder / name}.json.gz (chrome://tracing, ui.perfetto.dev)")
-
-    def _write_trace(self, traced: Any, name: str) -> None:
-        plain = self.folder / f"{name}.json"
-        traced.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(f"{plain}.gz", "wb") as packed:
-            shutil.copyfileobj(source, packed)
-        plain.unlink()
+        logger.warning("%s\ntrace: %s (chrome://tracing, ui.perfetto.dev)", table, trace)
 
 
-def on_a_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
-    """Seconds of a step on a CPU by what they went into.
+def time_on_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
+    """Split the seconds of a step on a CPU.
 
     Args:
         events: of torch.profiler, on any thread.
-        seconds: of the step; waited, in_flight: see Profiling.watching.
+        seconds: of the step; waited, in_flight: see StepProfiler.trace.
     """
     outer = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(OPERATIONS)]
     computed = max(0.0, covered(outer) / 1e6 - waited)
@@ -95,16 +87,13 @@ def on_a_cpu(events: Iterable[Any], seconds: float, waited: float, in_flight: fl
     }
 
 
-def on_a_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
-    """The same on CUDA, from the times of kernels: messages are those of NCCL."""
-    # The ranges that torch and FSDP2 name are there too, as long as all that they hold.
+def time_on_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight: float) -> dict[str, float]:
+    """As time_on_cpu on CUDA, from the times of kernels: messages are those of NCCL."""
+    # Annotated ranges of torch and FSDP2 span all the kernels inside them.
     kernels = [e for e in events if "CUDA" in str(e.device_type) and not getattr(e, "is_user_annotation", False)]
-    spans = {
-        is_message: [
-            (e.time_range.start, e.time_range.end) for e in kernels if ("nccl" in e.name.lower()) == is_message
-        ]
-        for is_message in (True, False)
-    }
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in kernels:
+        spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
     computing, sending, both = covered(spans[False]), covered(spans[True]), covered(spans[True] + spans[False])
     exposed = (both - computing) / 1e6
     return {
@@ -117,7 +106,7 @@ def on_a_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight: fl
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """Length of the union of spans."""
+    """Length of the union of (start, end) spans."""
     edges = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
     total, open_spans = 0.0, 0
     for (place, change), (following, _) in pairwise(edges):
@@ -126,7 +115,7 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def describe(shares: Mapping[str, float], seconds: float) -> str:
-    """A line for each part."""
-    width = max(map(len, shares))
-    return "\n".join(f"  {name:<{width}}  {part:9.4f} s  {part / seconds:6.1%}" for name, part in shares.items())
+def format_parts(parts: Mapping[str, float], seconds: float) -> str:
+    """A line for each part: name, seconds, percent."""
+    width = max(map(len, parts))
+    return "\n".join(f"  {name:<{width}}  {part:9.4f} s  {part / seconds:6.1%}" for name, part in parts.items())

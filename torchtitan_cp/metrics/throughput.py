@@ -1,26 +1,66 @@
-"""FLOPs of a token and the peak of a device: what MFU divides."""
+"""FLOPs of a token and the peak of a device: what MFU is made of."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 
-# Dense peak without sparsity, TFLOP/s, by a part of the device's name. Source: NVIDIA's data sheets.
-PEAKS = {
-    ("H200", torch.bfloat16): 989.0,
-    ("H100 PCIe", torch.bfloat16): 756.0,
-    ("H100", torch.bfloat16): 989.0,
-    ("H200", torch.float32): 67.0,
-    ("H100", torch.float32): 67.0,
-    ("A100", torch.bfloat16): 312.0,
-    ("A100", torch.float32): 19.5,
-    ("B200", torch.bfloat16): 2250.0,
-    ("L40S", torch.bfloat16): 362.0,
+from torchtitan_cp.attention import Plan
+
+logger = logging.getLogger(__name__)
+
+# Dense peaks without sparsity, FLOP/s, by a part of the device's name; the first that fits counts. Source: NVIDIA's
+# data sheets, of SXM modules where the name does not say PCIe.
+PEAK_FLOPS = {
+    "H200": {torch.bfloat16: 989e12, torch.float32: 67e12},
+    "H100 PCIe": {torch.bfloat16: 756e12, torch.float32: 51e12},
+    "H100": {torch.bfloat16: 989e12, torch.float32: 67e12},
+    "A100": {torch.bfloat16: 312e12, torch.float32: 19.5e12},
+    "B200": {torch.bfloat16: 2250e12, torch.float32: 75e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float32: 91.6e12},
 }
-MATMUL_SIZE = 1024
-MEASURE_SECONDS = 0.3
+MATMUL_SIZES = (256, 1024, 4096)
+MEASURE_SECONDS = 0.15  # of each size
+LONG_MATMUL_SECONDS = 0.01  # larger ones are not tried
+BELIEVABLE_MFU = 0.9
+
+
+def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> float:
+    """FLOPs of training on one token: forward and twice that for backward, without recomputation.
+
+    6 per weight; attention's two products cost 12 x Hq x D per key. Source: Kaplan et al., 2020, and appendix B of PaLM
+    (Chowdhery et al., 2022), with the causal half.
+
+    Args:
+        args: of the model, with `n_heads`, `head_dim`, `layer_windows`, `linear_parameters()`.
+        keys: that a token sees in each layer, on average; None: those of one causal sequence.
+    """
+    keys = causal_keys(args.layer_windows, seq_len) if keys is None else keys
+    return 6.0 * args.linear_parameters() + 12.0 * args.n_heads * args.head_dim * sum(keys)
+
+
+def causal_keys(windows: Sequence[int], seq_len: int) -> list[float]:
+    """Keys that a token sees in each layer, on average: S/2, fewer in a window (0: none)."""
+    return [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
+
+
+def layer_costs(args: Any, seq_len: int) -> list[float]:
+    """FLOPs per token of each layer; the first includes the embedding, the last the output.
+
+    Args:
+        args: as flops_per_token, with `dim`, `vocab_size`, `n_layers`.
+    """
+    output = args.dim * args.vocab_size
+    weights = (args.linear_parameters() - output) // args.n_layers
+    keys = causal_keys(args.layer_windows, seq_len)
+    costs = [6.0 * weights + 12.0 * args.n_heads * args.head_dim * seen for seen in keys]
+    costs[0] += args.dim  # a look-up: backward adds each number once
+    costs[-1] += 6.0 * output
+    return costs
 
 
 @dataclass(frozen=True)
@@ -30,63 +70,48 @@ class Peak:
     flops_per_second: float
     source: str
 
-
-def flops_per_token(
-    linear_parameters: int,
-    windows: Sequence[int],
-    heads: int,
-    head_dim: int,
-    seq_len: int,
-    keys: Sequence[float] | None = None,
-) -> float:
-    """FLOPs of training on one token: forward and twice that backward, recomputation not counted.
-
-    6 per weight; attention's two products cost 12 x Hq x D a key that is seen, of which a causal token sees
-    S/2 on average, and in a window of W fewer. Source: Kaplan et al., 2020, and appendix B of PaLM
-    (Chowdhery et al., 2022), with the causal half.
-
-    Args:
-        windows: of each layer, 0 for none.
-        keys: that a token sees in each layer, on average; None: those of one causal sequence.
-    """
-    if keys is None:
-        keys = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
-    return 6.0 * linear_parameters + 12.0 * heads * head_dim * sum(keys)
-
-
-def layer_costs(shape: Any, seq_len: int) -> list[float]:
-    """FLOPs a token of each layer, with the embedding's in the first and the output's in the last.
-
-    Args:
-        shape: with `dim`, `vocab_size`, `n_layers`, `n_heads`, `head_dim`, `layer_windows`, `linear_parameters()`.
-    """
-    output = shape.dim * shape.vocab_size
-    weights = (shape.linear_parameters() - output) // shape.n_layers
-    costs = [flops_per_token(weights, [w], shape.n_heads, shape.head_dim, seq_len) for w in shape.layer_windows]
-    costs[0] += shape.dim  # a look-up: one addition a number in backward
-    costs[-1] += 6.0 * output
-    return costs
+    def warn_if_exceeded(self, mfu: float) -> bool:
+        """Log that an MFU is more than a training step reaches, so that this peak must be too low."""
+        if mfu > BELIEVABLE_MFU:
+            logger.warning(
+                "an MFU of %.0f%% is not believable: the peak of %.3g TFLOP/s a rank (%s) is too low for this device. "
+                "State it as metrics.peak_tflops",
+                *(100 * mfu, self.flops_per_second / 1e12, self.source),
+            )
+        return mfu > BELIEVABLE_MFU
 
 
 def find_peak(device: torch.device, name: str, dtype: torch.dtype, stated_tflops: float) -> Peak:
-    """Peak of one rank: as stated in the config, from the table, or measured by a matmul on this device."""
+    """Peak of one rank: as stated in the config, else from the table, else measured by matmuls on this device."""
     if stated_tflops:
         return Peak(stated_tflops * 1e12, "metrics.peak_tflops")
-    for (part, known_dtype), tflops in PEAKS.items():
-        if part in name and known_dtype == dtype:
-            return Peak(tflops * 1e12, f"data sheet of {part}, {dtype}")
-    return Peak(_measure_matmul(device, dtype), f"measured by a {dtype} matmul of {MATMUL_SIZE} on one rank")
+    known = next((part for part in PEAK_FLOPS if part in name), None)
+    if known and dtype in PEAK_FLOPS[known]:
+        return Peak(PEAK_FLOPS[known][dtype], f"data sheet of {known}, {dtype}")
+    return Peak(_measure_matmul(device, dtype), f"measured, the fastest of many {dtype} matmuls on one rank")
 
 
 def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Best rate of a square matmul over a few tenths of a second."""
-    a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=dtype)
-    float((a @ a)[0, 0])
-    best, begun = 0.0, time.perf_counter()
-    # Once at least, however busy the machine is.
-    while not best or time.perf_counter() - begun < MEASURE_SECONDS:
-        start = time.perf_counter()
-        # Reading one number waits for the device.
-        float((a @ a)[0, 0])
-        best = max(best, 2 * MATMUL_SIZE**3 / (time.perf_counter() - start))
+    """FLOP/s of the fastest of many matmuls. Short ones slip between other work on the machine; GPUs need long ones."""
+    best = 0.0
+    for size in MATMUL_SIZES:
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        begun = now = time.perf_counter()
+        while now - begun < MEASURE_SECONDS:
+            start = now
+            float(torch.mm(a, a)[0, 0])  # waits for the device
+            now = time.perf_counter()
+            best = max(best, 2 * size**3 / (now - start))
+        if now - start > LONG_MATMUL_SECONDS:
+            break
     return best
+
+
+def mean_keys(plan: Plan) -> float:
+    """Keys that a query of the plan's sequences sees, on average."""
+    return sum(plan.areas) / plan.sequence_length / len(plan.mask.document_lengths or ((),))
+
+
+def imbalance(plan: Plan) -> float:
+    """Query-key pairs of the busiest rank of the ring over the mean."""
+    return max(plan.areas) / fmean(plan.areas)

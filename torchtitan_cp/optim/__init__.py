@@ -1,15 +1,14 @@
-"""From gradients to new weights: the optimizer, its learning rates, clipping, and the chunked loss.
+"""From hidden states to new weights: the chunked loss, clipping, the optimizer and its learning rates.
 
-Imports `config` at most.
+Imports `attention` and `config` at most.
 """
 
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
-from torchtitan_cp.optim.loss import IGNORED, TokenLoss, VocabularyShard, chunked_cross_entropy, wrong_answers
+from torchtitan_cp.optim.loss import TokenLoss, VocabularyShard, chunked_cross_entropy, wrong_answers
 from torchtitan_cp.optim.schedule import LearningRates
 
 __all__ = [
-    "IGNORED",
     "LearningRates",
     "TokenLoss",
     "VocabularyShard",

@@ -1,6 +1,5 @@
-"""The optimizer of a model: which parameters go together, who updates them, and where their state is kept."""
+"""The optimizer of a model: its parameter groups, what updates them, and where their state is kept."""
 
-import importlib
 import logging
 import re
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtitan_cp.config import ConfigError, sections
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.optim.muon import Muon
 from torchtitan_cp.optim.offload import keep_state_on_host
 
@@ -33,18 +33,18 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of [optimizer] over the model's parameters, sharded or not.
 
-    Its groups hold `lr_scale`, which `set_learning_rates` honours. Loading a state dict keeps the groups'
-    settings as they are here: moments come from the checkpoint, numbers from the file.
+    Its groups hold `lr_scale`, which `set_learning_rates` honours. Loading a state dict takes the moments from the
+    checkpoint and keeps the settings of this config.
 
     Args:
-        model: has `layers` where settings.name is muon: the matrices in there are Muon's.
-        compute_dtype: what Muon orthogonalises in.
+        model: with settings.name = "muon" it has `layers`, whose matrices are Muon's.
+        compute_dtype: Muon orthogonalises in this dtype.
         names: of the parameters of the whole model, where `model` is only a pipeline stage of it.
 
     Raises:
         ConfigError: a rule of settings.groups matches nothing, or torchao is missing.
 
-    Source: AdamW, Loshchilov and Hutter, 2019; its 8-bit state, Dettmers et al., 2022; Muon, see there.
+    Source: AdamW, Loshchilov and Hutter, 2019; its 8-bit state, Dettmers et al., 2022; Muon: see muon.py.
     """
     groups = _parameter_groups(model, settings)
     _check_rules(settings.groups, list(names or (name for name, _ in model.named_parameters())))
@@ -75,21 +75,22 @@ def set_learning_rates(optimizer: Optimizer, lr: float) -> None:
 def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimizer:
     numbers: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if settings.state == "8bit":
-        return _import_torchao().AdamW8bit(groups, **numbers)
+        torchao = import_extra("torchao.optim", extra="float8", needed_by="optimizer.state = '8bit'")
+        return torchao.AdamW8bit(groups, **numbers)
     return torch.optim.AdamW(groups, **numbers, **IMPLEMENTATIONS[settings.implementation])
 
 
 def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
-    """Parameters of equal numbers together. By default matrices decay, norms and biases do not."""
-    hidden: set[nn.Parameter] = set()
+    """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
+    muon_matrices: set[nn.Parameter] = set()
     if settings.name == "muon":
-        hidden = {parameter for parameter in model.layers.parameters() if parameter.ndim == 2}  # type: ignore[union-attr]
+        muon_matrices = {parameter for parameter in model.layers.parameters() if parameter.ndim == 2}  # type: ignore[union-attr]
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)
         default = settings.weight_decay if parameter.ndim >= 2 else 0.0
         decay = default if rule.weight_decay is None else rule.weight_decay
-        groups.setdefault((rule.lr_scale, decay, parameter in hidden), []).append(parameter)
+        groups.setdefault((rule.lr_scale, decay, parameter in muon_matrices), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay, "muon": muon}
         for (lr_scale, decay, muon), parameters in groups.items()
@@ -114,14 +115,3 @@ def _keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
     """Put this optimizer's settings in place of the saved ones."""
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=False)  # torch itself says what does not fit
     return {**state, "param_groups": [{**own, "params": saved["params"]} for own, saved in pairs]}
-
-
-def _import_torchao() -> Any:
-    """The optional package `torchao`."""
-    try:
-        return importlib.import_module("torchao.optim")
-    except ImportError as error:
-        raise ConfigError(
-            "optimizer.state = '8bit' needs the package `torchao`, which is not installed",
-            fix="pip install 'torchtitan-cp[float8]'",
-        ) from error

@@ -1,4 +1,4 @@
-"""Global-norm clipping in two halves, so that one exchange between ranks serves the norm and all else."""
+"""Global-norm clipping in two halves: local square norms, which one all-reduce sums beside other numbers; scaling."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -8,52 +8,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan_cp.attention.local_shard import local_tensor
+
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's shard of every gradient."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = None) -> Tensor:
     """This rank's part of the squared global norm of each group, `[groups]` fp64.
 
-    Summed over the ranks of the job it is the whole: what several ranks hold alike is divided among them, as a replica
-    of HSDP, a norm beside tensor-parallel matrices, a plain tensor.
+    Summed over the ranks of the job it is the global norm's square: what several ranks hold in common (a replica of
+    HSDP, a norm beside tensor-parallel matrices, a plain tensor) counts at each of them with its fraction.
 
     Args:
         groups: parameters of this rank; a group may have none.
-        ranks: that hold these parameters between them, all of them the same way: those of the job, or of
-            one pipeline stage. Default: of each gradient the ranks of its own mesh, and one of a plain tensor,
-            which is right where meshes span all these ranks and every plain tensor is here alone.
+        ranks: number of ranks that hold these parameters together: those of the job, or of one pipeline stage.
+            Default: of a DTensor the ranks of its mesh, of a plain tensor this rank alone.
     """
     gradients: list[Tensor] = []
-    shares: list[float] = []
-    places: list[range] = []
+    fractions: list[float] = []
+    rows: list[range] = []
     for group in groups:
-        own = [_whole_values(p.grad, ranks) for p in group if p.grad is not None]
-        places.append(range(len(gradients), len(gradients) + len(own)))
+        own = [_local_and_copies(p.grad, ranks) for p in group if p.grad is not None]
+        rows.append(range(len(gradients), len(gradients) + len(own)))
         gradients += [gradient for gradient, _ in own]
-        shares += [1 / copies for _, copies in own]
+        fractions += [1 / copies for _, copies in own]
     if not gradients:
-        return torch.zeros(len(places), dtype=torch.float64)
+        return torch.zeros(len(rows), dtype=torch.float64)
     device = gradients[0].device
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-    squares = F.pad(squares * _constant(tuple(shares), torch.float64, device), (0, 1))
-    # Rows of one length, filled up with the zero at the end; a sum by index would not be deterministic on CUDA.
-    longest, zero = max(map(len, places)), len(gradients)
-    table = tuple(index for place in places for index in (*place, *[zero] * (longest - len(place))))
-    return squares[_constant(table, torch.int64, device).view(len(places), longest)].sum(1)
+    squares = F.pad(squares * _constant(tuple(fractions), torch.float64, device), (0, 1))
+    # Rows of one length, padded with the zero at the end; a sum by index would not be deterministic on CUDA.
+    longest, zero = max(map(len, rows)), len(gradients)
+    table = tuple(index for row in rows for index in (*row, *[zero] * (longest - len(row))))
+    return squares[_constant(table, torch.int64, device).view(len(rows), longest)].sum(1)
 
 
 @lru_cache(maxsize=32)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers that are the same in every step: copying them each time would make the host wait."""
+    """Numbers on the device that every step needs: copying them each time would make the host wait."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _whole_values(gradient: Tensor, ranks: int | None) -> tuple[Tensor, float]:
-    """(this rank's shard, on how many ranks each of its values is)."""
+def _local_and_copies(gradient: Tensor, ranks: int | None) -> tuple[Tensor, float]:
+    """(this rank's shard, the number of ranks that hold the same values)."""
     if not isinstance(gradient, DTensor):
         return gradient, ranks or 1
     if any(placement.is_partial() for placement in gradient.placements):
@@ -63,7 +63,7 @@ def _whole_values(gradient: Tensor, ranks: int | None) -> tuple[Tensor, float]:
     mesh, shards = gradient.device_mesh, 1
     for axis, placement in enumerate(gradient.placements):
         shards *= 1 if placement.is_replicate() else mesh.size(axis)
-    return gradient.to_local(), (ranks or mesh.size()) / shards
+    return local_tensor(gradient), (ranks or mesh.size()) / shards
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
-"""Output layer and cross-entropy together, a stretch of the sequence at a time: full logits never exist."""
+"""Output layer and cross-entropy together, a chunk of the sequence at a time: full logits never exist."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-IGNORED = -100
+from torchtitan_cp.config.labels import IGNORED
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,18 @@ class VocabularyShard:
     """Which rows of the output matrix this rank holds.
 
     Attributes:
-        group: the ranks that hold all rows between them, each row once.
+        group: the ranks that together hold every row once.
         first: vocabulary index of the first row held here.
     """
 
     group: dist.ProcessGroup
     first: int
+
+    def gather(self, values: Tensor) -> Tensor:
+        """`[...]` of this rank -> `[ranks, ...]` of all ranks of the group."""
+        gathered = values.new_empty(dist.get_world_size(self.group), *values.shape)
+        dist.all_gather(list(gathered), values, group=self.group)
+        return gathered
 
 
 def chunked_cross_entropy(
@@ -35,26 +41,26 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses of a shard, and the loss of each token.
 
-    Logits and their gradient are made chunk by chunk in fp32, both in the forward pass, so that they need
-    not be made again: memory is chunk_tokens x V and one V x E gradient, whatever the length. Source: the
-    fused linear cross-entropy of Liger Kernel (Hsu et al., 2024).
+    Logits and their gradient are computed chunk by chunk in fp32, both in the forward pass, so that logits are
+    computed once: memory is chunk_tokens x V and one V x E gradient, whatever the length. Source: the fused linear
+    cross-entropy of Liger Kernel (Hsu et al., 2024).
 
     With a `vocabulary` shard, `hidden` and `labels` are the same on all ranks of its group, and so are both
-    results. Each chunk costs one all-gather of two numbers a token. The gradient of `hidden` is then this
-    rank's PART, from its own rows: the sum over the group is the true one, and whoever gathered `hidden`
-    sums it.
+    results. Each chunk costs one all-gather of two numbers a token. The gradient of `hidden` is then PARTIAL, from
+    this rank's rows alone: the caller that gathered `hidden` sums it over the group.
 
     Args:
         hidden: `[B, S/cp, E]`.
-        weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, of any number, none too.
-        labels: `[B, S/cp]` int64; IGNORED tokens count nothing, and a label that is no row makes the loss infinite.
+        weight: output matrix `[V, E]`; with `vocabulary`, this rank's rows `[V_local, E]`, possibly none.
+        labels: `[B, S/cp]` int64; IGNORED tokens do not count, and a label outside the vocabulary makes the loss
+            infinite.
         chunk_tokens: tokens whose logits exist at one time.
-        vocabulary: where the rows lie that other ranks hold; None where all are here.
-        z_loss: the sum, and so the gradient, gets z_loss * logsumexp(logits)^2 of each counted token, which
+        vocabulary: None if this rank holds all rows.
+        z_loss: adds z_loss * logsumexp(logits)^2 of each counted token to the sum, and so to the gradient, which
             keeps logits from drifting. The losses of the tokens stay pure cross-entropy. Source: PaLM
             (Chowdhery et al., 2022).
-        largest_logit: fp32 scalar that is raised in place to the largest logit of this rank's rows. It costs nothing:
-            the log-sum-exp needs each token's largest.
+        largest_logit: fp32 scalar that is raised in place to the largest logit of this rank's rows. It is free: the
+            log-sum-exp needs each token's largest logit.
 
     Returns:
         (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
@@ -63,19 +69,19 @@ def chunked_cross_entropy(
         return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, vocabulary, z_loss, largest_logit)
     rows = hidden.flatten(0, 1).split(chunk_tokens)
     chunks = zip(rows, labels.flatten().split(chunk_tokens), strict=True)
-    measured = [_measure(_logits(row, weight), label, vocabulary, largest_logit) for row, label in chunks]
-    losses, squares = (torch.cat([getattr(m, name) for m in measured]) for name in ("losses", "squares"))
+    results = [_chunk_loss(_logits(row, weight), label, vocabulary, largest_logit) for row, label in chunks]
+    losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
     return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
 
 
 class TokenLoss(nn.Module):
-    """`chunked_cross_entropy` as a module, so that hooks see it like the network's others.
+    """`chunked_cross_entropy` as a module, so that hooks see it like the model's other modules.
 
     Args:
         chunk_tokens, z_loss: see there.
 
     Attributes:
-        largest_logit: raised in place by forwards that are to be differentiated; None: not asked for.
+        largest_logit: raised in place by forwards with gradients; None: not measured.
     """
 
     def __init__(self, chunk_tokens: int, z_loss: float) -> None:
@@ -99,9 +105,9 @@ class TokenLoss(nn.Module):
 
 @torch.no_grad()
 def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
-    """How many labels of each row are not the likeliest token, given all true tokens before it.
+    """How many labels of each sequence are not the likeliest token, given all true tokens before it.
 
-    Logits are made of the labelled tokens alone: meant for a few.
+    Full logits are computed of the labelled tokens: meant for few labels.
 
     Args:
         hidden, weight, labels, vocabulary: see chunked_cross_entropy.
@@ -116,32 +122,25 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
     if logits.shape[-1]:
         best, token = (x.double() for x in logits.max(-1))
     if vocabulary:
-        held = torch.stack([best, token + vocabulary.first])
-        gathered = held.new_empty(dist.get_world_size(vocabulary.group), *held.shape)
-        dist.all_gather(list(gathered), held, group=vocabulary.group)
-        token = gathered[:, 1].gather(0, gathered[:, 0].argmax(0, keepdim=True)).squeeze(0)
+        best, token = vocabulary.gather(torch.stack([best, token + vocabulary.first])).unbind(1)
+        token = token.gather(0, best.argmax(0, keepdim=True)).squeeze(0)
     wrong = token != labels[rows, columns]
     return labels.new_zeros(len(labels)).index_add_(0, rows, wrong.long())
-
-
-class _Measured(NamedTuple):
-    """Of a chunk's tokens: loss and squared logsumexp (0 where ignored), logsumexp, and the label's row if here."""
-
-    losses: Tensor
-    squares: Tensor
-    log_sums: Tensor
-    row: Tensor
-    is_here: Tensor
 
 
 def _logits(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows @ weight.t()).float()
 
 
-def _measure(
+def _chunk_loss(
     logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None, largest_logit: Tensor | None
-) -> _Measured:
-    """Reduce logits `[tokens, V_local]` over the whole vocabulary."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Reduce logits `[tokens, V_local]` over the whole vocabulary.
+
+    Returns:
+        Of each token its loss and its squared logsumexp (0 where ignored), its logsumexp, the local row of its label,
+        and whether this rank holds that row.
+    """
     row = labels - (vocabulary.first if vocabulary else 0)
     is_here = (row >= 0) & (row < logits.shape[-1])
     row = (row * is_here).unsqueeze(-1)
@@ -150,21 +149,19 @@ def _measure(
         log_sums = _log_sum_exp(logits, largest_logit)
         targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1))
     if vocabulary:
-        parts = torch.stack([log_sums, targets])
-        gathered = parts.new_empty(dist.get_world_size(vocabulary.group), *parts.shape)
-        dist.all_gather(list(gathered), parts, group=vocabulary.group)
-        log_sums, targets = gathered[:, 0].logsumexp(0), gathered[:, 1].amax(0)
+        by_rank = vocabulary.gather(torch.stack([log_sums, targets]))
+        log_sums, targets = by_rank[:, 0].logsumexp(0), by_rank[:, 1].amax(0)
     kept = labels != IGNORED
     losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
-    return _Measured(losses, squares, log_sums, row, is_here)
+    return losses, squares, log_sums, row, is_here
 
 
 def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
-    """torch.logsumexp over the last dim, step by step, so that the largest of each row is to be had."""
-    rows = logits.amax(-1, keepdim=True)
+    """torch.logsumexp over the last dim, in steps that share each token's largest logit with `largest_logit`."""
+    largest = logits.amax(-1, keepdim=True)
     if largest_logit is not None:
-        largest_logit.copy_(torch.maximum(largest_logit, rows.amax()))
-    shift = rows.masked_fill(rows.abs() == torch.inf, 0.0)
+        largest_logit.copy_(torch.maximum(largest_logit, largest.amax()))
+    shift = largest.masked_fill(largest.abs() == torch.inf, 0.0)
     return (logits - shift).exp_().sum(-1).log_() + shift.squeeze(-1)
 
 
@@ -188,12 +185,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(rows[chunk], weight)
-            losses[chunk], squares, log_sums, row, is_here = _measure(logits, targets[chunk], vocabulary, largest_logit)
+            result = _chunk_loss(logits, targets[chunk], vocabulary, largest_logit)
+            losses[chunk], squares, log_sums, row, is_here = result
             z_sum += squares.sum()
             slope = (1 + 2 * z_loss * log_sums) * (targets[chunk] != IGNORED)
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
             if len(weight):
-                # One label a row: nothing is added up, and scatter_ is deterministic on CUDA, unlike scatter_add_.
+                # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
                 d_logits.scatter_(-1, row, d_logits.gather(-1, row) - is_here.float().unsqueeze(-1))
             d_logits = d_logits.to(rows.dtype)
             d_rows[chunk] = d_logits @ weight

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, sharded any way, beside another optimizer for the rest.
+"""Muon for the matrices of the blocks, sharded in any way, beside another optimizer for the rest.
 
 Source: Jordan et al., 2024; the step scaled to AdamW's size, so that both share a learning rate: Liu et al.
 (Moonshot), 2025. The numbers are those of torch.optim.Muon.
@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from torchtitan_cp.attention.local_shard import local_tensor
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-LEAST_NORM = 1e-7
+MIN_NORM = 1e-7
 
 
 class Muon(Optimizer):
@@ -26,10 +28,10 @@ class Muon(Optimizer):
 
     Args:
         matrices: parameter groups of 2-D tensors, with `muon` True and `weight_decay`.
-        rest: optimizer of all else, its groups with `muon` False. It is stepped with this one, whose
-            groups and state hold its own: one optimizer to the outside.
-        momentum: share of the old momentum kept in a step.
-        dtype: what matrices are gathered and orthogonalised in.
+        rest: optimizer of all other parameters, its groups with `muon` False. It steps with this one, which holds
+            the groups and the state of both: callers see one optimizer.
+        momentum: fraction of the old momentum kept in a step.
+        dtype: matrices are gathered and orthogonalised in it.
     """
 
     def __init__(self, matrices: list[dict[str, Any]], rest: Optimizer, *, momentum: float, dtype: torch.dtype) -> None:
@@ -38,7 +40,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there before a step"
+        assert closure is None, "gradients exist before a step"
         by_mesh: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -51,7 +53,7 @@ class Muon(Optimizer):
         self._rest.step()
 
     def _step_matrices(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Step matrices of one mesh, as many at a time as it has ranks; those of a size go together."""
+        """Step matrices of one mesh, as many at a time as it has ranks, largest first so that equal sizes meet."""
         matrices.sort(key=lambda entry: entry[0].numel(), reverse=True)
         first = matrices[0][0]
         ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
@@ -63,7 +65,7 @@ class Muon(Optimizer):
                 parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Nesterov's momentum of the gradient, after adding it."""
+        """Nesterov's momentum, after adding the gradient to it."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -73,29 +75,29 @@ class Muon(Optimizer):
 
 
 def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
-    """Each update orthogonalised as a whole, sharded as it came.
+    """Each update orthogonalised as a whole matrix, sharded as before.
 
-    Of matrices on a mesh, at most as many as it has ranks, each has another rank work on it, which gathers it
-    and sends the result to all. One result is whole at a time.
+    Args:
+        updates: on one mesh, at most as many as it has ranks. Each rank gathers and orthogonalises one of them, and
+            broadcasts the result; memory holds one whole result at a time.
     """
     if not isinstance(updates[0], DTensor):
         yield from map(orthogonalize, updates)
         return
     mesh = updates[0].device_mesh
     own: Any = None
-    here, owners = mesh.get_coordinate(), list(itertools.product(*map(range, mesh.shape)))[: len(updates)]
-    is_own = [owner == tuple(here or ()) for owner in owners]
-    for mine, update in zip(is_own, updates, strict=True):
-        if mine:
+    here, owners = tuple(mesh.get_coordinate() or ()), list(itertools.product(*map(range, mesh.shape)))[: len(updates)]
+    for owner, update in zip(owners, updates, strict=True):
+        if owner == here:
             own = update.full_tensor()
         else:
-            update.full_tensor()  # takes all ranks
-    # Only now: the gathers of the other ranks would wait for it.
+            update.full_tensor()  # collective
+    # After all gathers: in between, the other ranks would wait for it.
     own = None if own is None else orthogonalize(own)
-    for owner, mine, update in zip(owners, is_own, updates, strict=True):
-        result = own if mine else update.to_local().new_empty(update.shape)
+    for owner, update in zip(owners, updates, strict=True):
+        result = own if owner == here else local_tensor(update).new_empty(update.shape)
         for axis, rank in enumerate(owner):
-            # After the last axis every rank has it; until then some pass on what is overwritten later.
+            # Every rank has it after the last axis; before that, some broadcast values that are overwritten later.
             dist.broadcast(result, group=mesh.get_group(axis), group_src=rank)
         yield distribute_tensor(result, mesh, update.placements, src_data_rank=None)
 
@@ -104,7 +106,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2, by a quintic Newton-Schulz."""
     a, b, c = COEFFICIENTS
     wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / wide.norm().clamp(min=LEAST_NORM)
+    wide = wide / wide.norm().clamp(min=MIN_NORM)
     for _ in range(ITERATIONS):
         gram = wide @ wide.mT
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)

@@ -1,14 +1,23 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""Learning rate as a pure function of the step: nothing to save, nothing to restore.
+
+To add a learning-rate shape, write a function beside `cosine`, and add its name to `LR_SHAPES` here and to
+SCHEDULE_SHAPES in config/sections.py; a test holds the two equal.
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
 
 
 def cosine(progress: float, end: float, _decay: float) -> float:
-    """Half a cosine from 1 to `end`."""
+    """Half a cosine from 1 to `end`.
+
+    Args:
+        progress: of the steps after warm-up, 0 to 1; the same for every shape.
+        end: end_fraction, the last learning rate over the peak.
+        _decay: decay_fraction, for shapes that are flat first.
+    """
     return end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -18,7 +27,7 @@ def linear(progress: float, end: float, _decay: float) -> float:
 
 
 def wsd(progress: float, end: float, decay: float) -> float:
-    """Flat at 1, then a line to `end` over the last `decay` share. Source: MiniCPM (Hu et al., 2024)."""
+    """Flat at 1, then a line to `end` over the last `decay` of the steps. Source: MiniCPM (Hu et al., 2024)."""
     start = 1 - decay
     return 1.0 if progress <= start else 1 - (1 - end) * (progress - start) / decay
 
@@ -28,7 +37,7 @@ def constant(_progress: float, _end: float, _decay: float) -> float:
     return 1.0
 
 
-SHAPES: dict[str, Callable[[float, float, float], float]] = {
+LR_SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "cosine": cosine,
     "linear": linear,
     "wsd": wsd,
@@ -36,51 +45,45 @@ SHAPES: dict[str, Callable[[float, float, float], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Warm-up from zero to `peak`, then a curve that reaches end_fraction * peak on the last of `steps`."""
+def learning_rate(step: int, steps: int, peak: float, settings: LRScheduler | StageLR) -> float:
+    """Warm-up from zero to `peak`, then a shape that reaches end_fraction * peak on the last of `steps`.
 
-    peak: float
-    settings: LRScheduler | StageLR
-    steps: int
-
-    def at(self, step: int) -> float:
-        """Learning rate of the step-th step, counted from 0 where the schedule starts."""
-        warmup = min(self.settings.warmup_steps, self.steps)
-        if step < warmup:
-            return self.peak * (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.steps - 1 - warmup)
-        shape = SHAPES[self.settings.shape]
-        return self.peak * shape(min(1.0, progress), self.settings.end_fraction, self.settings.decay_fraction)
+    Args:
+        step: counted from 0 where the schedule starts.
+    """
+    warmup = min(settings.warmup_steps, steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return peak * LR_SHAPES[settings.shape](progress, settings.end_fraction, settings.decay_fraction)
 
 
 class LearningRates:
     """The learning rate of every step of a run.
 
-    A stage with its own `lr` follows that over its own steps. The other stages share [lr_scheduler],
-    which runs over their steps alone, so that it goes on where it was after a stage that left it.
+    A stage with its own `lr` follows that over its own steps. The other stages share [lr_scheduler], which counts
+    their steps alone: after a stage with its own it continues where it was.
 
     Args:
         optimizer: gives the peak.
-        scheduler: the run's curve.
+        scheduler: the run's schedule.
         stages: (the stage's own settings or None, its number of steps), in order.
     """
 
     def __init__(
         self, optimizer: Optimizer, scheduler: LRScheduler, stages: Sequence[tuple[StageLR | None, int]]
     ) -> None:
-        shared = Schedule(optimizer.lr, scheduler, sum(steps for own, steps in stages if own is None))
-        self._stages: list[tuple[int, Schedule]] = []  # steps of the schedule that lie before the stage
-        shared_done = 0
+        shared_steps, shared_done = sum(steps for own, steps in stages if own is None), 0
+        # Of each stage: steps of its schedule before the stage, and in all; peak; settings.
+        self._stages: list[tuple[int, int, float, LRScheduler | StageLR]] = []
         for own, steps in stages:
             if own is None:
-                self._stages.append((shared_done, shared))
+                self._stages.append((shared_done, shared_steps, optimizer.lr, scheduler))
                 shared_done += steps
             else:
-                peak = optimizer.lr if own.peak is None else own.peak
-                self._stages.append((0, Schedule(peak, own, steps)))
+                self._stages.append((0, steps, optimizer.lr if own.peak is None else own.peak, own))
 
     def at(self, stage: int, step: int) -> float:
         """Learning rate of a stage's optimizer step, both counted from 0."""
-        before, schedule = self._stages[stage]
-        return schedule.at(before + step)
+        before, steps, peak, settings = self._stages[stage]
+        return learning_rate(before + step, steps, peak, settings)

@@ -1,24 +1,24 @@
-"""Meshes and process groups, and what is done to a model so that it runs on them.
+"""Meshes and process groups, and what makes a model run on them.
 
-Imports `config` at most. Each function takes a mesh and plain values; the order they are applied in is
-visible in `apply.py`.
+Imports `attention` and `config` at most. Each function takes a mesh and plain values; `apply.py` shows their order.
 """
 
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.parallel.pipeline import Hidden, Pipeline, bubble_share, plan_stages
+from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, PipelineStages, bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-from torchtitan_cp.parallel.tensor import check_tensor_parallel, vocabulary_part
+from torchtitan_cp.parallel.tensor import check_tensor_parallel, vocabulary_shard
 
 __all__ = [
-    "Hidden",
+    "HiddenSpec",
     "Meshes",
     "Pipeline",
+    "PipelineStages",
     "Stopwatch",
-    "bubble_share",
+    "bubble_fraction",
     "check_tensor_parallel",
     "parallelize",
-    "plan_stages",
-    "vocabulary_part",
+    "plan_pipeline",
+    "vocabulary_shard",
     "wrap_blocks",
 ]

@@ -1,6 +1,6 @@
-"""What is kept between forward and backward: recomputation of blocks, all or in part, and the MLP in tiles.
+"""Activation checkpointing of blocks, full or selective, and MLPs in tiles.
 
-A forward is replaced and not the module, so that parameters keep their names.
+Forwards are replaced, not modules, so that parameters keep their names.
 """
 
 from collections.abc import Callable
@@ -16,29 +16,31 @@ from torchtitan_cp.parallel.offload import HostMemory
 
 Forward = Callable[..., Any]
 
-# Their outputs cost more to compute than to keep; what lies between them is recomputed.
+# Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
 def recompute_blocks(model: nn.Module, kind: str, host: HostMemory | None = None) -> None:
-    """Keep each block's input, and run the block again in backward.
+    """Save each block's input, and recompute the block in backward.
 
     Args:
-        kind: `none` keeps everything; `full` the block's input alone; `attention_saved` also the attention's
-            output and log-sum-exp, so that attention is never run twice; `selective` also every matrix product.
-        host: parks the attention of `attention_saved` instead of keeping it on the device.
+        kind: `none` saves everything; `full` the block's input alone; `attention_saved` also the attention's output
+            and log-sum-exp, so that attention never runs twice; `selective` also every matrix product.
+        host: holds the attention of `attention_saved` instead of the device.
     """
     if kind == "none":
         return
-    contexts: Callable[[], Any] | None = None if kind == "full" else partial(_contexts, kind)
+    contexts: Callable[[], Any] | None = None
     if host and kind == "attention_saved":
-        contexts = host.keeping(OPERATOR)
+        contexts = host.save_outputs(OPERATOR)
+    elif kind != "full":
+        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kind))
     for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = recomputed(layer.forward, contexts)
 
 
 def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> Forward:
-    """A forward that keeps its inputs and, of what is inside, what `contexts` says; nothing without it."""
+    """A forward that saves its inputs, and inside it what `contexts` selects; nothing by default."""
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
 
     def run(*inputs: Any) -> Any:
@@ -47,27 +49,23 @@ def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> F
     return run
 
 
-def _contexts(kind: str) -> Any:
-    return create_selective_checkpoint_contexts(partial(_policy, kind))
-
-
 class Tiles:
-    """Whether a tile of an MLP is at work: its products are not kept by the block that it is part of."""
+    """Whether a tile of an MLP is running: its block does not save its products."""
 
-    at_work = False
+    running = False
 
 
 def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    kept = operator is OPERATOR or (kind == "selective" and operator in PRODUCTS and not Tiles.at_work)
+    kept = operator is OPERATOR or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def tile_mlps(model: nn.Module, tiles: int) -> None:
-    """Run each block's MLP and its norm on one stretch of the sequence after the other.
+    """Run each block's MLP and its norm on one tile of the sequence after the other.
 
-    Of a stretch only its input is kept, so the wide activations exist for one stretch at a time, forward and
-    backward. A block's weights stay gathered meanwhile and their gradients are reduced once, however many
-    tiles there are; every rank has as many. Source: ALST (Bekman et al., 2025).
+    Only a tile's input is saved, so the wide activations exist for one tile at a time, forward and backward. A block's
+    weights stay gathered meanwhile, and their gradients are reduced once for all tiles. Source: ALST (Bekman et al.,
+    2025).
     """
     if tiles > 1:
         for layer in model.layers.values():  # type: ignore[operator]
@@ -75,17 +73,17 @@ def tile_mlps(model: nn.Module, tiles: int) -> None:
 
 
 def tiled(forward: Callable[[Tensor], Tensor], tiles: int) -> Callable[[Tensor], Tensor]:
-    """A function of each token alone, `[B, s, E] -> [B, s, E]`, a stretch at a time."""
-    each = recomputed(forward)
+    """A function of each token alone, `[B, s, E] -> [B, s, E]`, a tile at a time."""
+    run_tile = recomputed(forward)
 
     def run(hidden: Tensor) -> Tensor:
         parts = hidden.split(-(-hidden.shape[1] // tiles), 1)
-        if torch.compiler.is_compiling():  # then the tiles' own recomputation decides already
-            return torch.cat([each(part) for part in parts], 1)
-        Tiles.at_work = True
+        if torch.compiler.is_compiling():  # the tiles' own recomputation decides then
+            return torch.cat([run_tile(part) for part in parts], 1)
+        Tiles.running = True
         try:
-            return torch.cat([each(part) for part in parts], 1)
+            return torch.cat([run_tile(part) for part in parts], 1)
         finally:
-            Tiles.at_work = False
+            Tiles.running = False
 
     return run

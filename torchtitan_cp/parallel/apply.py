@@ -1,4 +1,4 @@
-"""What is done to a plain model before it trains: split tensors, recompute, compile, shard, allocate, fill."""
+"""Makes a plain model train on these ranks: tensor parallelism, recomputation, compile, FSDP, first weights."""
 
 import hashlib
 import logging
@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.attention.compiling import compile_whole
+from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.offload import HostMemory
-from torchtitan_cp.parallel.tensor import overlap_products, part_of, shard_tensors, share_no_compiled_code
+from torchtitan_cp.parallel.tensor import disable_compile_cache, overlap_products, shard_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         model: has `layers` with `mlp`, and `init_std`; see models/architecture.py.
         meshes: of the run.
         roles: the architecture's plan for tensor parallelism.
-        config: its [parallel], [activation], [compile] and [training] say how.
+        config: for its [parallel], [activation], [compile] and [training].
     """
     if config.training.float8 != "none":
         convert_linears(model, config.training.float8, meshes.device_type)
@@ -38,7 +38,7 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         if config.parallel.async_tp:
             overlap_products(meshes.tp)
     if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
-        share_no_compiled_code()
+        disable_compile_cache()
     wrap_blocks(model, config.activation, config.compile, meshes.device_type)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
@@ -49,23 +49,23 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
 
 
 def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:
-    """Have the blocks keep what `activation` says, and compile them; what an earlier call asked for is undone."""
+    """Set up activation checkpointing, offloading and compile of the blocks, in place of an earlier call's."""
     for layer in model.layers.values():  # type: ignore[operator]
         for replaced in ("forward", "mlp"):
             vars(layer).pop(replaced, None)
     tile_mlps(model, activation.mlp_tiles)
     host = host_memory(device_type) if activation.offload else None
-    # What a compiled block keeps passes through the hooks around it, its attention too.
+    # The hooks around a compiled block see all that it saves, its attention too.
     recompute_blocks(model, activation.checkpoint, None if compiling.enable else host)
     if compiling.enable:
         compile_blocks(model, compiling.mode)
     if host:
         for layer in model.layers.values():  # type: ignore[operator]
-            layer.forward = host.around(layer.forward)
+            layer.forward = host.offload_saved(layer.forward)
 
 
 def host_memory(device_type: str) -> HostMemory | None:
-    """Where blocks park what they keep; None where that is the memory they are in."""
+    """Host memory for what blocks save; None on a CPU."""
     if device_type == "cpu":
         logger.warning("activation.offload is inactive: on a CPU activations are in host memory")
         return None
@@ -73,16 +73,16 @@ def host_memory(device_type: str) -> HostMemory | None:
 
 
 def compile_blocks(model: nn.Module, mode: str) -> None:
-    """Compile each block whole; blocks of one kind share what is compiled, and another length makes it dynamic."""
+    """Compile each block whole; equal blocks share the compiled code, and a second length makes it dynamic."""
     for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = compile_whole(layer.forward, mode)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> None:
-    """FSDP2 by block. Gradients are summed and never averaged: the loss is divided once, by all its tokens.
+    """FSDP2 by block. Gradients are summed, never averaged: the loss is divided once, by all its tokens.
 
     Args:
-        on_host: weights, gradients and so the optimizer's state live in host memory.
+        on_host: weights, gradients and optimizer state live in host memory.
     """
     # Inputs are not cast: rotary cos and sin stay fp32 beside a bf16 residual stream.
     policy = MixedPrecisionPolicy(
@@ -91,12 +91,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> 
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if on_host else OffloadPolicy()
-    again = config.parallel.fsdp_reshard == "always" or (
+    reshard = config.parallel.fsdp_reshard == "always" or (
         config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
     )
     for layer in model.layers.values():  # type: ignore[operator]
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -115,10 +115,10 @@ def prefetch(model: nn.Module, blocks: int) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
-    """Draw each parameter from a generator of its own, seeded by its name; each rank keeps its shard.
+    """Draw each parameter from its own generator, seeded by its name; each rank keeps its shard.
 
-    So the weights depend on the seed and the device type alone, not on the number of ranks. Values are
-    normal, cut at three standard deviations.
+    So the weights depend on the seed and the device type alone, not on the number of ranks. Values are normal,
+    truncated at three standard deviations.
     """
     for name, parameter in model.named_parameters():
         std = model.init_std(name)  # type: ignore[operator]
@@ -129,5 +129,4 @@ def fill(model: nn.Module, seed: int) -> None:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest[:7], "big"))
             nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own.copy_(part_of(values, parameter))
+        local_tensor(parameter).copy_(values[shard_slices(parameter)])

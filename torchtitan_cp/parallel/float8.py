@@ -1,23 +1,22 @@
-"""Products of the blocks' linear layers in 8 bits, by torchao: weights, gradients and all else stay as they are."""
+"""Matrix products of the blocks' linear layers in float8, by torchao; weights and gradients keep their dtypes."""
 
-import importlib
 import logging
-from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.extras import import_extra
 
 logger = logging.getLogger(__name__)
 
-# The first with products in 8 bits: Ada.
+# Ada is the first architecture with float8 products; they need sizes divisible by 16.
 CAPABILITY = (8, 9)
-UNIT = 16
+DIVISOR = 16
 
 
 def convert_linears(model: nn.Module, recipe: str, device_type: str, *, emulate: bool = False) -> None:
-    """Exchange the linear layers inside the blocks for ones that multiply in float8, in place.
+    """Replace the linear layers inside the blocks by ones that multiply in float8, in place.
 
     Args:
         model: on any device, not sharded yet.
@@ -25,24 +24,18 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str, *, emulate:
         emulate: compute the same values without the hardware, for tests.
 
     Raises:
-        ConfigError: torchao is missing, the device has no such products, or no layer fits.
+        ConfigError: torchao is missing, the device has no float8 products, or no layer has fitting sizes.
     """
     if not emulate:
         _check_device(device_type)
-    try:
-        float8: Any = importlib.import_module("torchao.float8")
-    except ImportError:
-        raise ConfigError(
-            f"training.float8 = {recipe!r} needs the package `torchao`, which is not installed",
-            fix="pip install 'torchtitan-cp[float8]'",
-        ) from None
+    float8 = import_extra("torchao.float8", extra="float8", needed_by=f"training.float8 = {recipe!r}")
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(settings, "emulate", emulate)
     linears = [layer for layer in model.layers.modules() if isinstance(layer, nn.Linear)]  # type: ignore[union-attr]
-    fitting = [linear for linear in linears if not (linear.in_features % UNIT or linear.out_features % UNIT)]
+    fitting = [linear for linear in linears if not (linear.in_features % DIVISOR or linear.out_features % DIVISOR)]
     if not fitting:
         raise ConfigError(
-            f"training.float8 = {recipe!r}: no linear layer has sizes divisible by {UNIT}", fix="leave it at 'none'"
+            f"training.float8 = {recipe!r}: no linear layer has sizes divisible by {DIVISOR}", fix="leave it at 'none'"
         )
     chosen = set(map(id, fitting))
     float8.convert_to_float8_training(

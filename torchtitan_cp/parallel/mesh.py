@@ -1,4 +1,4 @@
-"""Meshes of a run: one that the parameters are placed on for good, and one for each context-parallel degree."""
+"""Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -6,11 +6,11 @@ from torchtitan_cp.config.degrees import Degrees
 
 
 class Meshes:
-    """Hands out meshes over all ranks of the job.
+    """Meshes over all ranks of the job.
 
-    Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context
-    parallelism, then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product
-    no stage changes; a stage with another CP degree only gets other groups, made when it starts and kept.
+    Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context parallelism,
+    then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product no stage changes; a
+    stage with another CP degree only gets other groups, made when it starts and kept.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -22,10 +22,8 @@ class Meshes:
 
     def __init__(self, device_type: str, degrees: Degrees) -> None:
         self.device_type, self.degrees = device_type, degrees
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp)
-        self.parameters = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        self._by_cp: dict[int, DeviceMesh] = {}
-        self._hybrid: dict[tuple[int, int], DeviceMesh] = {}
+        self._made: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self.parameters = self._mesh(dp_replicate=degrees.dp_replicate, fsdp=degrees.fsdp)
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -39,45 +37,39 @@ class Meshes:
 
     @property
     def pp(self) -> DeviceMesh:
-        """This rank's pipeline, itself alone if there is none."""
+        """The ranks of this rank's pipeline; this rank alone without one."""
         return self.parameters["pp"]
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's losses go into sums over the job: its peers in tp have the same ones."""
+        """Whether this rank's losses count in sums over the job: its tensor-parallel peers have the same losses."""
         return self.parameters.get_local_rank("tp") == 0
 
     @property
     def owns_tokens(self) -> bool:
-        """The same of its tokens, which its peers in pp read as well."""
+        """Whether this rank's tokens count in sums over the job: its pipeline reads the same tokens."""
         return self.owns_loss and self.parameters.get_local_rank("pp") == 0
 
     def for_cp(self, degree: int) -> DeviceMesh:
         """The mesh (pp, dp, cp, tp) with this CP degree. Collective."""
-        if degree not in self._by_cp:
-            self._by_cp[degree] = init_device_mesh(
-                self.device_type,
-                (self.degrees.pp, *self._data(degree), self.degrees.tp),
-                mesh_dim_names=("pp", "dp", "cp", "tp"),
-            )
-        return self._by_cp[degree]
+        return self._mesh(dp=self.degrees.dp_replicate * self.degrees.fsdp // degree, cp=degree)
 
     def for_hybrid(self, degree: int, all_to_all_ranks: int) -> DeviceMesh:
         """The same CP ranks as a 2-D mesh (ring, all-to-all), for the hybrid exchange. Collective."""
-        key = (degree, all_to_all_ranks)
-        if key not in self._hybrid:
-            dp, cp = self._data(degree)
-            shape = (self.degrees.pp, dp, cp // all_to_all_ranks, all_to_all_ranks, self.degrees.tp)
-            names = ("pp", "dp", "ring", "all_to_all", "tp")
-            self._hybrid[key] = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
-        return self._hybrid[key]["ring", "all_to_all"]
+        dp = self.degrees.dp_replicate * self.degrees.fsdp // degree
+        mesh = self._mesh(dp=dp, ring=degree // all_to_all_ranks, all_to_all=all_to_all_ranks)
+        return mesh["ring", "all_to_all"]
 
-    def _data(self, cp: int) -> tuple[int, int]:
-        """(groups that hold different sequences, cp)."""
-        return self.degrees.dp_replicate * self.degrees.fsdp // cp, cp
+    def _mesh(self, **data_axes: int) -> DeviceMesh:
+        """The mesh (pp, data axes, tp), made once."""
+        axes = {"pp": self.degrees.pp, **data_axes, "tp": self.degrees.tp}
+        key = tuple(axes.items())
+        if key not in self._made:
+            self._made[key] = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return self._made[key]
 
-    def describe(self) -> str:
-        """The axes and who talks to whom, from this rank's place."""
+    def summary(self) -> str:
+        """The axes, and the ranks that share each with this one, a line each."""
         names = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
         axes = {name: self.parameters[axis].size() for name, axis in names.items()}
         lines = [f"mesh, outermost first: {', '.join(f'{name} {size}' for name, size in axes.items())}"]

@@ -1,11 +1,11 @@
-"""Pipeline parallelism on torch.distributed.pipelining: which layers a stage has, and a step through all of them.
+"""Pipeline parallelism on torch.distributed.pipelining: the layers of each pipeline stage, and a step through all.
 
-Each stage is a model of its own, cut from the whole, and a rank may have several. What a micro-batch needs
-beside its hidden states (tokens, positions, plan) every rank reads for itself, so only hidden states travel.
+A pipeline stage is a model of its own with some of the layers, and a rank may have several. Every rank reads a
+micro-batch's tokens, positions and plan by itself, so only hidden states travel.
 Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (Qi et al., 2024).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,52 +17,53 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
+from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.degrees import SCHEDULES
+from torchtitan_cp.config.names import SCHEDULES
 from torchtitan_cp.config.sections import Parallel
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 
 Span = tuple[int, int]
 
-# Before, torch's split of a backward failed at any autograd.Function (seen with 2.11).
+# Zero-bubble schedules split a backward; before torch 2.13 that failed at any autograd.Function.
 SPLITS_ANY_BACKWARD = TorchVersion(torch.__version__) >= "2.13"
 
 
 @dataclass(frozen=True)
-class Stages:
-    """How the layers are dealt out over the pipeline.
+class PipelineStages:
+    """The layers and the owner of each pipeline stage, in order.
 
     Attributes:
-        layers: [first, stop) of each stage.
-        owner: the pipeline rank that has each.
+        layers: [first, stop) of each.
+        owner: the pipeline rank that has it.
     """
 
     layers: tuple[Span, ...]
     owner: tuple[int, ...]
 
-    def of(self, rank: int) -> list[int]:
-        """Numbers of the stages that a pipeline rank has."""
+    def of_rank(self, rank: int) -> list[int]:
+        """Numbers of the pipeline stages that a pipeline rank has."""
         return [number for number, owner in enumerate(self.owner) if owner == rank]
 
 
-def plan_stages(settings: Parallel, ranks: int, costs: Sequence[float]) -> Stages:
-    """Deal layers out over `ranks` pipeline ranks.
+def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> PipelineStages:
+    """Split the layers into pipeline stages over `ranks` pipeline ranks.
 
     Args:
-        settings: the schedule, stages per rank, and a split by hand.
-        costs: of each layer, in any unit; the embedding's and the output's belong to the outer ones.
+        settings: the schedule, pipeline stages per rank, and a split by hand.
+        costs: of each layer, in any unit; the outer ones include the embedding and the output.
 
     Raises:
-        ConfigError: more stages than layers, a number of stages the schedule does not take, or a split that is none.
+        ConfigError: more pipeline stages than layers, a number of them that the schedule does not take, or a split
+            that does not fit.
     """
     schedule = SCHEDULES[settings.pp_schedule]
     if ranks > 1 and schedule.splits_backward and not SPLITS_ANY_BACKWARD:
         raise ConfigError(
-            f"parallel.pp_schedule = {settings.pp_schedule!r} needs torch 2.13; {torch.__version__} cannot take "
-            "the backward of an operator of our own apart",
+            f"parallel.pp_schedule = {settings.pp_schedule!r} needs torch 2.13; {torch.__version__} cannot split "
+            "the backward of a custom operator",
             fix="use gpipe, 1f1b or interleaved_1f1b",
         )
     per_rank = 1 if ranks == 1 else settings.pp_stages_per_rank or schedule.stages_per_rank
@@ -84,16 +85,16 @@ def plan_stages(settings: Parallel, ranks: int, costs: Sequence[float]) -> Stage
             f"parallel.pp_split = {list(settings.pp_split)} does not cut {len(costs)} layers into {count} stages",
             fix=f"give {count - 1} rising numbers from 1 to {len(costs) - 1}, or leave it out",
         )
-    # Stages go round the ranks, or there and back where the schedule is a V.
+    # Pipeline stages go round the ranks, or there and back where the schedule is a V.
     there_and_back = [*range(ranks), *reversed(range(ranks))]
     owner = there_and_back[:count] if settings.pp_schedule.startswith("zbv") else [n % ranks for n in range(count)]
-    return Stages(tuple(pairwise(edges)) if edges else tuple(split_layers(costs, count)), tuple(owner))
+    return PipelineStages(tuple(pairwise(edges)) if edges else tuple(split_layers(costs, count)), tuple(owner))
 
 
 def split_layers(costs: Sequence[float], stages: int) -> list[Span]:
-    """[first, stop) of each stage, so that the dearest stage is as cheap as can be; each has a layer at least."""
+    """[first, stop) of each pipeline stage, with the least cost of the dearest one; each has at least one layer."""
     layers, before = len(costs), [sum(costs[:count]) for count in range(len(costs) + 1)]
-    # best[n]: cost of the dearest stage over the first n layers; cuts: where the last of these stages begins.
+    # best[n]: cost of the dearest pipeline stage over the first n layers; cuts: where the last of them begins.
     best, cuts = before, []
     for stage in range(1, stages):
         options = {
@@ -108,18 +109,18 @@ def split_layers(costs: Sequence[float], stages: int) -> list[Span]:
     return list(pairwise([0, *reversed(edges)]))
 
 
-def bubble_share(settings: Parallel, ranks: int, per_rank: int, micro_batches: int) -> float:
-    """Share of a step in which a pipeline rank waits, with backwards twice as long as forwards and free messages.
+def bubble_fraction(settings: Parallel, ranks: int, per_rank: int, micro_batches: int) -> float:
+    """Fraction of a step in which a pipeline rank waits, if backwards take twice a forward and messages no time.
 
-    Zero-bubble schedules fill the wait with gradients of weights, and are counted as leaving a third of it.
+    Zero-bubble schedules fill the wait with gradients of weights; a third of it is assumed to remain.
     """
     waits = (ranks - 1) / (3 if SCHEDULES[settings.pp_schedule].splits_backward else 1)
     return waits / (per_rank * micro_batches + waits)
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """What travels between stages: `[B, S/cp/tp, E]` of a micro-batch, and its dtype."""
+class HiddenSpec:
+    """Shape `[B, S/cp/tp, E]` and dtype of a micro-batch's hidden states, which travel between pipeline stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -127,41 +128,35 @@ class Hidden:
 
 Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 
-
-class _TimedStage(PipelineStage):
-    """Torch's, and its watches run while it computes."""
-
-    watches: Mapping[str, Stopwatch]
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watches["forward"].running():
-            return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watches["backward"].running():
-            return super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watches["backward"].running():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+# What of torch's pipeline stages is timed, and which stopwatch runs meanwhile.
+TIMED = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward",
+}
 
 
 class Pipeline:
-    """The stages of this rank, and steps through those of all.
+    """This rank's pipeline stages, and steps through those of all ranks.
 
     Args:
-        parts: this rank's stages, cut and sharded, in order of their numbers.
+        parts: this rank's parts of the model, sharded, one for each of its pipeline stages.
         stages: of all ranks.
         mesh: 1-D, the pipeline's ranks.
         schedule: a name of SCHEDULES.
         device: of the ranks.
-        tied: the output is the embedding, so that the first and the last stage both have it.
+        tied: the output is the embedding, so that the first and the last pipeline stage both have it.
+
+    Attributes:
+        parts: by number of the pipeline stage.
+        has_first, has_last: whether this rank has the first and the last pipeline stage.
+        watches: time of forwards, of backwards, and of whole steps.
     """
 
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        stages: Stages,
+        stages: PipelineStages,
         mesh: DeviceMesh,
         schedule: str,
         device: torch.device,
@@ -171,57 +166,52 @@ class Pipeline:
         self.rank, self.group, self.device = mesh.get_local_rank(), mesh.get_group(), device
         self.ranks = mesh.size()
         self.stages, self.schedule = stages, SCHEDULES[schedule]
-        self.parts = dict(zip(stages.of(self.rank), parts, strict=True))
+        self.parts = dict(zip(stages.of_rank(self.rank), parts, strict=True))
         self.last, self.tied = len(stages.owner) - 1, tied
-        self.made: tuple[Hidden, int, Any] | None = None  # torch's schedule, and what it was made for
+        self.has_first, self.has_last = 0 in self.parts, self.last in self.parts
+        self.made: tuple[HiddenSpec, int, Any] | None = None  # torch's schedule, and what it was made for
         self.waiting: dict[int, Iterator[Any]] = {}
         self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
-            # The schedule hands a stage its input alone. A stage's forwards come in the order of the micro-batches.
+            # torch hands a pipeline stage its input alone. Its forwards come in the order of the micro-batches.
             part.forward = partial(self._forward, number, part.forward)
 
-    @property
-    def opens(self) -> bool:
-        """Whether this rank has the first stage; `closes`: the last."""
-        return 0 in self.parts
-
-    @property
-    def closes(self) -> bool:
-        return self.last in self.parts
-
-    @property
-    def counted(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by name, without those that the first stage counts already."""
+    def unique_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by name, without a tied output: the first pipeline stage has it as its embedding."""
         for number, part in self.parts.items():
-            twice = self.tied and number == self.last > 0
-            yield from (x for x in part.named_parameters() if not (twice and x[0].startswith("tok_embeddings")))
+            skips = self.tied and number == self.last > 0
+            yield from (x for x in part.named_parameters() if not (skips and x[0].startswith("tok_embeddings")))
 
-    def step(self, batches: Sequence[Any], hidden: Hidden, run: Run) -> None:
-        """Forward and backward of every micro-batch through every stage.
+    def step(self, batches: Sequence[Any], hidden: HiddenSpec, run: Run) -> None:
+        """Forward and backward of every micro-batch through every pipeline stage.
 
         Args:
-            batches: micro-batches, as many on every rank.
+            batches: micro-batches, equally many on every rank.
             hidden: what travels.
-            run: (forward of a stage, hidden states or None for the first, micro-batch) -> hidden states, or of the
-                last stage the scalar to differentiate.
+            run: (forward of a pipeline stage, hidden states or None for the first, micro-batch) -> hidden states, or
+                the scalar to differentiate for the last.
         """
         if self.made is None or self.made[:2] != (hidden, len(batches)):
-            self.forget()  # its buffers go before the next one's come
+            self.release()  # its buffers before the next ones are made
             self.made = (hidden, len(batches), self._make(hidden, len(batches)))
         self._begin(batches, run)
         numbers = torch.arange(len(batches), device=self.device)
-        target = {"target": numbers} if self.closes else {}
+        target = {"target": numbers} if self.has_last else {}
         with self.watches["pipeline"].running():
-            self.made[2].step(*((numbers,) if self.opens else ()), **target, return_outputs=False)
+            self.made[2].step(*((numbers,) if self.has_first else ()), **target, return_outputs=False)
         self._add_tied()
 
-    def forget(self) -> None:
-        """Let go of the schedule, and of the buffers for what arrives: for steps of another shape."""
+    def release(self) -> None:
+        """Free the schedule and its receive buffers; the next step makes them again."""
         self.made = None
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, hidden: Hidden, run: Run) -> Any:
-        """One micro-batch through every stage, without gradients: what the last gives, on its rank; else None."""
+    def evaluate(self, batch: Any, hidden: HiddenSpec, run: Run) -> Any:
+        """One micro-batch through every pipeline stage, without gradients.
+
+        Returns:
+            What the last pipeline stage returns, on its rank; None on the others.
+        """
         self._begin([batch], run)
         state: Any = None
         for number, owner in enumerate(self.stages.owner):
@@ -233,7 +223,7 @@ class Pipeline:
             elif following == self.rank:
                 state = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
                 dist.recv(state, group=self.group, group_src=owner)
-        return state if self.closes else None
+        return state if self.has_last else None
 
     def _begin(self, batches: Sequence[Any], run: Run) -> None:
         self.waiting, self.run = {number: iter(batches) for number in self.parts}, run
@@ -241,36 +231,36 @@ class Pipeline:
     def _forward(self, number: int, forward: Callable[..., Any], state: Tensor | None) -> Any:
         return self.run(forward, state if number else None, next(self.waiting[number]))
 
-    def _make(self, hidden: Hidden, micro_batches: int) -> Any:
-        """Torch's schedule for hidden states of one shape, which is given so that no rank has to find it out."""
+    def _make(self, hidden: HiddenSpec, micro_batches: int) -> Any:
+        """torch's schedule for hidden states of one shape, which torch would otherwise infer by a forward."""
         between = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
         stages = []
         for number, part in self.parts.items():
             takes = between if number else torch.empty(1, dtype=torch.int64, device="meta")
             gives = between if number < self.last else torch.empty((), device="meta", requires_grad=True)
-            stage = _TimedStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
-            stage.watches = self.watches
+            stage = PipelineStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
+            for method, watch in TIMED.items():
+                setattr(stage, method, self.watches[watch].running()(getattr(stage, method)))
             stages.append(stage)
         kind = get_schedule_class(self.schedule.torch_name)
         one_or_all: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         return kind(one_or_all, micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
 
     def _add_tied(self) -> None:
-        """Give the first and the last stage the sum of their gradients of an embedding that both have."""
+        """Give the first and the last pipeline stage the sum of their gradients of a tied embedding."""
         if not self.tied:
             return
-        held: list[Any] = [part.tok_embeddings for part in self.parts.values() if hasattr(part, "tok_embeddings")]
-        whole: list[Any] = [embedding.weight.grad for embedding in held]
-        gradients: list[Tensor] = [x.to_local() if isinstance(x, DTensor) else x for x in whole]
+        own: list[Any] = [part.tok_embeddings for part in self.parts.values() if hasattr(part, "tok_embeddings")]
+        gradients: list[Tensor] = [local_tensor(embedding.weight.grad) for embedding in own]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
         elif gradients:
-            peer = self.stages.owner[0] if self.closes else self.stages.owner[-1]
-            # Of weights in host memory too, which NCCL does not send.
-            own = gradients[0].to(self.device, copy=True)
-            other = torch.empty_like(own)
-            send = dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
+            peer = self.stages.owner[0] if self.has_last else self.stages.owner[-1]
+            # NCCL does not send from host memory, where gradients may be.
+            sent = gradients[0].to(self.device, copy=True)
+            other = torch.empty_like(sent)
+            send = dist.P2POp(dist.isend, sent, group=self.group, group_peer=peer)
             receive = dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()

@@ -1,4 +1,4 @@
-"""How long a device works on what it is given, without ever waiting for it."""
+"""Times work on a device without waiting for it."""
 
 import time
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ import torch
 
 
 class Stopwatch:
-    """Adds up the time of stretches of work.
+    """Adds up the time of intervals of work.
 
     Args:
-        device: on CUDA it is the time between two places in the current stream, by the device's own clock.
+        device: on CUDA an interval is the time between two events in the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.stretches: list[tuple[Any, Any]] = []
+        self.intervals: list[tuple[Any, Any]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time what is launched inside."""
-        begun = self._now()
+        started = self._now()
         yield
-        self.stretches.append((begun, self._now()))
+        self.intervals.append((started, self._now()))
 
     def _now(self) -> Any:
         if not self.on_cuda:
@@ -34,14 +34,14 @@ class Stopwatch:
         return event
 
     def take(self) -> float:
-        """Seconds of the stretches that have ended since the last call; those that have not are left for the next."""
-        stretches, self.stretches = self.stretches, []
+        """Seconds of the intervals that ended since the last call; unfinished ones count in the next."""
+        intervals, self.intervals = self.intervals, []
         if not self.on_cuda:
-            return sum(stop - start for start, stop in stretches)
+            return sum(stop - start for start, stop in intervals)
         seconds = 0.0
-        for start, stop in stretches:
+        for start, stop in intervals:
             if stop.query():  # asked once: it may end meanwhile
                 seconds += start.elapsed_time(stop) / 1000
             else:
-                self.stretches.append((start, stop))
+                self.intervals.append((start, stop))
         return seconds

@@ -81,7 +81,7 @@ class DryModel(ParallelModel):
     def walk(self, stage: StagePlan) -> StageWalk:
         """A whole optimizer step of a stage."""
         if self.pipeline:
-            self.pipeline.forget()  # so that a stage is walked alike, whichever was walked before it
+            self.pipeline.release()  # so that a stage is walked alike, whichever was walked before it
         with real():
             shape = self.enter(stage)
         self.ledger.messages.clear()

@@ -7,7 +7,7 @@ from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.parallel import bubble_share
+from torchtitan_cp.parallel import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import EXCHANGES, FP32_BYTES, LayerCost
 from torchtitan_cp.planner.memory import Memory, PlannedRank, block_bytes, kept_bytes, planned_rank, stage_memory
@@ -160,7 +160,7 @@ def _rank_seconds(planned: PlannedStage, rank: int) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage, degrees = planned.config, planned.stage, planned.degrees
     own, windows = planned_rank(planned, rank), planned.layer_windows(rank)
-    numbers = planned.pipeline.of(rank)
+    numbers = planned.pipeline.of_rank(rank)
     total: dict[str, float] = {}
     for window in set(windows):
         attention = planned.attention(planned.strategy, planned.inner, window)
@@ -169,7 +169,7 @@ def _rank_seconds(planned: PlannedStage, rank: int) -> dict[str, float]:
     for name, value in _ends_seconds(planned, own, len(numbers)).items():
         total[name] = total.get(name, 0.0) + value
     if degrees.pp > 1:
-        share = bubble_share(config.parallel, degrees.pp, len(numbers), stage.micro_batches)
+        share = bubble_fraction(config.parallel, degrees.pp, len(numbers), stage.micro_batches)
         total["pipeline bubble"] = sum(total.values()) * share / (1 - share)
     total["optimizer"] = _optimizer_seconds(planned, own.parameters / degrees.fsdp)
     return total

@@ -53,7 +53,7 @@ class PlannedRank:
 def planned_rank(planned: PlannedStage, rank: int) -> PlannedRank:
     """What a pipeline rank has, and how many micro-batches of activations it holds at once."""
     pipeline, counts = planned.pipeline, planned.counts
-    numbers = pipeline.of(rank)
+    numbers = pipeline.of_rank(rank)
     layers = sum(stop - start for start, stop in (pipeline.layers[number] for number in numbers))
     chunks = _chunks_held(planned, rank, len(numbers))
     closes = len(pipeline.owner) - 1 in numbers

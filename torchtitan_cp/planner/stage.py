@@ -10,8 +10,8 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import plan_stages
-from torchtitan_cp.parallel.pipeline import Stages
+from torchtitan_cp.parallel import plan_pipeline
+from torchtitan_cp.parallel.pipeline import PipelineStages
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.exchange import Heads, LayerCost, Rates, busiest_layer, check_exchange
 from torchtitan_cp.planner.parameters import Parameters, count_parameters, vocabulary_of
@@ -59,14 +59,14 @@ class PlannedStage:
         return count_parameters(self.args, self.degrees.tp)
 
     @cached_property
-    def pipeline(self) -> Stages:
+    def pipeline(self) -> PipelineStages:
         """The layers of each pipeline rank; the longest stage decides."""
         longest = max([self.stage.seq_len, *(other.seq_len for other in self.config.curriculum.stages)])
         return _pipeline(self.config.parallel, self.degrees.pp, self.args, longest)
 
     def layer_windows(self, pipeline_rank: int) -> list[int]:
         """The window of each layer on a pipeline rank."""
-        spans = (self.pipeline.layers[number] for number in self.pipeline.of(pipeline_rank))
+        spans = (self.pipeline.layers[number] for number in self.pipeline.of_rank(pipeline_rank))
         return [window for start, stop in spans for window in self.args.layer_windows[start:stop]]
 
     @cached_property
@@ -124,8 +124,8 @@ class PlannedStage:
 
 
 @lru_cache(maxsize=512)
-def _pipeline(parallel: Any, ranks: int, args: Any, longest: int) -> Stages:
-    return plan_stages(parallel, ranks, layer_costs(args, longest))
+def _pipeline(parallel: Any, ranks: int, args: Any, longest: int) -> PipelineStages:
+    return plan_pipeline(parallel, ranks, layer_costs(args, longest))
 
 
 def model_args_of(config: Config) -> Any:

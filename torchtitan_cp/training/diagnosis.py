@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.health import StepReport
@@ -28,7 +29,6 @@ from torchtitan_cp.health.trace import (
     modules_that_run,
     unit_of,
 )
-from torchtitan_cp.optim import IGNORED
 from torchtitan_cp.parallel import wrap_blocks
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training.model import ParallelModel
@@ -153,7 +153,7 @@ def _describe(event: Event, ranks: list[int], place: dict[str, int], times: floa
 
 def named_parts(model: ParallelModel) -> Iterator[tuple[int, str, nn.Module]]:
     """This rank's parts as Trace wants them."""
-    numbers = model.layers.of(model.meshes.pp.get_local_rank())
+    numbers = model.layers.of_rank(model.meshes.pp.get_local_rank())
     return ((number, "", part) for number, part in zip(numbers, model.parts, strict=True))
 
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cp.config.sections import Evaluation
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, Samples, read_rows
-from torchtitan_cp.data.batches.packing import IGNORED, PackedSequence, Piece
-from torchtitan_cp.data.batches.samples import Sampling
+from torchtitan_cp.data.batches.packing import PackedSequence, Span
 from torchtitan_cp.evaluation import (
     Budget,
-    Evaluated,
+    EvaluationResult,
     Prompt,
     PromptWriter,
     Retrieval,
@@ -110,7 +110,7 @@ class Evaluator:
 
     def evaluate(
         self, stage: StagePlan, batch_layout: BatchLayout, *, at_end: bool, short_before: float | None
-    ) -> Evaluated | None:
+    ) -> EvaluationResult | None:
         """What [evaluation] asks for and there is time for; what the stage's gate asks for in any case. Collective.
 
         Args:
@@ -136,10 +136,10 @@ class Evaluator:
 
     def _evaluate(
         self, stage: StagePlan, batch_layout: BatchLayout, tokens: int, *, at_end: bool, short_before: float | None
-    ) -> Evaluated | None:
+    ) -> EvaluationResult | None:
         batch_layout, block = resized(batch_layout, stage.seq_len), self.settings.context_gain_tokens
-        sampling = self.data_pipeline.sampling_of(stage)
-        held_out = self.held_out(batch_layout, sampling)
+        data = self.data_pipeline.stage_data(stage)
+        held_out = self.held_out(batch_layout, data)
         if held_out is None:
             return None
         gain = rise = None
@@ -149,18 +149,18 @@ class Evaluator:
         if known and self.first.seq_len % (2 * sharing):
             self.left_out[f"{alike}, which cp x tp = {sharing} ranks cannot share"] = None
         elif known and self._due(alike, tokens, asked):
-            short = self.held_out(resized(batch_layout, self.first.seq_len), self.data_pipeline.sampling_of(self.first))
+            short = self.held_out(resized(batch_layout, self.first.seq_len), self.data_pipeline.stage_data(self.first))
             rise = short.loss / short_before - 1 if short and short_before else None
         retrieval = self.retrieve(stage, batch_layout)
         if block and batch_layout.seq_len >= 2 * block and self._due("context gain", tokens):
-            cut = self.held_out(batch_layout, sampling, block)
+            cut = self.held_out(batch_layout, data, block)
             gain = mean(cut.late) - mean(held_out.late) if cut else None
         placed, further = held_out, self.settings.position_seq_len
         if further and further != batch_layout.seq_len and self._due(f"loss by position to {further:,}", tokens):
-            placed = self.held_out(resized(batch_layout, further), sampling) or held_out
-        return Evaluated(
+            placed = self.held_out(resized(batch_layout, further), data) or held_out
+        return EvaluationResult(
             held_out.loss,
-            unigram_loss(self.data_pipeline.corpus.unigram_counts, self._labels(batch_layout, sampling)),
+            unigram_loss(self.data_pipeline.corpus.unigram_counts, self._labels(batch_layout, data)),
             held_out.by_source,
             bin_starts(placed.seq_len),
             placed.by_position,
@@ -171,7 +171,7 @@ class Evaluator:
             tuple(self.left_out),
         )
 
-    def judge(self, stage: StagePlan, found: Evaluated) -> Verdict:
+    def judge(self, stage: StagePlan, found: EvaluationResult) -> Verdict:
         """Whether the stage's gate opens."""
         measured = {
             "validation_loss": found.loss,
@@ -197,15 +197,15 @@ class Evaluator:
 
     # Losses --------------------------------------------------------------------------------------------------
 
-    def held_out(self, batch_layout: BatchLayout, sampling: Sampling, block: int = 0) -> HeldOutLosses | None:
+    def held_out(self, batch_layout: BatchLayout, data: ResolvedStageData, block: int = 0) -> HeldOutLosses | None:
         """Losses of the same held-out text on any ranks; None without such text. Collective.
 
         Args:
             batch_layout: gives the length, and who reads what.
-            sampling: gives the mixture, and what of a document is masked.
+            data: of the stage; gives the mixture, and what of a document is masked.
             block: tokens that may see each other, in stretches from the sequence's begin; 0: all.
         """
-        samples = self.data_pipeline.held_out_samples(batch_layout, sampling, block)
+        samples = self.data_pipeline.held_out_samples(batch_layout, data, block)
         if samples is None:
             return None
         sources, count = list(samples.packed), max(1, self.settings.tokens // batch_layout.seq_len)
@@ -230,9 +230,9 @@ class Evaluator:
             sums = sums.cpu()
         return HeldOutLosses(batch_layout.seq_len, sources, sums[:-1], sums[-1].sum(1))
 
-    def _labels(self, batch_layout: BatchLayout, sampling: Sampling) -> np.ndarray:
+    def _labels(self, batch_layout: BatchLayout, data: ResolvedStageData) -> np.ndarray:
         """The labels that `held_out` counts, `[tokens]` int64."""
-        samples = self.data_pipeline.held_out_samples(batch_layout, sampling)
+        samples = self.data_pipeline.held_out_samples(batch_layout, data)
         assert samples is not None
         numbers = range(max(1, self.settings.tokens // batch_layout.seq_len))
         labels = np.concatenate([samples.sequence(number).labels for number in numbers])
@@ -273,7 +273,7 @@ class Evaluator:
                 right = self.answer(variant, depths, resized(batch_layout, length), gate)
                 for place in range(min(len(depths), len(right))):
                     accuracy[place, lengths.index(length)] = np.mean(right[place :: len(depths)])
-            found[variant] = Retrieval(lengths, depths, accuracy)
+            found[variant] = Retrieval(accuracy, lengths, depths)
         return found
 
     def answer(self, variant: str, depths: Sequence[float], batch_layout: BatchLayout, gate: bool) -> list[bool]:
@@ -346,8 +346,8 @@ class Prompts:
         prompt = self.write(number)
         assert prompt is not None, "the length was tried"
         length = len(prompt.tokens)
-        piece = Piece(self.variant, 0, 0, length)
-        return PackedSequence(prompt.tokens, prompt.labels, np.arange(length), (length,), (piece,))
+        span = Span(self.variant, 0, 0, length)
+        return PackedSequence(prompt.tokens, prompt.labels, np.arange(length), (length,), (span,))
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
         return (len(self.sequence(number).tokens),)

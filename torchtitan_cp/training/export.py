@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format: one when it is asked for, or the ends of stages while a run goes on."""
+"""Checkpoints in Hugging Face's format: one on request, or every stage's end while a run trains."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.checkpoint import CheckpointManager
-from torchtitan_cp.checkpoint.hub import GIB, hub_names, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Model, Rope
@@ -26,21 +26,21 @@ from torchtitan_cp.training.registry import architecture, hub_of
 logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 def check_exportable(config: Config, args: Any) -> None:
-    """Refuse checkpoint.export of a model that the format has no words for.
+    """Refuse checkpoint.export for a model that Hugging Face's format cannot express.
 
     Raises:
-        ConfigError: naming what it has no words for.
+        ConfigError: naming the option that it cannot express.
     """
     if config.checkpoint.export != "no":
-        _described(config.model, args)
+        _hub_config(config.model, args)
 
 
-def _described(model: Model, args: Any) -> dict[str, Any]:
-    """The sizes as config.json says it."""
+def _hub_config(model: Model, args: Any) -> dict[str, Any]:
+    """The model's sizes with config.json's keys."""
     try:
         return hub_of(model).config(args)
     except ValueError as error:
@@ -52,27 +52,27 @@ def _described(model: Model, args: Any) -> dict[str, Any]:
 
 @contextmanager
 def exported_stages(folder: Path, dtype: str, tokenizer: Tokenizer) -> Iterator[threading.Event]:
-    """While it is entered, write what ends a stage to `hub/step-N` from a thread, and what an earlier start left out.
+    """Export the checkpoints of stage ends to `hub/step-N` from a thread, also those that an earlier start missed.
 
     Yields:
-        set it, and at the end nothing more is waited for: the next start writes what is missing.
+        An event; once it is set, leaving does not wait for the thread: the next start exports what is missing.
     """
-    hurried, ended = threading.Event(), threading.Event()
+    hurry, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
     thread.start()
-    yield hurried
+    yield hurry
     ended.set()
-    if not hurried.is_set():
+    if not hurry.is_set():
         set_activity("writing the last stage in Hugging Face's format", 0, float("inf"))
         thread.join()
 
 
 def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: threading.Event) -> None:
-    """What goes wrong is logged and harms nothing."""
+    """Failures are logged, and training goes on."""
     tried: set[Path] = set()
     last = False
     while not last:
-        last = ended.wait(LOOK_SECONDS)
+        last = ended.wait(POLL_SECONDS)
         for path in CheckpointManager(folder / "checkpoints").stage_ends():
             out = folder / "hub" / path.name
             if path in tried or out.exists():
@@ -86,87 +86,70 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
                 logger.info("%s is written, for transformers", out)
 
 
-def export(
-    checkpoint: Path,
-    out: Path,
-    dtype: str = "float32",
-    tokenizer: Tokenizer | None = None,
-    *,
-    max_bytes: int = 5 * GIB,
-) -> None:
-    """Write weights, config.json, generation_config.json and the tokenizer's files; complete, or nothing.
+def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:
+    """Write weights, config.json, generation_config.json and the tokenizer's files; all of them, or nothing.
 
     Args:
         checkpoint: a step-N folder, or a run's.
-        out: does not exist yet.
-        dtype: of the weights as written; float32 is as they were trained.
-        tokenizer: of the run, if it is at hand.
-        max_bytes: of one safetensors file.
+        out: must not exist.
+        dtype: of the weights as written; float32 keeps them as they were trained.
+        tokenizer: of the run, if it is loaded.
 
     Raises:
-        UserError: no checkpoint, a model that the format cannot say, or OUT is there already.
+        UserError: there is no checkpoint or a damaged one, the format cannot express the model, or OUT exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="give a new folder")
     saved = open_saved_model(checkpoint)
     kind = architecture(saved.config.model)
-    hub, args = hub_of(saved.config.model), saved.model_args(type(next(iter(kind.flavors.values()))))
-    described = _described(saved.config.model, args)
+    args = saved.model_args(type(next(iter(kind.flavors.values()))))
+    config = _hub_config(saved.config.model, args)
     tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
-    # A tied output is the embedding under another name.
-    skipped = {"output.weight"} if args.tie_embeddings else set()
-    ours = {
-        theirs: (name, entry)
+    names = hub_of(saved.config.model).names
+    # hub name -> our parameter, and which entry of its first dim it is. A tied output is stored as the embedding.
+    sources = {
+        hub_name: (name, entry)
         for name, (size, _) in saved.tensors.items()
-        if name not in skipped
-        for theirs, entry in hub_names(name, size, hub.names)
+        if not (args.tie_embeddings and name == "output.weight")
+        for hub_name, entry in hub_names(name, size, names)
     }
-    with _complete_or_not_at_all(out) as partial:
-        _write_weights(saved, ours, partial, getattr(torch, dtype), max_bytes)
-        _write_settings(saved, described, args.head_dim, tokenizer, dtype, partial)
-
-
-@contextmanager
-def _complete_or_not_at_all(out: Path) -> Iterator[Path]:
-    """Yields a folder to fill. After a failure nothing of it is left: its room may be what the checkpoints lack."""
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        _write_weights(saved, sources, partial, getattr(torch, dtype))
+        _write_settings(saved, config, args.head_dim, tokenizer, dtype, partial)
         partial.rename(out)
     except BaseException:
+        # Checkpoints may need the space.
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def _write_weights(
-    saved: SavedModel, ours: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype, max_bytes: int
+    saved: SavedModel, sources: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype
 ) -> None:
-    """Write the weights.
+    def read(hub_names: list[str]) -> dict[str, Tensor]:
+        values = saved.read(list({sources[hub_name][0] for hub_name in hub_names}))
+        found = {}
+        for hub_name in hub_names:
+            name, entry = sources[hub_name]
+            # safetensors refuses tensors that share memory, as the entries of a stack do.
+            found[hub_name] = values[name].to(dtype) if entry is None else values[name][entry].to(dtype, copy=True)
+        return found
 
-    Args:
-        ours: their name -> our parameter, and which entry of its first dim it is; None: all of it.
-    """
-
-    def read(names: list[str]) -> dict[str, Tensor]:
-        values = saved.read(list({ours[theirs][0] for theirs in names}))
-        pieces = {theirs: (values[name], entry) for theirs in names for name, entry in (ours[theirs],)}
-        # Of a stack each has memory of its own, as the format wants.
-        return {
-            theirs: value.to(dtype) if entry is None else value[entry].to(dtype, copy=True)
-            for theirs, (value, entry) in pieces.items()
-        }
-
-    shapes = {theirs: saved.tensors[name][0][0 if entry is None else 1 :] for theirs, (name, entry) in ours.items()}
-    sizes = [(theirs, math.prod(shape) * dtype.itemsize) for theirs, shape in shapes.items()]
-    save_hub_weights(out, sizes, read, max_bytes)
+    shapes = {hub_name: saved.tensors[name][0][entry is not None :] for hub_name, (name, entry) in sources.items()}
+    sizes = [(hub_name, math.prod(shape) * dtype.itemsize) for hub_name, shape in shapes.items()]
+    save_hub_weights(out, sizes, read)
 
 
 def _write_settings(
-    saved: SavedModel, described: dict[str, Any], head_dim: int, tokenizer: Tokenizer, dtype: str, out: Path
+    saved: SavedModel, config: dict[str, Any], head_dim: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
-    """config.json with the trained length and rotary embedding, and what the run's start or its tokenizer brings."""
+    """config.json with the trained length and rotary embedding, and the files of the tokenizer.
+
+    A run that started from model.hub_checkpoint keeps the other keys and files of that checkpoint.
+    """
     start = Path(saved.config.model.hub_checkpoint).expanduser() if saved.config.model.hub_checkpoint else None
     before: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     if start:
@@ -174,9 +157,9 @@ def _write_settings(
         before = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
     rope = rope_parameters(saved.stage.rope or Rope(), head_dim)
     length = {"max_position_embeddings": saved.stage.seq_len, "rope_parameters": rope, "dtype": dtype}
-    # Readers from before transformers 5 look for these.
+    # For readers older than transformers 5.
     older = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
-    _write_json(out / "config.json", {**before, **described, **length, **older})
+    _write_json(out / "config.json", {**before, **config, **length, **older})
     if start and (start / "generation_config.json").is_file():
         shutil.copyfile(start / "generation_config.json", out / "generation_config.json")
     else:

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
+from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.optim import (
-    IGNORED,
     TokenLoss,
     VocabularyShard,
     build_optimizer,
@@ -25,14 +25,14 @@ from torchtitan_cp.optim import (
     wrong_answers,
 )
 from torchtitan_cp.parallel import (
-    Hidden,
+    HiddenSpec,
     Meshes,
     Pipeline,
     Stopwatch,
-    bubble_share,
+    bubble_fraction,
     parallelize,
-    plan_stages,
-    vocabulary_part,
+    plan_pipeline,
+    vocabulary_shard,
     wrap_blocks,
 )
 from torchtitan_cp.runtime import World
@@ -103,12 +103,12 @@ class ParallelModel:
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         self.activation = begins.activation
         settings, mesh = config.parallel, meshes.pp
-        self.layers = plan_stages(settings, mesh.size(), layer_costs(args, longest))
+        self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, longest))
         architecture = registry.architecture(config.model)
         parallel = dataclasses.replace(settings, tp=begins.tp, pp=begins.pp)
         begun_with = dataclasses.replace(config, activation=begins.activation, parallel=parallel)
         self.parts = nn.ModuleList()
-        for number in self.layers.of(mesh.get_local_rank()):
+        for number in self.layers.of_rank(mesh.get_local_rank()):
             with torch.device("meta"):
                 part = architecture.build(args, LayerAttention())
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
@@ -233,16 +233,16 @@ class ParallelModel:
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
 
         def head(hidden: Tensor, output: nn.Linear) -> Any:
-            hidden, weight, group, first = vocabulary_part(hidden, output.weight)
+            hidden, weight, group, first = vocabulary_shard(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
             return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
-    def _hidden(self, batch: MicroBatch) -> Hidden:
-        """What travels between stages of the pipeline."""
+    def _hidden(self, batch: MicroBatch) -> HiddenSpec:
+        """What travels between pipeline stages."""
         sequences, length = batch.tokens.shape
-        return Hidden((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
+        return HiddenSpec((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
 
     def update(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, let the optimizers run, and forget the gradients.
@@ -280,7 +280,7 @@ class ParallelModel:
     def grad_norm_groups(self) -> list[list[nn.Parameter]]:
         """This rank's parameters, each counted once over the pipeline: of every block of the model, and the others."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
-        for name, parameter in self.pipeline.counted if self.pipeline else self.parts[0].named_parameters():
+        for name, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
             pieces = name.split(".")
             groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
         return groups
@@ -301,11 +301,11 @@ class ParallelModel:
         if self.pipeline is None:
             return ""
         settings = self.config.parallel
-        bubble = bubble_share(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
+        bubble = bubble_fraction(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
         return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
 
 
 def _local_bytes(x: Tensor) -> int:
-    own = x.to_local() if isinstance(x, DTensor) else x
+    own = local_tensor(x)
     return own.numel() * own.element_size()

@@ -16,7 +16,7 @@ from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import check_tensor_parallel, plan_stages
+from torchtitan_cp.parallel import check_tensor_parallel, plan_pipeline
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.export import check_exportable
 
@@ -52,7 +52,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `training.export.check_exportable`: whether Hugging Face's format can describe the model.
     - `registry.check_support`: degrees and flags that the architecture lacks.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP.
-    - `parallel.plan_stages`: pp and the schedule divide the layers.
+    - `parallel.plan_pipeline`: pp and the schedule divide the layers.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
     So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines, the schedule takes the
@@ -74,7 +74,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     for stage in stages:
         registry.check_support(config, stage)
         check_tensor_parallel(model_args, stage.tp)
-        plan_stages(config.parallel, stage.pp, costs)
+        plan_pipeline(config.parallel, stage.pp, costs)
         _check_attention(config, stage)
     parallels = (dataclasses.replace(config.parallel, tp=stage.tp, pp=stage.pp) for stage in stages)
     degrees = tuple(resolve_degrees(parallel, ranks) for parallel in parallels)

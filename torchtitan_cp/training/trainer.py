@@ -22,7 +22,8 @@ from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.data import prepare
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health import NonFiniteError, StepReport
-from torchtitan_cp.metrics.profiling import Profiling
+from torchtitan_cp.metrics import MetricsLogger
+from torchtitan_cp.metrics.profiling import StepProfiler
 from torchtitan_cp.optim import LearningRates
 from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
@@ -32,9 +33,9 @@ from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import exported_stages
 from torchtitan_cp.training.health_monitor import HealthMonitor
-from torchtitan_cp.training.metrics_logger import MetricsLogger
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.run_recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.announced, self.must_save = -1, False
-        self.profiling = Profiling(self.folder, config.profiling, world.rank, self.device.device)
+        self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(args)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
@@ -156,7 +157,8 @@ class Trainer:
         """Train what is left of the curriculum; a finished run says so."""
         self._set_activity("looking for a checkpoint to go on from", step=0)
         self._resume()
-        self.metrics_logger = MetricsLogger(self.config, self.world, self.model, self.total_steps, self.progress.step)
+        done = self.progress.step
+        self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
         if self.finished:
             with self._exports():
                 self.metrics_logger.say(
@@ -164,7 +166,8 @@ class Trainer:
                 )
             return
         self.health_monitor.load_state(self.progress)
-        self.metrics_logger.begin(self.data_pipeline)
+        self.recorder = RunRecorder(self.config, self.world, self.model, self.data_pipeline, self.metrics_logger)
+        self.recorder.start(done)
         try:
             with self.signals, self._exports() as hurried:
                 self._train()
@@ -173,9 +176,9 @@ class Trainer:
             if self.relaunches and not self.stopping:
                 self.metrics_logger.say(self._relaunching())
             elif not self.stopping:
-                self.metrics_logger.finish()
+                self.recorder.finish()
         finally:
-            self.metrics_logger.end()
+            self.metrics_logger.close()
 
     def _exports(self) -> AbstractContextManager[threading.Event]:
         """What writes the ends of stages for transformers beside training, if that is asked for."""
@@ -253,10 +256,10 @@ class Trainer:
         first = next(batches)
         if self.announced != stage.index:
             self._announce(stage, batch_layout, time.perf_counter() - begun)
-            self.metrics_logger.enter(stage, self.progress.step, first[0])
+            self.recorder.start_stage(stage, self.progress.step, first[0], self.model.exchange_of(batch_layout))
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            with self.profiling.watching(self.progress.step + 1, self.metrics_logger.messages):
+            with self.profiler.trace(self.progress.step + 1, self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
             self.patience_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
@@ -273,7 +276,7 @@ class Trainer:
                 self.stopping, self.time_is_up = any_rank(*self._stop_and_save_requests(), device=self.device.device)
             self._save_if_due(self._stage_over())
             if self._stage_over():
-                self.metrics_logger.stage_over(stage, self.progress.step, self.progress.stage_losses)
+                self.recorder.end_stage(stage, self.progress)
                 self.metrics_logger.say(
                     self.data_pipeline.describe_epochs(self.progress.stage_step + self.progress.passed(stage.index))
                 )
@@ -283,7 +286,7 @@ class Trainer:
     def _leave_stage(self) -> None:
         """Go on to the next stage, which reads on where this one stopped."""
         stage, passed = self.progress.stage, self.progress.passed(self.progress.stage)
-        samples = self.data_pipeline.samples_of(self.stages[stage], self.progress.source_tokens, passed)
+        samples = self.data_pipeline.stage_samples(self.stages[stage], self.progress.source_tokens, passed)
         self.progress = dataclasses.replace(
             self.progress,
             stage=stage + 1,
@@ -299,7 +302,7 @@ class Trainer:
         Returns:
             how its steps are dealt out.
         """
-        self.data_pipeline.enter(stage, self.progress.source_tokens, self.progress.passed(stage.index))
+        self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.passed(stage.index))
         return self.model.enter(stage)
 
     def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
@@ -311,7 +314,7 @@ class Trainer:
             f"attention by {self.model.exchange_of(batch_layout)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s"
         )
-        about += self.data_pipeline.describe(stage) + "; optimizer state reset" * stage.resets_optimizer
+        about += self.data_pipeline.describe_stage(stage) + "; optimizer state reset" * stage.resets_optimizer
         self.metrics_logger.say(about + self.model.describe_pipeline(stage), tag="stage", step=self.progress.step)
 
     # A step ------------------------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ class Trainer:
             self.learning_rates.at(stage.index, self.progress.stage_step)
             * self.health_monitor.recovery_policy.lr_factor
         )
-        self.metrics_logger.before(stage, self.progress.step + 1, micro_batches)
+        self.recorder.start_step(stage, self.progress.step + 1, micro_batches)
         report = self.gradients(micro_batches)
         self.stopping, self.time_is_up = report.stop, report.save
         healthy = not self.health_monitor.is_bad(report)
@@ -340,7 +343,7 @@ class Trainer:
             self._recover(stage, report, micro_batches, reseed)
         seconds = time.perf_counter() - begun
         self.evaluator.budget.trained_seconds += seconds
-        self.metrics_logger.step(
+        self.recorder.record_step(
             stage,
             self.progress,
             report,
@@ -442,7 +445,7 @@ class Trainer:
         )
         if found is None:
             return
-        self.metrics_logger.evaluated(stage, self.progress.step, found)
+        self.recorder.record_evaluation(stage, self.progress.step, found)
         if stage.index == 0:
             self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
         if not stage.until:
@@ -455,7 +458,7 @@ class Trainer:
             said = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
         else:
             said = f"stage {stage.index + 1} goes on"
-        self.metrics_logger.judged(stage, self.progress, verdict, said)
+        self.recorder.record_gate(stage, self.progress, verdict, said)
 
     def _asked(self) -> bool:
         """Whether a signal asked this rank to stop."""
@@ -472,7 +475,7 @@ class Trainer:
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
-            self.metrics_logger.stalled(time.perf_counter() - begun)
+            self.recorder.checkpoint_seconds += time.perf_counter() - begun
 
     def _save(self, stage_end: bool) -> None:
         # A save before it may have to end first.

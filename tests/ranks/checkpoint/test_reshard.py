@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.checkpoint import Progress
@@ -92,8 +93,11 @@ def saved(ranks: Callable[[int], RankPool], run_toml: Path) -> Callable[[str], S
     return make
 
 
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one process"])
-@pytest.mark.parametrize("other", MESHES)
+@deep_rows(
+    ("other", "mesh"),
+    [(other, mesh) for other in MESHES for mesh in MESHES if mesh != "one process"],
+    default=[("tp 2 x cp 2", "fsdp 4"), ("pp 2 x fsdp 2", "tp 2 x cp 2"), ("one process", "pp 2 x fsdp 2")],
+)
 def test_what_one_mesh_saved_another_has_bit_for_bit_and_goes_on_with(
     ranks: Callable[[int], RankPool],
     run_toml: Path,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.curricula import TWO_STAGES
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
@@ -44,7 +45,7 @@ def test_checkpoints_stand_at_every_interval_and_stage_end(run_toml: Path, strai
     assert len(straight) == 14
 
 
-@pytest.mark.parametrize("stop", [5, 8, 10])
+@deep_rows("stop", [5, 8, 10], default=[5, 10])
 def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int
 ) -> None:
@@ -57,12 +58,12 @@ def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
 @pytest.mark.parametrize(
     ("size", "cp", "degrees"),
     [
-        (2, 1, []),
-        (1, 1, []),
-        (4, 2, []),
+        pytest.param(2, 1, [], marks=pytest.mark.deep),
+        pytest.param(1, 1, [], marks=pytest.mark.deep),
+        pytest.param(4, 2, [], marks=pytest.mark.deep),
         (4, 2, ["--parallel.tp=2"]),
-        (2, 1, ["--parallel.pp=2"]),
-        (4, 2, ["--parallel.dp_replicate=2"]),
+        pytest.param(2, 1, ["--parallel.pp=2"], marks=pytest.mark.deep),
+        pytest.param(4, 2, ["--parallel.dp_replicate=2"], marks=pytest.mark.deep),
     ],
 )
 def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
@@ -114,7 +115,7 @@ def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
         assert re.search(said, warning)
 
 
-@pytest.mark.parametrize("damage", ["partial", "no progress", "cut", "gone", "flipped"])
+@deep_rows("damage", ["partial", "no progress", "cut", "gone", "flipped"], default=["cut"])
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_anew(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], damage: str
 ) -> None:
@@ -196,6 +197,7 @@ def train_deterministically(path: Path, folder: str) -> list[float]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.deep
 def test_deterministic_kernels_give_the_same_bits_twice(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:

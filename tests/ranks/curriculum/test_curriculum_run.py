@@ -13,12 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.curricula import MIXED, dimensions, losses_of
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, prepared, write_run
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.batches.loader import read_step
-from torchtitan_cp.metrics import Console
-from torchtitan_cp.optim import IGNORED
+from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.training import registry
 
 STEPS = 10
@@ -39,8 +40,8 @@ def train_on(path: Path, stop_after: int, *overrides: str) -> tuple[Read, list[f
 
     def recorded(batches: Any) -> Any:
         for batch in batches:
-            pieces = [trainer.data_pipeline.samples.sequence(number).pieces for number in batch.numbers]
-            read.append((trainer.progress.stage, trainer.progress.stage_step, batch.numbers, pieces))
+            spans = [trainer.data_pipeline.samples.sequence(number).spans for number in batch.numbers]
+            read.append((trainer.progress.stage, trainer.progress.stage_step, batch.numbers, spans))
         report = gradients(batches)
         losses.append(report.loss)
         return report
@@ -63,8 +64,8 @@ def samples_of(answers: list[tuple[Read, list[float]]]) -> dict[tuple[int, int, 
     """(stage, step, sample) -> its text, of all ranks together."""
     found = {}
     for read, _ in answers:
-        for stage, step, numbers, pieces in read:
-            found.update({(stage, step, number): text for number, text in zip(numbers, pieces, strict=True)})
+        for stage, step, numbers, spans in read:
+            found.update({(stage, step, number): text for number, text in zip(numbers, spans, strict=True)})
     return found
 
 
@@ -74,7 +75,7 @@ def straight(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPath
     return path, ranks(1)(train_on, path, STEPS, f"--job.dump_folder={path.parent}/straight")
 
 
-@pytest.mark.parametrize("stops", [(2, 5), (4, 3, 2), (7,), (9,)])
+@deep_rows("stops", [(2, 5), (4, 3, 2), (7,), (9,)], default=[(4, 3, 2)])
 def test_a_run_stopped_anywhere_reads_on_other_ranks_what_an_unbroken_one_reads(
     ranks: Callable[[int], RankPool], straight: tuple[Path, Any], stops: tuple[int, ...]
 ) -> None:
@@ -95,10 +96,10 @@ def test_a_run_stopped_anywhere_reads_on_other_ranks_what_an_unbroken_one_reads(
 def test_every_token_of_a_source_is_read_before_one_comes_again(straight: tuple[Path, Any]) -> None:
     _, whole = straight
     places = [
-        (piece.source, piece.document, place)
+        (span.source, span.document, place)
         for text in samples_of(whole).values()
-        for piece in text
-        for place in range(piece.start, piece.stop)
+        for span in text
+        for place in range(span.start, span.stop)
     ]
     assert len(places) == 4 * 512 + 3 * 1024 + 3 * 2048
     assert len(set(places)) == len(places)
@@ -194,7 +195,7 @@ def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]
     trainer.gradients = recorded  # type: ignore[method-assign]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Console, "say", lambda console, text: said.append(text))
+        patch.setattr(ConsoleSink, "print", lambda console, text: said.append(text))
         trainer.run()
     return trainer.progress.step, taken, "\n".join(said)
 
@@ -243,6 +244,7 @@ def test_stages_with_a_tp_and_pp_of_their_own_go_on_from_the_checkpoint_between(
     assert losses_of(changing.parent) == pytest.approx(losses_of(plain.parent), rel=1e-4)
 
 
+@pytest.mark.deep
 def test_a_pipeline_goes_through_stages_of_other_lengths_without_a_restart(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
@@ -260,7 +262,7 @@ def frees_its_weights(path: Path, *overrides: str) -> list[bool]:
     return [fully_shard.state(block)._fsdp_param_group._reshard_after_forward for block in blocks]
 
 
-@pytest.mark.parametrize(("run", "stage"), [(2, 1), (1, 2)])
+@deep_rows(("run", "stage"), [(2, 1), (1, 2)], default=[(2, 1)])
 def test_gathered_weights_are_kept_by_a_stages_own_pipeline_and_no_other(
     ranks: Callable[[int], RankPool], tmp_path: Path, run: int, stage: int
 ) -> None:

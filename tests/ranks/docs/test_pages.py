@@ -64,6 +64,7 @@ def reader(run: Path, tmp_path: Path) -> Reader:
     return Reader(run, write_run(tmp_path, config), tmp_path / "new")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("command", sorted({c for _, c in COMMANDS if not RUN_BY_OTHERS.search(c)}))
 def test_a_command_of_the_pages_does_what_it_says(
     command: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import ARCHITECTURES
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.evaluate import evaluate, for_evaluation, main, write
+from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
-from torchtitan_cp.data.batches.packing import IGNORED
 from torchtitan_cp.evaluation import Prompt
 from torchtitan_cp.runtime import start_ranks
 from torchtitan_cp.training import registry
@@ -81,8 +82,8 @@ def sums(path: Path, *overrides: str) -> Sums:
     trainer = prepared(path, *overrides)
     stage = trainer.stages[0]
     shape = resized(trainer.enter_stage(stage), stage.seq_len)
-    sampling = trainer.data_pipeline.sampling_of(stage)
-    whole, cut = (trainer.evaluator.held_out(shape, sampling, block) for block in (0, BLOCK))
+    data = trainer.data_pipeline.stage_data(stage)
+    whole, cut = (trainer.evaluator.held_out(shape, data, block) for block in (0, BLOCK))
     assert whole
     assert cut
     assert all(part.training for part in trainer.model.parts)
@@ -113,7 +114,7 @@ def plain_sums(path: Path) -> Sums:
     trainer = prepared(path)
     stage = trainer.stages[0]
     samples = trainer.data_pipeline.held_out_samples(
-        trainer.enter_stage(stage), trainer.data_pipeline.sampling_of(stage)
+        trainer.enter_stage(stage), trainer.data_pipeline.stage_data(stage)
     )
     assert samples
     names, bins = list(samples.packed), [0, 16, 32, 64, 128]
@@ -132,7 +133,7 @@ def plain_sums(path: Path) -> Sums:
         ]
         for place in np.flatnonzero(row.labels != IGNORED):
             column = int(np.searchsorted(bins, place, side="right")) - 1
-            by_bin[names.index(row.pieces[0].source), :, column] += losses[0][place], 1
+            by_bin[names.index(row.spans[0].source), :, column] += losses[0][place], 1
             if place >= BLOCK and place % BLOCK >= BLOCK // 2:
                 late += [[losses[0][place], 1], [losses[1][place], 1]]
     return names, by_bin.tolist(), late[0].tolist(), late[1].tolist()
@@ -160,7 +161,7 @@ def test_losses_by_source_position_and_context_are_those_of_a_plain_model(
     assert late[0] != cut[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows("layout", LAYOUTS, default=["tp 2", "pp 2", "cp 2 x dp 2"])
 def test_losses_by_position_are_the_same_bin_by_bin_on_every_layout(
     ranks: Callable[[int], RankPool], run: Path, by_hand: Sums, layout: str
 ) -> None:
@@ -201,7 +202,7 @@ def answers(path: Path, made: list[Prompt], *overrides: str) -> list[bool]:
     return evaluator.answer("passkey", [0.0], resized(shape, 64), gate=False)
 
 
-@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
+@deep_rows("layout", ["one rank", *LAYOUTS], default=["pp 2", "cp 2 x dp 2"])
 def test_an_answer_is_right_where_all_its_tokens_are_the_likeliest_on_every_layout(
     ranks: Callable[[int], RankPool], run: Path, layout: str
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_gate_opens_on_passkeys_and_the_short_length_and_all_that_was_found_is
     assert not last["left_out"]
 
 
+@pytest.mark.deep
 def test_without_time_what_a_gate_asks_for_is_measured_and_nothing_else_and_both_are_told(
     ranks: Callable[[int], RankPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +287,7 @@ cp = 2
 """
 
 
+@pytest.mark.deep
 def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

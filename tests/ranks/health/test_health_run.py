@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import CheckpointManager
@@ -180,7 +181,7 @@ def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     assert found["reproduces"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows("layout", LAYOUTS, default=["fsdp 2 x cp 2", "tp 2 x pp 2, foreach"])
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
@@ -225,7 +226,7 @@ def poisoned_shard(path: Path, *overrides: str) -> Seen:
         Trainer.gradients = original  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+@deep_rows("implementation", ["fused", "foreach"], default=["fused"])
 def test_nan_in_one_ranks_optimizer_input_reaches_no_moment(
     ranks: Callable[[int], RankPool], run_toml: Path, implementation: str
 ) -> None:
@@ -319,7 +320,7 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.parametrize("case", OVERFLOWS)
+@deep_rows("case", OVERFLOWS, default=["in attention"])
 def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     ranks: Callable[[int], RankPool], run_toml: Path, case: str
 ) -> None:
@@ -377,7 +378,7 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
 # What follows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows("layout", LAYOUTS, default=["pp 2", "8-bit moments, fsdp 2"])
 def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
@@ -444,7 +445,7 @@ SPIKES = {
 }
 
 
-@pytest.mark.parametrize("layout", SPIKES)
+@deep_rows("layout", SPIKES, default=["fsdp 2"])
 def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -465,6 +466,7 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
     assert f"REPRODUCED: the {study['culprit']['what']} of layers.1.{module}" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
@@ -492,6 +494,7 @@ def spike_after_a_start(path: Path, fault: Inject, *overrides: str) -> Seen:
         HealthMonitor.record_healthy_step = record_healthy_step  # type: ignore[method-assign]
 
 
+@pytest.mark.deep
 def test_a_spike_with_no_healthy_step_before_it_is_skipped_and_said_to_be_unknown(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
@@ -543,7 +546,7 @@ def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
     assert resumed[0] == found[0]
 
 
-@pytest.mark.parametrize(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")])
+@deep_rows(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")], default=[(0.01, "trained")])
 def test_a_run_that_diverges_climbs_the_ladder_and_ends_as_the_file_says(
     ranks: Callable[[int], RankPool], run_toml: Path, factor: float, ends: str
 ) -> None:
@@ -587,7 +590,7 @@ def ending(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]]]:
     return end, [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("where", ["data", "backward"])
+@deep_rows("where", ["data", "backward"], default=["data"])
 def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
     ranks: Callable[[int], RankPool], run_toml: Path, where: str
 ) -> None:
@@ -640,6 +643,7 @@ def lowered(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]], lis
         HealthMonitor.study, CheckpointManager.load = study, load  # type: ignore[method-assign]
 
 
+@pytest.mark.deep
 def test_a_lower_rate_alone_goes_back_to_a_checkpoint_too_and_has_the_time(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
@@ -658,6 +662,7 @@ def test_a_lower_rate_alone_goes_back_to_a_checkpoint_too_and_has_the_time(
         assert limits == [300.0, 300.0]
 
 
+@pytest.mark.deep
 def test_a_step_that_is_skipped_costs_no_run_that_takes_its_source_to_the_end(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
@@ -692,6 +697,7 @@ def study_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
     return found.said, [vars(layer)["forward"] for layer in layers] == compiled
 
 
+@pytest.mark.deep
 def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_after(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
@@ -717,6 +723,7 @@ def full_disk(path: Path, *overrides: str) -> Seen:
         Bundle.write = original  # type: ignore[method-assign]
 
 
+@pytest.mark.deep
 def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
     folder = f"--job.dump_folder={run_toml.parent / 'full-disk'}"
     first, second = ranks(2)(full_disk, run_toml, folder, *SHORT)

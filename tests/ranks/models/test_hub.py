@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from models.llama.hub import HUB
 from models.moe.hub import HUB as MOE_HUB
 from tests.support.curricula import TWO_STAGES
+from tests.support.deep import deep_rows
 from tests.support.hub_models import EXPERTS, FAMILIES, OURS, write_start
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, gradients_of, prepared, train, write_run
@@ -78,9 +79,9 @@ def close(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@deep_rows("family", FAMILIES, default=["llama", "qwen2, windows in the last layers", "qwen3"])
 def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_training(
-    ranks: Callable[[int], RankPool], tmp_path: Path, family: str
+    ranks: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     path = write_start(tmp_path, family, "100KB")
     assert (tmp_path / "hub" / INDEX_FILE).is_file()
@@ -94,7 +95,8 @@ def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_traini
     assert loss == pytest.approx(their_loss.item(), rel=1e-5)
 
     ranks(1)(train, path, "--curriculum.stages[0].steps=2")
-    export(tmp_path / "run", tmp_path / "out", max_bytes=100_000)
+    monkeypatch.setattr(hub_module, "MAX_FILE_BYTES", 100_000)
+    export(tmp_path / "run", tmp_path / "out")
     saved = open_saved_model(tmp_path / "run")
     model = load_model(saved, torch.device("cpu"))
     with torch.no_grad():
@@ -124,9 +126,13 @@ def write_experts(folder: Path) -> Path:
     return write_run(folder, f"{start}overrides = {{{{{OURS}, tie_embeddings = false, {sizes}}}}}\n{rest}")
 
 
-@pytest.mark.parametrize(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])])
+@deep_rows(("size", "overrides"), [(1, []), (4, ["--parallel.cp=2"])], default=[(4, ["--parallel.cp=2"])])
 def test_experts_of_transformers_have_their_logits_here_and_back_there_after_training(
-    ranks: Callable[[int], RankPool], tmp_path: Path, size: int, overrides: list[str]
+    ranks: Callable[[int], RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    overrides: list[str],
 ) -> None:
     path = write_experts(tmp_path)
     tokens, labels = ranks(1)(sequences, path)[0]
@@ -143,7 +149,8 @@ def test_experts_of_transformers_have_their_logits_here_and_back_there_after_tra
     assert not theirs
 
     ranks(size)(train, path, "--curriculum.stages[0].steps=2", *overrides)
-    export(tmp_path / "run", tmp_path / "out", max_bytes=100_000)
+    monkeypatch.setattr(hub_module, "MAX_FILE_BYTES", 100_000)
+    export(tmp_path / "run", tmp_path / "out")
     # In fp32 rounding may choose between two experts that a token is as good as torn between.
     back = in_transformers(tmp_path / "out", tokens[:1], torch.float64)[1]
     assert close(back, logits_here(tmp_path / "run", tokens[:1], torch.float64))
@@ -157,7 +164,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("layout", WIDE)
+@deep_rows("layout", WIDE, default=["CP 2 x TP 2"])
 def test_the_weights_arrive_bit_for_bit_on_ranks_and_give_the_same_loss(
     ranks: Callable[[int], RankPool], tmp_path: Path, layout: str
 ) -> None:

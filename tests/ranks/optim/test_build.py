@@ -17,6 +17,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.small_net import Net, assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
 from torchtitan_cp.optim import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.offload import keep_state_on_host
 
 
 def build_on_ranks(settings: Optimizer) -> tuple[Net, torch.optim.Optimizer]:
@@ -72,6 +73,22 @@ def test_numbers_come_from_the_file_and_not_from_the_checkpoint(
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
     assert all(group["betas"] == (0.8, 0.95) and group["foreach"] and group["lr_scale"] == 1 for group in groups)
     assert [len(group["params"]) for group in groups] == [3, 2]
+
+
+def train_sharded(settings: Optimizer, on_host: bool) -> list[Tensor]:
+    model, optimizer = build_on_ranks(settings)
+    if on_host:
+        keep_state_on_host(optimizer)
+    train(model, optimizer, 3)
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_state_of_sharded_parameters_is_kept_on_the_host_and_changes_no_step(
+    ranks: Callable[[int], RankPool], name: str
+) -> None:
+    settings = Optimizer(name=name)
+    assert_same(ranks(2)(train_sharded, settings, True)[0], ranks(2)(train_sharded, settings, False)[0], rtol=0)
 
 
 class Wide(nn.Module):

@@ -1,6 +1,7 @@
 """What is done to a model before it trains changes where things are, and none of its numbers."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import SHARDING, Llama, LlamaArgs
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.small_llama import attend, config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_part
+from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_shard
 from torchtitan_cp.parallel.tensor import overlap_products
 
 SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
@@ -33,7 +35,7 @@ def run_step(
     tokens = (torch.arange(4 * 16) % 61).view(4, 16).chunk(parts)[index]
 
     def head(hidden: Tensor, output: nn.Linear) -> Tensor:
-        whole, weight, group, first = vocabulary_part(hidden, output.weight)
+        whole, weight, group, first = vocabulary_shard(hidden, output.weight)
         assert (group is None) == (tp == 1)
         assert torch.equal(weight, output.weight.full_tensor()[first : first + len(weight)] if group else weight)  # type: ignore[operator]
         return (whole @ weight.t()).square().sum()
@@ -79,8 +81,20 @@ def plain(ranks: Callable[[int], RankPool]) -> dict[bool, tuple[dict[str, Tensor
     return {tied: ranks(1)(run_step, 1, 1, tied, {})[0] for tied in (False, True)}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows(
+    ("layout", "tied"),
+    itertools.product(LAYOUTS, (False, True)),
+    default=[
+        ("FSDP 4", False),
+        ("replicas only", True),
+        ("HSDP 2 x TP 2", True),
+        ("attention saved, on TP 2", False),
+        ("MLP in 3 tiles, recomputed, on FSDP 2 x TP 2", False),
+        ("MLP in 3 tiles, selective", True),
+        ("weights never freed, 2 gathered ahead", False),
+        ("compiled, selective, on FSDP 2", True),
+    ],
+)
 def test_weights_are_the_same_on_any_layout_and_gradients_are_summed_and_not_averaged(
     ranks: Callable[[int], RankPool],
     plain: dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]],

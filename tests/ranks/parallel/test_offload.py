@@ -21,7 +21,7 @@ def test_the_allocator_is_told_of_a_shard_and_not_of_what_it_is_a_part_of(
 
 
 def recorded_kinds() -> list[type]:
-    """On a rank: which tensors are recorded for a stream, of a DTensor that is parked and comes back."""
+    """On a rank: which tensors are recorded for a stream, of a DTensor that is offloaded and comes back."""
     seen, host = list[type](), HostMemory(torch.device("cpu"))
     host.stream = stream = SimpleNamespace(wait_stream=lambda other: None)  # type: ignore[assignment]
     whole = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -29,6 +29,6 @@ def recorded_kinds() -> list[type]:
         patches.enter_context(patch.object(torch.cuda, "current_stream", lambda *_: stream))
         patches.enter_context(patch.object(torch.cuda, "stream", lambda *_: nullcontext()))
         patches.enter_context(patch.object(Tensor, "record_stream", lambda self, stream: seen.append(type(self))))
-        with host.beside(whole):
+        with host.copy_stream(whole):
             host.wait_for(whole)
     return seen

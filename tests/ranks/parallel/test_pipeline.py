@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.config.sections import Parallel
-from torchtitan_cp.parallel import Hidden, Pipeline, bubble_share, plan_stages
+from torchtitan_cp.parallel import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
 
 FORWARD_SECONDS = 0.2
 
@@ -45,16 +45,16 @@ class SlowStage(nn.Module):
 def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     """On a rank: share of each of a few steps in which it computed nothing."""
     mesh = init_device_mesh("cpu", (2,))
-    settings, hidden = Parallel(pp=2, pp_schedule=schedule), Hidden((1, 4), torch.float32)
-    stages = plan_stages(settings, 2, [1.0] * 4)
-    parts = [SlowStage() for _ in stages.of(mesh.get_local_rank())]
+    settings, hidden = Parallel(pp=2, pp_schedule=schedule), HiddenSpec((1, 4), torch.float32)
+    stages = plan_pipeline(settings, 2, [1.0] * 4)
+    parts = [SlowStage() for _ in stages.of_rank(mesh.get_local_rank())]
     pipeline = Pipeline(parts, stages, mesh, schedule, torch.device("cpu"), tied=False)
 
     def run(forward: Callable[..., Any], state: Tensor | None, batch: Tensor) -> Tensor:
         out = forward(batch if state is None else state)
         return out.sum() if forward is last else out
 
-    last = pipeline.parts[pipeline.last].forward.args[1] if pipeline.closes else None  # type: ignore[union-attr]
+    last = pipeline.parts[pipeline.last].forward.args[1] if pipeline.has_last else None  # type: ignore[union-attr]
     shares = []
     for _ in range(4):
         dist.barrier()  # ranks meet after every step of a run
@@ -69,6 +69,6 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
 def test_the_measured_idle_share_is_the_bubble(
     ranks: Callable[[int], RankPool], schedule: str, micro_batches: int
 ) -> None:
-    expected = bubble_share(Parallel(pp=2, pp_schedule=schedule), 2, 1, micro_batches)
+    expected = bubble_fraction(Parallel(pp=2, pp_schedule=schedule), 2, 1, micro_batches)
     # Rank 0 begins and ends a step. Sleeping costs no core, but messages wait on a busy machine: the best step.
     assert min(ranks(2)(idle_shares, schedule, micro_batches)[0]) == pytest.approx(expected, abs=0.08)

@@ -37,9 +37,12 @@ def verify_broken(path: Path, *overrides: str) -> bool:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["--parallel.cp=2"],
+        pytest.param(["--parallel.cp=2"], marks=pytest.mark.deep),
         ["--parallel.cp=4", "--context_parallel.strategy=hybrid", "--context_parallel.layout=balanced"],
-        ["--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"],
+        pytest.param(
+            ["--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"],
+            marks=pytest.mark.deep,
+        ),
         ["--parallel.pp=2", "--parallel.tp=2", "--model.overrides.windows=[100, 0]"],
     ],
 )

@@ -59,13 +59,13 @@ def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor]) -> list[Tenso
     """out, dq, dk, dv of tiles one step after another, merged, and backward from the merged log-sum-exp."""
     q, k, v, dout = tensors
     kernel = KERNELS[name]
-    softmax = RunningSoftmax((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
+    softmax = RunningSoftmax(q, v.shape[-1])
     for tile in tiles:
         add_outputs(softmax, (tile,), q, k, v, kernel, 0.11)
     out, lse = softmax.result()
-    sums = tuple(GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
+    sums = [GradientSum(x) for x in (q, k, v)]
     for tile in tiles:
-        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, 0.11)  # type: ignore[arg-type]
+        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, 0.11)
     return [out, *(gradient.total() for gradient in sums)]
 
 
@@ -184,16 +184,16 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, fl
     assert kernel.step_forward
     assert kernel.step_backward
     q, k, v, dout = tensors
-    merged = RunningSoftmax((*q.shape[:3], 16), q.dtype, q.device)
+    merged = RunningSoftmax(q, 16)
     add_outputs(merged, tiles, q, k, v, reference, 0.2)
     # Keys of an earlier step, so that the log-sum-exp is not of this step alone.
     merged.add((slice(None), slice(None)), torch.randn_like(q), torch.randn(q.shape[:3], dtype=q.dtype))
     out, lse = merged.result()
-    sums = tuple(GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
-    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, 0.2)  # type: ignore[arg-type]
+    sums = [GradientSum(x) for x in (q, k, v)]
+    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, 0.2)
     for got, want in zip(kernel.step_backward(dout, q, k, v, out, lse, tiles, 0.2), sums, strict=True):
         assert (got - want.total()).norm() < 1e-5 * want.total().norm()
-    alone = RunningSoftmax((*q.shape[:3], 16), q.dtype, q.device)
+    alone = RunningSoftmax(q, 16)
     add_outputs(alone, tiles, q, k, v, reference, 0.2)
     step_out, step_lse = kernel.step_forward(q, k, v, tiles, 0.2)
     assert (step_out - alone.result()[0]).norm() < 1e-5 * step_out.norm()

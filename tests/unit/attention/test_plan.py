@@ -14,7 +14,7 @@ from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, make_
 from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.plan_registry import KEPT_PLANS, plan_of
+from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
 from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs, dense_parts
 
 
@@ -152,18 +152,18 @@ def test_a_plan_is_found_by_its_number_as_long_as_it_or_its_equal_lives() -> Non
         return make_plan(8192, mask=AttentionMask(document_lengths=((number, 8192 - number),)))
 
     plans = [masked(number) for number in range(1, KEPT_PLANS + 100)]
-    assert all(plan_of(plan.handle) is plan for plan in plans)
+    assert all(find_plan(plan.handle) is plan for plan in plans)
     others = [masked(number) for number in range(1, 50)]
     assert [int(plan.handle) for plan in others] == [int(plan.handle) for plan in plans[:49]]
     handles = [plan.handle for plan in plans]
     del plans
-    assert all(plan_of(plan.handle) == plan for plan in others)
-    assert plan_of(handles[-1]) == masked(KEPT_PLANS + 99)
+    assert all(find_plan(plan.handle) == plan for plan in others)
+    assert find_plan(handles[-1]) == masked(KEPT_PLANS + 99)
     for number in range(3000, 3000 + KEPT_PLANS):
         masked(number)
     with pytest.raises(PlanError, match=f"plan {int(handles[60])} is no longer kept"):
-        plan_of(handles[60])
-    assert all(plan_of(plan.handle) == plan for plan in others)
+        find_plan(handles[60])
+    assert all(find_plan(plan.handle) == plan for plan in others)
 
 
 def test_a_plan_that_was_pickled_is_equal_and_keeps_its_steps() -> None:
@@ -173,7 +173,7 @@ def test_a_plan_that_was_pickled_is_equal_and_keeps_its_steps() -> None:
     assert copy == plan
     assert copy.__dict__["steps"] == steps
     assert int(copy.handle) == int(handle)
-    assert plan_of(handle) == plan
+    assert find_plan(handle) == plan
 
 
 @given(cases())

@@ -16,6 +16,9 @@ from torchtitan_cp.config.sections import (
     Data,
     DataSource,
     Evaluation,
+    Health,
+    Inject,
+    LRScheduler,
     Optimizer,
     Parallel,
     ParameterGroup,
@@ -24,6 +27,7 @@ from torchtitan_cp.config.sections import (
     Stage,
     StageActivation,
     StageData,
+    StageLR,
     Tokenizer,
     Training,
 )
@@ -53,7 +57,7 @@ def test_what_is_left_goes_to_the_open_axis() -> None:
         (Parallel(dp_shard=2, cp=2), 6, "[parallel] asks for dp_shard 2 x cp 2 and there are 6 ranks: 4 is not their"),
         (Parallel(cp=4), 6, "4 does not divide them"),
         (Parallel(cp=-1), 4, "parallel.dp_shard and parallel.cp are all -1"),
-        (Parallel(cp=0), 4, "parallel.cp = 0 is no degree"),
+        (Parallel(cp=0), 4, "parallel.cp = 0 is not a degree"),
     ],
 )
 def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks: int, wanted: str) -> None:
@@ -65,7 +69,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
     [
         (dataclasses.replace(STAGE, cp=3), 8, "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 8"),
         (dataclasses.replace(STAGE, cp=3), 8, "use 1, 2, 4, 8 or -1"),
-        (dataclasses.replace(STAGE, cp=0), 8, "curriculum.stages[0].cp = 0 is no degree"),
+        (dataclasses.replace(STAGE, cp=0), 8, "curriculum.stages[0].cp = 0 is not a degree"),
         (dataclasses.replace(STAGE, seq_len=1022, cp=2), 2, "seq_len = 1022 is not divisible by 2 x cp = 4"),
         (dataclasses.replace(STAGE, seq_len=1022, cp=2), 2, "use 1020 or 1024"),
         (dataclasses.replace(STAGE, seq_len=2, cp=2), 2, "fix: use 4, or another cp"),
@@ -81,19 +85,22 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
         (
             dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0}),
             1,
-            "needs max_tokens, which ends the stage",
+            "needs max_tokens, which ends the stage in any case",
         ),
         (
             dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 9.0}),
             1,
-            "looked at after evaluations, and evaluation.interval is 0",
+            "decided after evaluations, and evaluation.interval is 0",
         ),
         (
             dataclasses.replace(STAGE, data=StageData(mixture={"books": 1.0})),
             1,
             "data.mixture names 'books', and the sources are corpus",
         ),
-        (dataclasses.replace(STAGE, data=StageData(mixture={"corpus": 0.0})), 1, "has weights that sum to zero"),
+        *(
+            (dataclasses.replace(STAGE, data=StageData(mixture={"corpus": weight})), 1, "has weights that sum to zero")
+            for weight in (0.0, -1.0, float("inf"), float("nan"))
+        ),
         (dataclasses.replace(STAGE, data=StageData(short_share=0.5)), 1, "give both, with a length below 1024"),
         (dataclasses.replace(STAGE, data=StageData(growth_from=1024, growth_steps=5)), 1, "from a length below 1024"),
         (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
@@ -109,6 +116,46 @@ def test_a_stage_that_cannot_run_is_refused_with_what_could(stage: Stage, ranks:
     assert wanted in refuse(config_with(stage), ranks)
 
 
+@pytest.mark.parametrize(
+    ("stages", "wanted"),
+    [
+        (
+            (STAGE, STAGE),
+            "lr_scheduler.warmup_steps = 21 is longer than the 20 steps it is part of\n  fix: use at most 20",
+        ),
+        ((dataclasses.replace(STAGE, steps=0, tokens=20 * 8192 - 5),), "is longer than the 20 steps it is part of"),
+        (
+            (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR())),
+            "lr_scheduler.warmup_steps = 21 is longer than the 10 steps it is part of",
+        ),
+        (
+            (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR(warmup_steps=41)), STAGE, STAGE),
+            "curriculum.stages[1].lr.warmup_steps = 41 is longer than the 40 steps it is part of",
+        ),
+    ],
+)
+def test_a_warm_up_beyond_its_steps_is_refused(stages: tuple[Stage, ...], wanted: str) -> None:
+    assert wanted in refuse(config_with(*stages, lr_scheduler=LRScheduler(warmup_steps=21)), 1)
+
+
+def test_a_warm_up_that_fits_or_has_no_known_end_passes() -> None:
+    gated = dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 9.0})
+    for stages, steps in (((STAGE, STAGE), 20), ((STAGE, gated), 99)):
+        check_config(
+            config_with(*stages, lr_scheduler=LRScheduler(warmup_steps=steps), evaluation=Evaluation(interval=5)), 1
+        )
+    own = dataclasses.replace(STAGE, lr=StageLR(warmup_steps=10))
+    check_config(config_with(own, lr_scheduler=LRScheduler(warmup_steps=99)), 1)
+
+
+def test_a_fault_on_a_rank_that_does_not_exist_is_refused() -> None:
+    health = Health(inject=Inject(step=1, rank=2))
+    assert "health.inject.rank = 2 does not exist on 2 ranks\n  fix: use 0 to 1" in refuse(
+        config_with(health=health), 2
+    )
+    check_config(config_with(health=health), 4)
+
+
 def test_no_stage_is_refused() -> None:
     assert "there is no stage to train" in refuse(Config(), 1)
 
@@ -118,27 +165,27 @@ def test_no_stage_is_refused() -> None:
     [
         (
             {"parallel": Parallel(pp=2, pp_schedule="zbv_zero_bubble"), "compile": Compile(enable=True)},
-            "takes the backward of a block apart, which a compiled block cannot\n  fix: use gpipe, 1f1b, interleaved",
+            "splits the backward of a block, which a compiled block cannot\n  fix: use gpipe, 1f1b, interleaved",
         ),
         (
             {"parallel": Parallel(pp=2), "training": Training(micro_batch_sequences=8)},
-            "makes 1 micro-batches, which 1f1b cannot deal to 2 pipeline ranks\n  fix: use 16384 for 2 micro-batches",
+            "makes 1 micro-batches, which 1f1b cannot assign to 2 pipeline ranks\n  fix: use 16384 for 2 micro-batches",
         ),
         (
             {"parallel": Parallel(tp=2, async_tp=True)},
-            "parallel.async_tp is done by the compiler, between tensor-parallel ranks\n  fix: set compile.enable",
+            "parallel.async_tp needs the compiler and tensor-parallel ranks\n  fix: set compile.enable",
         ),
         (
             {"parallel": Parallel(tp=2), "training": Training(float8="rowwise")},
-            "training.float8 does not go with parallel.tp above 1",
+            "training.float8 does not work with parallel.tp above 1",
         ),
         (
             {"activation": Activation(offload=True), "compile": Compile(enable=True, mode="reduce-overhead")},
-            "CUDA graphs use the memory again before it is copied\n  fix: use compile.mode = 'default'",
+            "CUDA graphs reuse the memory before it is copied\n  fix: use compile.mode = 'default'",
         ),
         (
             {"parallel": Parallel(fsdp_cpu_offload=True), "optimizer": Optimizer(name="muon")},
-            "parallel.fsdp_cpu_offload does not go with optimizer.name = 'muon'",
+            "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon'",
         ),
         (
             {"parallel": Parallel(tp=2, dp_shard=1)},
@@ -160,13 +207,13 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
         (
             {"activation": StageActivation(offload=True)},
             {"compile": Compile(enable=True, mode="reduce-overhead")},
-            "CUDA graphs use the memory again",
+            "CUDA graphs reuse the memory",
         ),
-        ({"tp": 2}, {"training": Training(float8="rowwise")}, "training.float8 does not go with parallel.tp above 1"),
+        ({"tp": 2}, {"training": Training(float8="rowwise")}, "training.float8 does not work with parallel.tp above 1"),
         (
             {},
             {"parallel": Parallel(tp=-1, dp_shard=1), "training": Training(float8="rowwise")},
-            "training.float8 does not go with parallel.tp above 1",
+            "training.float8 does not work with parallel.tp above 1",
         ),
         (
             {},
@@ -174,12 +221,12 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
                 "parallel": Parallel(pp=-1, dp_shard=1, pp_schedule="zbv_zero_bubble"),
                 "compile": Compile(enable=True),
             },
-            "takes the backward of a block apart",
+            "splits the backward of a block",
         ),
         (
             {"tp": 1},
             {"parallel": Parallel(tp=2, async_tp=True), "compile": Compile(enable=True)},
-            "parallel.async_tp is",
+            "parallel.async_tp needs",
         ),
     ],
 )
@@ -199,7 +246,7 @@ def test_interleaved_schedules_want_whole_rounds() -> None:
     stage = dataclasses.replace(STAGE, global_batch_tokens=5 * 1024)
     looped = Parallel(pp=2, dp_shard=1, pp_schedule="interleaved_1f1b")
     message = refuse(config_with(stage, parallel=looped), 2)
-    assert "makes 5 micro-batches, which interleaved_1f1b cannot deal" in message
+    assert "makes 5 micro-batches, which interleaved_1f1b cannot assign" in message
     assert "fix: use 6144 for 6 micro-batches" in message
     check_config(config_with(stage, parallel=dataclasses.replace(looped, pp_schedule="1f1b")), 2)
 
@@ -236,11 +283,11 @@ BOOKS = DataSource(name="books", source="text", path="books")
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        (Data(path="books", sources=(BOOKS,)), "data.path is set beside [[data.sources]], and would be read by none"),
+        (Data(path="books", sources=(BOOKS,)), "data.path is set beside [[data.sources]], and none of them reads it"),
         (Data(min_document=5, sources=(BOOKS,)), "fix: move min_document into the tables it is meant for"),
         (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken\n  fix: give each source its own name"),
-        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is no name\n  fix: give one of letters"),
-        (Data(sources=(dataclasses.replace(BOOKS, name="a b"),)), "data.sources[0].name = 'a b' is no name"),
+        (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is not a name\n  fix: use letters"),
+        (Data(sources=(dataclasses.replace(BOOKS, name="a b"),)), "data.sources[0].name = 'a b' is not a name"),
         (Data(source="text", group_field="repo"), "data.group_field is set, and source = 'text' does not read it"),
         (Data(token_field="ids"), "fix: leave it out, or use source = 'jsonl' or 'parquet' or 'huggingface'"),
         (Data(source="jsonl", group_depth=1), "data.group_depth is set, and source = 'jsonl' does not read it"),
@@ -273,8 +320,6 @@ def test_a_gate_at_a_length_that_the_ranks_cannot_share_is_refused() -> None:
 @pytest.mark.parametrize(
     ("passkey", "message"),
     [
-        (Passkey(variants=("passkey", "essay")), "variants has 'essay'"),
-        (Passkey(keys=27), "keys = 27 is too many"),
         (Passkey(needle="the key is {key}"), "needle = 'the key is {key}' lacks the name or the key"),
         (Passkey(question="{name}: {kee}"), "cannot be filled in: 'kee'"),
         (Passkey(needle="{name}: {key"), "cannot be filled in: expected '}'"),
@@ -291,6 +336,10 @@ def test_prompts_that_cannot_ask_or_be_shared_are_refused(passkey: Passkey, mess
 def test_a_gate_that_nothing_measures_is_refused() -> None:
     gated = dataclasses.replace(STAGE, steps=0, until={"short_loss_rise": 0.1, "max_tokens": 9000.0})
     assert "compares with the end of the first stage: this one" in refuse(
+        config_with(gated, evaluation=Evaluation(interval=5)), 1
+    )
+    gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 90.0, "max_tokens": 9000.0})
+    assert "until.passkey_accuracy = 90.0 is never reached\n  fix: use a fraction" in refuse(
         config_with(gated, evaluation=Evaluation(interval=5)), 1
     )
     gated = dataclasses.replace(STAGE, steps=0, until={"passkey_accuracy": 0.9, "max_tokens": 9000.0})

@@ -1,6 +1,11 @@
 """Reading the TOML: every mistake gets one message with the file, the key, and the way out."""
 
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +61,18 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
         ("[curriculum]\nstages = 3", "curriculum.stages must be a list, got 3"),
         ("[model]\noverrides = 3", "model.overrides must be a table, got 3"),
         ("[training]\nseed = -1", "training.seed = -1 is too small"),
-        ("[optimizer]\nlr = nan", "optimizer.lr = nan is too small"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan is not a finite number\n  fix: give a finite number"),
+        ("[optimizer]\nlr = inf", "optimizer.lr = inf is not a finite number"),
+        ("[optimizer]\nbeta1 = 2", "optimizer.beta1 = 2.0 is too large\n  fix: use a number below 1"),
+        ("[lr_scheduler]\nend_fraction = 7", "lr_scheduler.end_fraction = 7.0 is too large\n  fix: use at most 1"),
+        ("[evaluation]\nmax_share = 5", "evaluation.max_share = 5.0 is too large\n  fix: use at most 1"),
+        ("[data]\nvalidation_fraction = 2", "data.validation_fraction = 2.0 is too large\n  fix: use a number below 1"),
+        ("[data]\nmixture = {code = -1}", "data.mixture = -1.0 is too small"),
+        ("[profiling]\nsteps = [3, 0]", "profiling.steps = 0 is too small"),
+        ("[evaluation.passkey]\nvariants = ['essay']", "evaluation.passkey.variants = 'essay' is not known"),
+        ("[evaluation.passkey]\nkeys = 27", "evaluation.passkey.keys = 27 is too large\n  fix: use at most 26"),
+        ("[[curriculum.stages]]\nlr = {end_fraction = 7}", "stages[0].lr.end_fraction = 7.0 is too large"),
+        ("[[curriculum.stages]]\ndata = {short_share = 2}", "stages[0].data.short_share = 2.0 is too large"),
         (
             "[health]\non_nonfinite = 'ignore'",
             "health.on_nonfinite = 'ignore' is not known\n  fix: use one of halt, skip",
@@ -69,6 +85,58 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
 )
 def test_a_wrong_value_is_named_with_what_is_wanted(tmp_path: Path, line: str, wanted: str) -> None:
     assert wanted in message_of(tmp_path, line)
+
+
+def numbers(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and type of every key that holds a number, alone, in a list or in a table."""
+    for entry in dataclasses.fields(section):
+        kind, name = typing.get_type_hints(section)[entry.name], where + entry.name
+        items = [item for item in (kind, *typing.get_args(kind)) if item is not type(None)]
+        section_of_it = next((item for item in items if dataclasses.is_dataclass(item)), None)
+        if section_of_it:
+            yield from numbers(section_of_it, name + ("[0]." if typing.get_origin(kind) is tuple else "."))
+        elif float in items or int in items:
+            yield name, kind
+
+
+def table_of(name: str, kind: Any, text: str) -> str:
+    """A file with this number at a key."""
+    listed, tabled = "tuple" in str(kind), "dict" in str(kind)
+    value = f"[{text}]" if listed else f"{{a = {text}}}" if tabled else text
+    *parents, key = name.split(".")
+    header = ".".join(parent.removesuffix("[0]") for parent in parents)
+    is_list = parents[-1].endswith("[0]")
+    outer = "[[curriculum.stages]]\n" if header.startswith("curriculum.stages.") else ""
+    return f"{outer}{'[[' if is_list else '['}{header}{']]' if is_list else ']'}\n{key} = {value}\n"
+
+
+def test_every_number_is_finite_and_bounded_below(tmp_path: Path) -> None:
+    """Every key is walked; `until` is the one table whose numbers may be negative."""
+    found = list(numbers(Config))
+    assert len(found) > 100
+    for name, kind in found:
+        if "float" in str(kind):
+            for text in ("inf", "nan"):
+                assert "is not a finite number" in message_of(tmp_path, table_of(name, kind, text)), name
+        if not name.endswith(("until", "long_factor", "short_factor")):
+            assert "is too small" in message_of(tmp_path, table_of(name, kind, "-2")), name
+
+
+def test_every_fraction_is_at_most_one(tmp_path: Path) -> None:
+    names = [name for name, _ in numbers(Config) if re.search(r"(fraction|share|beta1|beta2|momentum)$", name)]
+    assert len(names) == 11
+    for name in names:
+        assert "is too large" in message_of(tmp_path, table_of(name, float, "1.5")), name
+
+
+def test_every_error_of_a_file_says_how_to_correct_it(tmp_path: Path) -> None:
+    for kind, value in ((int, "'x'"), (float, "'x'"), (bool, "1"), (str, "1"), (dict, "1")):
+        keys = {int: "training.seed", float: "optimizer.lr", bool: "compile.enable", str: "job.description"}
+        section, key = keys.get(kind, "model.overrides").split(".")
+        assert "\n  fix: write " in message_of(tmp_path, f"[{section}]\n{key} = {value}")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="fix: give a TOML file saved as UTF-8"):
+        load_config(tmp_path / "binary.toml")
 
 
 def test_an_integer_serves_where_a_number_is_wanted(tmp_path: Path) -> None:

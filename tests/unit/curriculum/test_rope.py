@@ -12,8 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
+from torchtitan_cp.config.names import ROPE_KINDS
 from torchtitan_cp.config.rope import TAKES
-from torchtitan_cp.config.sections import ROPE_KINDS, Curriculum, Rope, Stage
+from torchtitan_cp.config.sections import Curriculum, Rope, Stage
 from torchtitan_cp.curriculum import check_head_dim, describe_rope, resolve_stages, rope_frequencies
 from torchtitan_cp.curriculum.rope import SCALINGS, powers
 

@@ -2,15 +2,19 @@
 
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.texts import REPOSITORY
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step, read_steps
-from torchtitan_cp.data.batches.packing import PackedSequence, Piece
+from torchtitan_cp.data.batches.packing import PackedSequence, Span
 
 SEQ_LEN = 32
 
@@ -30,8 +34,8 @@ class Counting:
         tokens = np.arange(number * SEQ_LEN, (number + 1) * SEQ_LEN)
         lengths = self.document_lengths(number)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        pieces = tuple(Piece("numbers", number, 0, length) for length in lengths)
-        return PackedSequence(tokens, tokens + 1, positions, lengths, pieces)
+        spans = tuple(Span("numbers", number, 0, length) for length in lengths)
+        return PackedSequence(tokens, tokens + 1, positions, lengths, spans)
 
 
 def model_args_of(dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag") -> BatchLayout:
@@ -119,3 +123,36 @@ class Killed(Counting):
 def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
     with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
         list(read_steps(Killed(), 0, 3, model_args_of(), workers=1, read_ahead=2, pin=False))
+
+
+SIGNALLED = """
+import os, signal
+from pathlib import Path
+from tests.unit.data.test_loader import Counting, model_args_of, tokens_of
+from torchtitan_cp.data.batches.loader import read_step, read_steps
+
+def descendants(pid):
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            yield child
+            yield from descendants(child)
+
+if __name__ == "__main__":
+    layout = model_args_of()
+    steps = read_steps(Counting(), 0, 12, layout, workers=2, read_ahead=2, pin=False)
+    read = [next(steps)]
+    started = [*descendants(os.getpid())]
+    assert len(started) >= 4, "two workers, the server that forked them, and the resource tracker"
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for pid in started:
+            os.kill(pid, number)
+    read += steps
+    assert [tokens_of(step) for step in read] == [tokens_of(read_step(Counting(), layout, n)) for n in range(12)]
+"""
+
+
+def test_workers_survive_the_signals_that_a_scheduler_sends_to_every_process(tmp_path: Path) -> None:
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, script], cwd=REPOSITORY, env=environment, timeout=120, check=True)

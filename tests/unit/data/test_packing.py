@@ -9,15 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import MemoryStore
-from torchtitan_cp.data import DataError, TokenStream
-from torchtitan_cp.data.batches.packing import IGNORED, PackedSequence, PackedStream, Packing
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
+from torchtitan_cp.config.sections import ResolvedStageData
+from torchtitan_cp.data import TokenStream
+from torchtitan_cp.data.batches.packing import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import SeparatedStore
-from torchtitan_cp.optim import IGNORED as IGNORED_BY_THE_LOSS
+from torchtitan_cp.data.batches.windows import PACKINGS
 
 LENGTHS = [5, 1, 17, 0, 30, 2, 9, 40, 3, 3, 11]
 GROUPS = [0, 1, 0, 0, 1, 2, 2, 1, 0, 2, 2]
-BEST_FIT = Packing("best_fit", window_sequences=4, document_mask=True, restart_positions=True)
-CONCAT = replace(BEST_FIT, method="concat")
+BEST_FIT = ResolvedStageData({}, "best_fit", packing_window=4, document_mask=True, restart_positions=True)
+CONCAT = replace(BEST_FIT, packing="concat")
 
 
 def stream_of(lengths: list[int] = LENGTHS, order: str = "shuffled") -> TokenStream:
@@ -29,19 +32,18 @@ def packed_streams(draw: st.DrawFn) -> Any:
     """A function that makes the same packed stream each time, anywhere in any stream."""
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=len(GROUPS)).filter(any))
     order = draw(st.sampled_from(["shuffled", "related"]))
-    packing = Packing(
-        draw(st.sampled_from(["concat", "best_fit"])), draw(st.integers(1, 9)), draw(st.booleans()), draw(st.booleans())
-    )
+    packing, window = draw(st.sampled_from(["concat", "best_fit"])), draw(st.integers(1, 9))
+    data = ResolvedStageData({}, packing, window, draw(st.booleans()), draw(st.booleans()))
     seq_len, first_token = draw(st.integers(1, 50)), draw(st.integers(0, 200))
     return lambda samples=None: PackedStream(
-        stream_of(lengths, order), seq_len, packing, source="books", first_token=first_token, samples=samples
+        stream_of(lengths, order), seq_len, data, source="books", first_token=first_token, samples=samples
     )
 
 
 def text_of(stream: PackedStream, sequences: list[PackedSequence]) -> list[int]:
     """The tokens that the sample ids name."""
     read = stream.stream.store.read
-    return [int(token) for sequence in sequences for piece in sequence.pieces for token in read(*piece[1:])]
+    return [int(token) for sequence in sequences for span in sequence.spans for token in read(*span[1:])]
 
 
 @settings(deadline=None)
@@ -68,7 +70,7 @@ def test_a_stage_of_known_length_leaves_nothing_unread(make: Any, samples: int) 
 @pytest.mark.parametrize("order", ["shuffled", "related"])
 @pytest.mark.parametrize("packing", [CONCAT, BEST_FIT])
 @pytest.mark.parametrize("seq_len", [1, 11])
-def test_every_token_of_an_epoch_is_read_once(packing: Packing, order: str, seq_len: int) -> None:
+def test_every_token_of_an_epoch_is_read_once(packing: ResolvedStageData, order: str, seq_len: int) -> None:
     samples = sum(LENGTHS) // seq_len
     packed = PackedStream(stream_of(order=order), seq_len, packing, samples=samples)
     assert samples * seq_len == sum(LENGTHS)
@@ -86,42 +88,42 @@ def test_entered_anywhere_a_sequence_is_what_it_is_from_the_start(make: Any, num
     for number in numbers:
         for packed in (make(), jumping):
             there = packed.sequence(number)
-            assert there.pieces == sequences[number].pieces
+            assert there.spans == sequences[number].spans
             for name in ("tokens", "labels", "positions"):
                 np.testing.assert_array_equal(getattr(there, name), getattr(sequences[number], name))
 
 
 @settings(deadline=None)
 @given(make=packed_streams(), number=st.integers(0, 12))
-def test_labels_positions_and_lengths_follow_from_the_pieces(make: Any, number: int) -> None:
+def test_labels_positions_and_lengths_follow_from_the_spans(make: Any, number: int) -> None:
     packed = make()
     sequence = packed.sequence(number)
     ends = packed.stream.store.begins[1:]
-    places = [(piece, place) for piece in sequence.pieces for place in range(piece.start, piece.stop)]
+    places = [(span, place) for span in sequence.spans for place in range(span.start, span.stop)]
     next_of_document = [
-        token + 1 if token + 1 < ends[piece.document] else IGNORED
-        for (piece, _), token in zip(places, sequence.tokens, strict=True)
+        token + 1 if token + 1 < ends[span.document] else IGNORED
+        for (span, _), token in zip(places, sequence.tokens, strict=True)
     ]
-    if packed.packing.document_mask:
+    if packed.data.document_mask:
         assert sequence.labels.tolist() == next_of_document
-        assert sequence.document_lengths == tuple(piece.stop - piece.start for piece in sequence.pieces)
+        assert sequence.document_lengths == tuple(span.stop - span.start for span in sequence.spans)
     else:
         assert sequence.labels.tolist() == [*sequence.tokens[1:], next_of_document[-1]]
         assert sequence.document_lengths == (packed.seq_len,)
-    restarted = [place - piece.start for piece, place in places]
-    positions = restarted if packed.packing.restart_positions else list(range(packed.seq_len))
+    restarted = [place - span.start for span, place in places]
+    positions = restarted if packed.data.restart_positions else list(range(packed.seq_len))
     assert sequence.positions.tolist() == positions
     assert {array.dtype for array in (sequence.tokens, sequence.labels, sequence.positions)} == {np.dtype(np.int64)}
-    assert {piece.source for piece in sequence.pieces} == {"books"}
+    assert {span.source for span in sequence.spans} == {"books"}
 
 
 def test_without_a_mask_concat_gives_the_streams_own_sequences() -> None:
     """But for the last label: after a sequence that ends with a block, the document's next token."""
     packed = PackedStream(stream_of(), 8, replace(CONCAT, document_mask=False, restart_positions=False), first_token=3)
     for number in range(40):
-        tokens, labels = packed.stream.sequence(3 + number * 8, 8)
+        tokens = packed.stream.read(3 + number * 8, 8)
         np.testing.assert_array_equal(packed.sequence(number).tokens, tokens)
-        np.testing.assert_array_equal(packed.sequence(number).labels[:-1], labels[:-1])
+        np.testing.assert_array_equal(packed.sequence(number).labels[:-1], tokens[1:])
 
 
 def test_a_separator_is_a_token_of_the_document_before_it() -> None:
@@ -149,43 +151,21 @@ def test_a_window_once_begun_counts_as_read() -> None:
 
 @settings(deadline=None)
 @given(make=packed_streams(), index=st.integers(0, 4))
-def test_a_report_counts_what_the_sequences_hold(make: Any, index: int) -> None:
+def test_the_whole_fraction_counts_documents_that_lie_in_one_sequence(make: Any, index: int) -> None:
     packed = make()
-    report = packed.report(index)
     first = index * packed.window_sequences
-    pieces = [piece for at in range(packed.window_sequences) for piece in packed.sequence(first + at).pieces]
+    spans = [span for at in range(packed.window_sequences) for span in packed.sequence(first + at).spans]
     lengths = packed.stream.store.document_lengths
-    rows = packed.stream.pieces(
-        packed.first_token + first * packed.seq_len, packed.window_sequences * packed.seq_len
-    ).tolist()
-    assert report.documents == len(rows)
-    assert report.whole == sum(piece.start == 0 and piece.stop == lengths[piece.document] for piece in pieces)
-    assert report.whole_fraction == report.whole / len(rows)
-    held = [
-        sum(piece.document == document and start <= piece.start < stop for piece in pieces)
-        for document, start, stop in rows
-    ]
-    if len({row[0] for row in rows}) == len(rows):
-        assert report.cut == sum(count > 1 for count in held)
-    assert report.newly_cut <= report.cut <= report.cut_by_concat
+    rows = packed.stream.spans(packed.first_token + first * packed.seq_len, packed.window_sequences * packed.seq_len)
+    whole = sum(span.start == 0 and span.stop == lengths[span.document] for span in spans)
+    assert packed.whole_fraction(index) == whole / len(rows)
 
 
-def test_a_report_of_known_text() -> None:
+def test_the_whole_fraction_of_known_text() -> None:
     stream = TokenStream(MemoryStore([6, 6, 4, 4, 25, 5]), 64, seed=0, shuffle=False)
-    packed = PackedStream(stream, 10, replace(BEST_FIT, window_sequences=5))
-    report = packed.report(0)
-    assert (report.documents, report.whole, report.cut, report.cut_by_concat, report.newly_cut) == (6, 5, 1, 2, 0)
-    assert report.whole_fraction == 5 / 6
-    plain = PackedStream(stream, 10, CONCAT).report(0)
-    assert (plain.documents, plain.whole, plain.cut, plain.cut_by_concat, plain.newly_cut) == (2, 1, 0, 0, 0)
+    assert PackedStream(stream, 10, replace(BEST_FIT, packing_window=5)).whole_fraction(0) == 5 / 6
+    assert PackedStream(stream, 10, CONCAT).whole_fraction(0) == 1 / 2
 
 
-def test_an_unknown_packing_or_an_empty_window_is_refused() -> None:
-    with pytest.raises(DataError, match=r"'first_fit' is not known\n  fix: use concat or best_fit"):
-        PackedStream(stream_of(), 16, replace(BEST_FIT, method="first_fit"))
-    with pytest.raises(DataError, match=r"window of 0 sequences holds none\n  fix: use 1 or more"):
-        PackedStream(stream_of(), 16, replace(BEST_FIT, window_sequences=0))
-
-
-def test_the_ignored_label_is_the_one_the_loss_ignores() -> None:
-    assert IGNORED == IGNORED_BY_THE_LOSS
+def test_the_config_names_the_packings_there_are() -> None:
+    assert tuple(PACKINGS) == CONFIG_PACKINGS

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from tests.support.memory import MemoryStore
-from torchtitan_cp.data.batches.packing import Packing
-from torchtitan_cp.data.batches.samples import Sampling, StageSamples, held_out_samples
+from torchtitan_cp.config.sections import ResolvedStageData
+from torchtitan_cp.data.batches.samples import StageSamples, held_out_samples
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.errors import DataError
 
 S = 64
-PLAIN = Packing("concat", 1, document_mask=True, restart_positions=True)
-BEST = Packing("best_fit", 4, document_mask=True, restart_positions=True)
-EVEN = Sampling({"a": 3.0, "b": 1.0}, PLAIN, 0, 0, 0, 0, {})
+EVEN = ResolvedStageData({"a": 3.0, "b": 1.0}, "concat", 4, document_mask=True, restart_positions=True)
+BEST = replace(EVEN, packing="best_fit")
 
 
 def streams() -> dict[str, TokenStream]:
@@ -27,38 +26,40 @@ def streams() -> dict[str, TokenStream]:
     }
 
 
-def stage(sampling: Sampling, steps: int = 8, seq_len: int = S, first: dict[str, int] | None = None) -> StageSamples:
-    return StageSamples(streams(), seq_len, sampling, 0, 0, 4, first or {}, steps)
+def stage(
+    data: ResolvedStageData, steps: int = 8, seq_len: int = S, first: dict[str, int] | None = None
+) -> StageSamples:
+    return StageSamples(streams(), seq_len, data, 0, 0, 4, first or {}, steps)
 
 
-@pytest.mark.parametrize("packing", [PLAIN, BEST])
-def test_stages_read_each_sources_stream_on_where_the_one_before_stopped(packing: Packing) -> None:
-    sampling, read, first = replace(EVEN, packing=packing), Counter[tuple[str, int, int]](), dict[str, int]()
+@pytest.mark.parametrize("data", [EVEN, BEST])
+def test_stages_read_each_sources_stream_on_where_the_one_before_stopped(data: ResolvedStageData) -> None:
+    read, first = Counter[tuple[str, int, int]](), dict[str, int]()
     for seq_len, steps in ((S, 5), (2 * S, 3), (4 * S, 2)):
-        samples = stage(sampling, steps, seq_len, first)
+        samples = stage(data, steps, seq_len, first)
         for number in range(4 * steps):
-            for piece in samples.sequence(number).pieces:
-                read.update((piece.source, piece.document, place) for place in range(piece.start, piece.stop))
+            for span in samples.sequence(number).spans:
+                read.update((span.source, span.document, place) for place in range(span.start, span.stop))
         first = samples.tokens_after(steps)
     for name, stream in streams().items():
-        pieces = stream.pieces(0, first[name]).tolist()
-        want = Counter((name, document, place) for document, start, stop in pieces for place in range(start, stop))
+        spans = stream.spans(0, first[name]).tolist()
+        want = Counter((name, document, place) for document, start, stop in spans for place in range(start, stop))
         assert Counter({key: count for key, count in read.items() if key[0] == name}) == want
     assert sum(read.values()) == sum(first.values())
 
 
 def test_the_same_sequences_come_after_pickling_as_a_worker_gets_them() -> None:
-    samples = stage(replace(EVEN, packing=BEST))
+    samples = stage(BEST)
     copy = pickle.loads(pickle.dumps(samples))
     for number in (0, 7, 31):
         ours, theirs = samples.sequence(number), copy.sequence(number)
-        assert ours.pieces == theirs.pieces
+        assert ours.spans == theirs.spans
         assert np.array_equal(ours.tokens, theirs.tokens)
 
 
 def test_a_share_of_the_sequences_is_cut_into_short_ones() -> None:
-    sampling = replace(EVEN, packing=replace(PLAIN, document_mask=False), short_share=0.25, short_seq_len=16)
-    samples = stage(sampling, steps=100)
+    data = replace(EVEN, document_mask=False, short_share=0.25, short_seq_len=16)
+    samples = stage(data, steps=100)
     lengths = [samples.document_lengths(number) for number in range(400)]
     assert set(lengths) == {(S,), (16,) * 4}
     assert lengths.count((16,) * 4) == pytest.approx(100, abs=2)
@@ -66,8 +67,8 @@ def test_a_share_of_the_sequences_is_cut_into_short_ones() -> None:
 
 
 def test_attention_grows_step_by_step_to_the_whole_sequence() -> None:
-    sampling = replace(EVEN, packing=replace(PLAIN, document_mask=False), growth_from=16, growth_steps=4)
-    samples = stage(sampling)
+    data = replace(EVEN, document_mask=False, growth_from=16, growth_steps=4)
+    samples = stage(data)
     assert [samples.document_lengths(4 * step)[0] for step in range(6)] == [16, 28, 40, 52, 64, 64]
     assert samples.document_lengths(4) == samples.document_lengths(7) == (28, 28, 8)
 
@@ -86,10 +87,13 @@ def test_a_source_ends_with_its_epochs_and_a_stage_that_is_too_long_is_refused()
     tokens = streams()["a"].store.tokens
     assert samples.tokens_after(8)["a"] <= 0.25 * tokens
     assert samples.epochs_after(8)["a"] == pytest.approx(0.25, abs=S / tokens)
-    with pytest.raises(DataError, match=r"data.max_epochs leaves stage 1 .* sequences of 64 tokens, and it has 4,000"):
+    [(name, last)] = samples.last_steps().items()
+    assert name == "a"
+    assert samples.tokens_after(last - 1)["a"] < samples.tokens_after(last)["a"] == samples.tokens_after(8)["a"]
+    with pytest.raises(
+        DataError, match=r"data.max_epochs leaves stage 1 .* sequences of 64 tokens, but the stage has 4,000"
+    ):
         stage(replace(EVEN, max_epochs={"a": 1.0, "b": 1.0}), steps=1000)
-    with pytest.raises(DataError, match="mixture names 'c', and the sources are a, b"):
-        stage(replace(EVEN, weights={"c": 1.0}))
 
 
 def test_in_place_of_steps_that_were_passed_over_at_the_end_the_first_come_again() -> None:
@@ -98,7 +102,7 @@ def test_in_place_of_steps_that_were_passed_over_at_the_end_the_first_come_again
     exact, passing = (StageSamples(streams(), S, limited, 0, 0, 4, {}, whole, passed) for passed in (0, 2))
     first, last = 4 * whole, exact.mixture.samples
     for number in range(4 * (whole + 2)):
-        assert passing.sequence(number).pieces == exact.sequence(number % last).pieces
+        assert passing.sequence(number).spans == exact.sequence(number % last).spans
         assert passing.document_lengths(number) == exact.document_lengths(number % last)
     assert last < first + 8, "text came again"
     assert passing.tokens_after(whole + 2)["a"] <= streams()["a"].store.tokens
@@ -107,8 +111,8 @@ def test_in_place_of_steps_that_were_passed_over_at_the_end_the_first_come_again
 
 def test_held_out_text_comes_from_the_stages_sources_that_have_some() -> None:
     held = streams()
-    assert held_out_samples({}, S, {"a": 1.0}, BEST, 2) is None
-    assert held_out_samples(held, S, {"c": 1.0}, BEST, 2) is None
-    samples = held_out_samples(held, S, {"a": 1.0, "c": 5.0}, BEST, 2)
+    assert held_out_samples({}, S, replace(BEST, mixture={"a": 1.0}), 2) is None
+    assert held_out_samples(held, S, replace(BEST, mixture={"c": 1.0}), 2) is None
+    samples = held_out_samples(held, S, replace(BEST, mixture={"a": 1.0, "c": 5.0}), 2)
     assert samples is not None
-    assert {piece.source for number in range(9) for piece in samples.sequence(number).pieces} == {"a"}
+    assert {span.source for number in range(9) for span in samples.sequence(number).spans} == {"a"}

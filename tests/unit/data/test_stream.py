@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.memory import MemoryStore
-from torchtitan_cp.data import DataError, TokenStore, TokenStream
+from torchtitan_cp.data import TokenStore, TokenStream
 from torchtitan_cp.data.batches.stream import SeparatedStore
 from torchtitan_cp.data.corpus.store import TokenWriter
 
@@ -84,19 +84,9 @@ def test_without_shuffling_tokens_come_in_the_stores_order(store: TokenStore) ->
     np.testing.assert_array_equal(stream.read(0, 2 * TOKENS), np.tile(np.arange(TOKENS), 2))
 
 
-def test_labels_are_the_tokens_that_follow(store: TokenStore) -> None:
-    stream = TokenStream(store, 16, seed=0)
-    for cursor in range(0, 3 * TOKENS, 16):
-        tokens, labels = stream.sequence(cursor, 16)
-        assert tokens.dtype == labels.dtype == np.int64
-        np.testing.assert_array_equal(tokens, stream.read(cursor, 16))
-        np.testing.assert_array_equal(labels, stream.read(cursor + 1, 16))
-
-
 def test_a_store_smaller_than_a_sequence_repeats(tmp_path: Path) -> None:
-    tokens, labels = TokenStream(store_of(tmp_path, [3]), 64, seed=0).sequence(0, 64)
-    np.testing.assert_array_equal(tokens, np.arange(64) % 3)
-    np.testing.assert_array_equal(labels, np.arange(1, 65) % 3)
+    tokens = TokenStream(store_of(tmp_path, [3]), 64, seed=0).read(0, 65)
+    np.testing.assert_array_equal(tokens, np.arange(65) % 3)
 
 
 @settings(deadline=None)
@@ -107,18 +97,18 @@ def test_a_store_smaller_than_a_sequence_repeats(tmp_path: Path) -> None:
     count=st.integers(0, 200),
     shuffle=st.booleans(),
 )
-def test_pieces_are_the_text_that_is_read_in_as_few_rows_as_it_goes_on(
+def test_spans_are_the_text_that_is_read_in_as_few_rows_as_it_goes_on(
     lengths: list[int], block_tokens: int, cursor: int, count: int, shuffle: bool
 ) -> None:
     store = MemoryStore(lengths)
     stream = TokenStream(store, block_tokens, seed=2, shuffle=shuffle)
-    rows = stream.pieces(cursor, count)
+    rows = stream.spans(cursor, count)
     assert rows.dtype == np.int64
     assert rows.shape == (len(rows), 3)
     assert (rows[:, 1] < rows[:, 2]).all()
     text = [store.read(*row) for row in rows.tolist()]
     np.testing.assert_array_equal(np.concatenate([np.empty(0, np.int64), *text]), stream.read(cursor, count))
-    one_by_one = [tuple(stream.pieces(place, 1)[0]) for place in range(cursor, cursor + count)]
+    one_by_one = [tuple(stream.spans(place, 1)[0]) for place in range(cursor, cursor + count)]
     goes_on = [a[0] == b[0] and a[2] == b[1] for a, b in pairwise(one_by_one)]
     assert len(rows) == min(count, 1) + goes_on.count(False)
 
@@ -130,7 +120,7 @@ def test_related_documents_follow_one_another_in_their_order() -> None:
     stream = TokenStream(MemoryStore(LENGTHS, GROUPS), 11, seed=1, order="related")
     orders = set()
     for epoch in range(12):
-        documents = stream.pieces(epoch * TOKENS, TOKENS)[:, 0].tolist()
+        documents = stream.spans(epoch * TOKENS, TOKENS)[:, 0].tolist()
         groups = list(dict.fromkeys(GROUPS[document] for document in documents))
         assert documents == [
             document for group in groups for document, of in enumerate(GROUPS) if of == group and LENGTHS[document]
@@ -139,16 +129,11 @@ def test_related_documents_follow_one_another_in_their_order() -> None:
     assert len(orders) > 2, "groups are permuted anew in each epoch"
 
 
-def test_without_groups_every_document_is_one() -> None:
+def test_where_no_document_has_a_group_each_is_one() -> None:
     stream = TokenStream(MemoryStore(LENGTHS), 11, seed=1, order="related")
-    rows = stream.pieces(0, TOKENS)
+    rows = stream.spans(0, TOKENS)
     assert sorted(rows.tolist()) == [[document, 0, length] for document, length in enumerate(LENGTHS) if length]
     assert rows[:, 0].tolist() != sorted(rows[:, 0])
-
-
-def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(DataError, match=r"'sorted' is not known\n  fix: use shuffled or related"):
-        TokenStream(MemoryStore(LENGTHS), 11, seed=1, order="sorted")
 
 
 def test_a_separator_ends_every_document_that_is_not_empty() -> None:
@@ -157,4 +142,4 @@ def test_a_separator_ends_every_document_that_is_not_empty() -> None:
     assert TokenStream(store, 4, seed=0, shuffle=False).read(0, 8).tolist() == [0, 1, 99, 2, 3, 4, 99, 0]
     parts = [store.read(2, start, stop).tolist() for start in range(5) for stop in range(start, 5)]
     assert parts == [[2, 3, 4, 99][start:stop] for start in range(5) for stop in range(start, 5)]
-    assert TokenStream(store, 4, seed=0, order="related").pieces(0, 7)[:, 0].tolist() == [0, 2]
+    assert TokenStream(store, 4, seed=0, order="related").spans(0, 7)[:, 0].tolist() == [0, 2]

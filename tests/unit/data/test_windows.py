@@ -1,4 +1,4 @@
-"""Text dealt out to sequences: every token once, every sequence full, few documents cut."""
+"""Text packed into sequences: every token once, every sequence full, few documents cut."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ lengths_and_sequence = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_si
 
 
 def lengths_of(window: Window) -> list[list[int]]:
-    """The lengths of the pieces of each sequence."""
-    lengths = (window.pieces[:, 2] - window.pieces[:, 1]).tolist()
+    """The lengths of the spans of each sequence."""
+    lengths = (window.spans[:, 2] - window.spans[:, 1]).tolist()
     return [lengths[start:stop] for start, stop in zip(window.first, window.first[1:], strict=False)]
 
 
@@ -36,10 +36,10 @@ def test_every_token_lies_in_one_sequence_and_every_sequence_is_full(method: str
     window = PACKINGS[method](rows_of(lengths), seq_len)
     assert [sum(sequence) for sequence in lengths_of(window)] == [seq_len] * (sum(lengths) // seq_len)
     begins = np.cumsum([0, *lengths])
-    places = [begins[document] + np.arange(start, stop) for document, start, stop, _ in window.pieces]
+    places = [begins[document] + np.arange(start, stop) for document, start, stop, _ in window.spans]
     assert sorted(np.concatenate(places)) == list(range(sum(lengths)))
-    np.testing.assert_array_equal(window.pieces[:, 3], [text[0] for text in places])
-    inside = np.split(window.pieces[:, 3], window.first[1:-1])
+    np.testing.assert_array_equal(window.spans[:, 3], [text[0] for text in places])
+    inside = np.split(window.spans[:, 3], window.first[1:-1])
     assert all((np.diff(sequence) > 0).all() for sequence in inside), "text keeps the stream's order in a sequence"
     longest = [sequence[np.argmax(sizes)] for sequence, sizes in zip(inside, lengths_of(window), strict=True)]
     assert longest == sorted(longest), "and sequences that of their longest parts"
@@ -80,19 +80,19 @@ def test_placing_runs_of_one_length_is_best_fit_decreasing_by_the_book(drawn: An
 def test_what_fits_nowhere_fills_the_room_that_is_left() -> None:
     window = best_fit(rows_of([6, 6, 6, 6, 6]), 10)
     expected = [[0, 0, 6], [4, 2, 6], [1, 0, 6], [3, 4, 6], [4, 0, 2], [2, 0, 6], [3, 0, 4]]
-    assert window.pieces[:, :3].tolist() == expected
+    assert window.spans[:, :3].tolist() == expected
     assert window.first.tolist() == [0, 2, 5, 7]
 
 
 def test_text_longer_than_a_sequence_keeps_its_whole_parts_in_order() -> None:
     window = best_fit(rows_of([3, 25, 2]), 10)
-    assert window.pieces[:, :3].tolist() == [[1, 0, 10], [1, 10, 20], [0, 0, 3], [1, 20, 25], [2, 0, 2]]
+    assert window.spans[:, :3].tolist() == [[1, 0, 10], [1, 10, 20], [0, 0, 3], [1, 20, 25], [2, 0, 2]]
     assert window.first.tolist() == [0, 1, 2, 5]
 
 
 def test_where_concat_cuts_fewer_documents_it_is_taken() -> None:
     rows = rows_of([5, 3, 2, 4, 4, 2])
-    assert best_fit(rows, 10).pieces.tolist() == concat(rows, 10).pieces.tolist()
+    assert best_fit(rows, 10).spans.tolist() == concat(rows, 10).spans.tolist()
     assert lengths_of(best_fit(rows, 10)) == [[5, 3, 2], [4, 4, 2]]
 
 

@@ -29,7 +29,7 @@ def test_a_model_is_evaluated_without_gradients_and_dropout_and_trains_again_aft
 
 def test_accuracy_at_a_length_is_of_the_longest_that_was_tried_up_to_it() -> None:
     nothing = math.nan
-    found = Retrieval((64, 128, 256), (0.0, 1.0), np.array([[1.0, 0.5, nothing], [0.5, nothing, nothing]]))
+    found = Retrieval(np.array([[1.0, 0.5, nothing], [0.5, nothing, nothing]]), (64, 128, 256), (0.0, 1.0))
     assert found.at(64) == found.at(127) == 0.75
     assert found.at(128) == found.at(1000) == 0.5
     assert found.at(63) is None

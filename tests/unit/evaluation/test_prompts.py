@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from torchtitan_cp.evaluation.prompts import IGNORED, Prompt, PromptWriter, Secret, Wording
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.evaluation.prompts import Prompt, PromptWriter, Secret, Wording
 
 WORDING = Wording(" The magic number for {name} is: {key}. ", " What is the magic number for {name}? It is {key}")
 TERSE = Wording("{name:.1}{key:.2}", "{name:.1}{key:.2}")

@@ -1,4 +1,4 @@
-"""Where the time of traced steps is said to have gone."""
+"""What the time of traced steps went into."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_cp.metrics.profiling import covered, on_a_gpu
+from torchtitan_cp.metrics.profiling import covered, time_on_gpu
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=8))
@@ -26,7 +26,7 @@ def test_messages_beside_kernels_are_hidden_and_the_others_exposed() -> None:
         kernel("aten::mm", 0, 10, "DeviceType.CPU"),
         kernel("FSDP::all_gather", 2, 10),
     ]
-    shares = on_a_gpu(events, 10.0, waited=1.5, in_flight=5.0)
+    shares = time_on_gpu(events, 10.0, waited=1.5, in_flight=5.0)
     assert shares == pytest.approx(
         {
             "compute": 7.0,

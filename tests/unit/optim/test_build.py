@@ -11,6 +11,7 @@ from tests.support.small_net import assert_same, names_of, small_net, train, wei
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
 from torchtitan_cp.optim import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.build import IMPLEMENTATIONS
 from torchtitan_cp.optim.offload import keep_state_on_host
 
 
@@ -75,6 +76,11 @@ def test_state_kept_on_the_host_between_steps_changes_no_step(name: str) -> None
     train(model, optimizer, 3)
     train(twin, other, 3)
     assert_same(weights(model), weights(twin), rtol=0)
+
+
+def test_config_and_registry_name_the_same_implementations() -> None:
+    choices = Optimizer.__dataclass_fields__["implementation"].metadata["choices"]
+    assert tuple(IMPLEMENTATIONS) == choices
 
 
 def test_offloading_says_that_it_is_inactive_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:

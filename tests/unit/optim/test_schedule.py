@@ -2,9 +2,10 @@
 
 import pytest
 
-from torchtitan_cp.config.sections import SCHEDULE_SHAPES, LRScheduler, Optimizer, StageLR
+from torchtitan_cp.config.names import SCHEDULE_SHAPES
+from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
 from torchtitan_cp.optim import LearningRates
-from torchtitan_cp.optim.schedule import SHAPES
+from torchtitan_cp.optim.schedule import LR_SHAPES
 
 PEAK = Optimizer(lr=1.0)
 
@@ -15,7 +16,7 @@ def rates(scheduler: LRScheduler, *stages: tuple[StageLR | None, int]) -> list[f
 
 
 def test_every_shape_of_the_config_is_there() -> None:
-    assert set(SHAPES) == set(SCHEDULE_SHAPES)
+    assert set(LR_SHAPES) == set(SCHEDULE_SHAPES)
 
 
 def test_warm_up_climbs_to_the_peak_in_equal_steps() -> None:

@@ -12,7 +12,7 @@ from models.llama import Llama, LlamaArgs
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
 from torchtitan_cp.parallel import apply
 from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
-from torchtitan_cp.parallel.offload import HostMemory, Parked, taken
+from torchtitan_cp.parallel.offload import HostMemory, OffloadedTensor, restore
 
 SHAPE = LlamaArgs(32, 3, 4, 2, 8, 48, vocab_size=61)
 S = 64
@@ -47,19 +47,19 @@ def gradients(model: Llama, device: str, order: Callable[[list[Tensor]], Iterato
 
 
 def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> HostMemory:
-    host = HostMemory(torch.device(device), smallest_bytes=1024)
+    host = HostMemory(torch.device(device), min_bytes=1024)
     tile_mlps(model, tiles)
     recompute_blocks(model, kind, None if compiled else host)
     if compiled:
         apply.compile_blocks(model, "default")
     for layer in model.layers.values():
-        layer.forward = host.around(layer.forward)  # type: ignore[method-assign]
+        layer.forward = host.offload_saved(layer.forward)  # type: ignore[method-assign]
     return host
 
 
 HIDDEN = 2 * S * 32 * 4
 ATTENTION = HIDDEN + 2 * S * 4 * 4
-# [checkpoint, tiles, compiled] -> bytes parked by a block in a forward; None: more than the inputs.
+# [checkpoint, tiles, compiled] -> bytes offloaded by a block in a forward; None: more than the inputs.
 KINDS = {
     ("full", 1, False): HIDDEN,
     ("attention_saved", 1, False): HIDDEN + ATTENTION,
@@ -73,14 +73,14 @@ KINDS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", [iter, reversed], ids=["first", "last"])
 @pytest.mark.parametrize(("kind", "tiles", "compiled"), KINDS)
-def test_gradients_are_the_same_bits_and_what_is_kept_was_parked(
+def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
     kind: str, tiles: int, compiled: bool, order: Callable[[list[Tensor]], Iterator[Tensor]], device: str
 ) -> None:
     plain, model = make_model(device), make_model(device)
     tile_mlps(plain, tiles)
     want = gradients(plain, device, order)
     host = offloaded(model, kind, tiles, compiled, device)
-    parked_bytes = KINDS[kind, tiles, compiled]
+    offloaded_bytes = KINDS[kind, tiles, compiled]
     got = gradients(model, device, order)
     for name, gradient in want.items():
         if compiled:
@@ -88,15 +88,15 @@ def test_gradients_are_the_same_bits_and_what_is_kept_was_parked(
         else:
             assert torch.equal(got[name], gradient), name
     forwards = 2 * SHAPE.n_layers
-    if parked_bytes:
-        assert host.parked_bytes == forwards * parked_bytes
+    if offloaded_bytes:
+        assert host.offloaded_bytes == forwards * offloaded_bytes
     else:
-        assert host.parked_bytes > 5 * forwards * HIDDEN
+        assert host.offloaded_bytes > 5 * forwards * HIDDEN
 
 
-def test_the_attention_is_not_run_twice_when_it_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attention_is_not_run_twice_when_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs = make_model("cpu"), []
-    recompute_blocks(model, "attention_saved", HostMemory(torch.device("cpu"), smallest_bytes=1))
+    recompute_blocks(model, "attention_saved", HostMemory(torch.device("cpu"), min_bytes=1))
     with Counted(runs):
         gradients(model, "cpu", iter)
     assert len(runs) == 2 * SHAPE.n_layers
@@ -116,16 +116,16 @@ class Counted(TorchDispatchMode):
 
 
 def test_a_tensor_is_fetched_while_the_one_kept_after_it_is_used() -> None:
-    host = HostMemory(torch.device("cpu"), smallest_bytes=8)
+    host = HostMemory(torch.device("cpu"), min_bytes=8)
     tensors = [torch.full((4,), float(number)) for number in range(3)]
-    parked = [host.park(tensor) for tensor in tensors]
-    assert all(isinstance(each, Parked) and each.back is None for each in parked)
-    assert host.park(torch.zeros(1)).shape == (1,)
-    assert torch.equal(taken(parked[2]), tensors[2])
-    assert [each.back is not None for each in parked] == [False, True, False]
-    del parked[2]
-    assert torch.equal(taken(parked[1]), tensors[1])
-    assert parked[0].back is not None
+    offloaded = [host.offload(tensor) for tensor in tensors]
+    assert all(isinstance(each, OffloadedTensor) and each.back is None for each in offloaded)
+    assert host.offload(torch.zeros(1)).shape == (1,)
+    assert torch.equal(restore(offloaded[2]), tensors[2])
+    assert [each.back is not None for each in offloaded] == [False, True, False]
+    del offloaded[2]
+    assert torch.equal(restore(offloaded[1]), tensors[1])
+    assert offloaded[0].back is not None
 
 
 def test_a_cpu_says_that_offloading_is_inactive(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +145,7 @@ def test_the_device_holds_less(kind: str) -> None:
         recompute_blocks(model, kind, host if offload else None)
         if offload:
             for layer in model.layers.values():
-                layer.forward = partial(host.around(layer.forward))  # type: ignore[method-assign]
+                layer.forward = partial(host.offload_saved(layer.forward))  # type: ignore[method-assign]
         tokens = torch.zeros(1, 16384, dtype=torch.int64, device="cuda")
         positions = torch.arange(16384, device="cuda")
         torch.cuda.reset_peak_memory_stats()

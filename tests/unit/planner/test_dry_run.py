@@ -8,6 +8,7 @@ import pytest
 
 import train
 from models import ARCHITECTURES
+from tests.support.deep import deep_rows
 from tests.support.runs import write_run
 from tests.support.walks import LONGER, walk_all, walk_of_two
 from torchtitan_cp.config import ConfigError, load_config
@@ -34,7 +35,7 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize(
+@deep_rows(
     "overrides",
     [
         (),
@@ -57,6 +58,13 @@ EXPERTS = (
         (*EXPERTS, "--activation.checkpoint=full", "--training.compute_dtype=bfloat16"),
         (*EXPERTS, "--activation.checkpoint=attention_saved", "--parallel.cp=2"),
         (*EXPERTS, "--activation.checkpoint=selective"),
+        (*EXPERTS, "--activation.mlp_tiles=4"),
+    ],
+    default=[
+        ("--activation.checkpoint=full", "--activation.mlp_tiles=8"),
+        ("--training.compute_dtype=bfloat16", "--activation.checkpoint=attention_saved"),
+        ("--parallel.cp=2", "--context_parallel.strategy=all_to_all", "--activation.checkpoint=full"),
+        ("--parallel.tp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
         (*EXPERTS, "--activation.mlp_tiles=4"),
     ],
 )

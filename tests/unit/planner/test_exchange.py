@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask, make_plan, simulate
+from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import mask_pairs
 from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, sent_bytes, step_pairs

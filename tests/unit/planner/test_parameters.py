@@ -70,7 +70,7 @@ def test_attention_flops_are_those_that_torch_counts_for_a_full_mask_times_its_c
 def test_flops_agree_with_those_that_a_run_reports(windows: tuple[int, ...]) -> None:
     shape = dataclasses.replace(FLAVORS["1B"], windows=windows)
     linear, attention = model_flops(shape, 65536)
-    reported = flops_per_token(shape.linear_parameters(), shape.layer_windows, shape.n_heads, shape.head_dim, 65536)
+    reported = flops_per_token(shape, 65536)
     # A run's formula gives a causal token S/2 keys, where it sees (S + 1)/2; at a window of 512, 511.5 and 512.
     assert linear + attention / 65536 == pytest.approx(reported, rel=2e-3)
 

@@ -25,7 +25,7 @@ def test_a_step_draws_the_same_numbers_again_and_another_one_others() -> None:
     assert drawn(0, 0, 5, (0, 0)) == numbers[0]
 
 
-def test_a_stretch_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interval_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         """Ends when it is asked the second time."""
 
@@ -40,5 +40,5 @@ def test_a_stretch_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch: 
 
     watch = Stopwatch(torch.device("cpu"))
     watch.on_cuda = True
-    watch.stretches = [(Event(), Event())]
+    watch.intervals = [(Event(), Event())]
     assert (watch.take(), watch.take(), watch.take()) == (0.0, 1.0, 0.0)

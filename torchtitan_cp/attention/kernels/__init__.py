@@ -1,4 +1,4 @@
-"""Attention on one rank, one file a kernel: a tile forward to (out, lse), and back from a merged lse.
+"""Attention on one rank, one file per kernel: a tile forward to (out, lse), and backward from a merged lse.
 
 Shapes everywhere: q `[B, Sq, Hq, Dqk]`, k `[B, Sk, Hkv, Dqk]`, v `[B, Sk, Hkv, Dv]`, out `[B, Sq, Hq, Dv]` in
 q's dtype, lse `[B, Sq, Hq]`, natural log, fp32 (fp64 for fp64). Hq is a multiple of Hkv. Sq, Sk >= 1, and
@@ -16,8 +16,8 @@ from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel
 
 logger = logging.getLogger(__name__)
 
-# In the order in which `auto` asks them: flash first, since it takes windows whole and grouped heads as they are, and
-# last what holds every score.
+# In the order in which `auto` tries them: flash first, which takes windows and grouped heads as they are; reference,
+# which holds every score in memory, last.
 KERNELS: dict[str, Kernel] = {
     "flash": flash.KERNEL,
     "cudnn": cudnn.KERNEL,
@@ -29,7 +29,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def check_kernel(name: str) -> str:
-    """A name of the kernels' registry, or `auto`; which one it is shows with the first tensors."""
+    """Raise PlanError unless `name` is `auto` or a registered kernel; return it."""
     if name == "fp8":
         raise PlanError(
             "attention kernel 'fp8' is not available: PyTorch's FP8 attention (FlashAttention-3's) has no backward",
@@ -45,10 +45,10 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, softcap: float = 0.0, alibi: 
 
     Args:
         softcap: above 0, the kernel returned caps scores.
-        alibi: it must be one that can be biased.
+        alibi: whether the kernel must be able to take linear biases.
 
     Raises:
-        PlanError: an unknown kernel, or one that cannot; the message says why and which can.
+        PlanError: an unknown kernel, or one that cannot run them; the message says why and which can.
     """
     kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, alibi))
     return kernel.softcapped(softcap) if softcap and kernel.softcapped else kernel
@@ -57,17 +57,18 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, softcap: float = 0.0, alibi: 
 @lru_cache(maxsize=256)
 def _choose(name: str, case: Case) -> Kernel:
     check_kernel(name)
-    refusals = {other: _refusal(kernel, case) for other, kernel in KERNELS.items()}
-    able = [other for other, refusal in refusals.items() if refusal is None]
+    reasons = {other: _refusal(kernel, case) for other, kernel in KERNELS.items()}
+    able = [other for other, reason in reasons.items() if reason is None]
     if name == "auto" and able:
-        passed_over = "; ".join(f"{other}: {why}" for other, why in refusals.items() if why)
-        logger.info("attention kernel %s for %s on %s (%s)", able[0], case.dtype, case.device, passed_over)
+        logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), case.device)
+        logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in reasons.items() if why))
         return KERNELS[able[0]]
-    why = refusals.get(name) or "no kernel can"
-    if name == "auto" or refusals[name]:
-        fix = f"use {' or '.join(able)}" if able else "take one of the options away"
-        raise PlanError(f"attention kernel {name!r} cannot run this: {why}", fix=fix)
-    return KERNELS[name]
+    if name in able:
+        return KERNELS[name]
+    raise PlanError(
+        f"attention kernel {name!r} cannot run this: {reasons.get(name, 'no kernel can')}",
+        fix=f"use {' or '.join(able)}" if able else "take one of the options away",
+    )
 
 
 def _refusal(kernel: Kernel, case: Case) -> str | None:

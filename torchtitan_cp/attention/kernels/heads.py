@@ -1,4 +1,4 @@
-"""Head shapes that a kernel does not take, made into ones it does."""
+"""Changes heads to shapes that a kernel takes."""
 
 import torch.nn.functional as F
 from torch import Tensor

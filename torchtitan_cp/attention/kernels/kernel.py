@@ -1,4 +1,4 @@
-"""What a kernel is: two functions and a statement of what it can do."""
+"""The interface of a kernel: two functions, and what it can do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ StepBackward = Callable[
 
 
 class Case(NamedTuple):
-    """What a kernel is asked to run.
+    """The inputs that a kernel is chosen for.
 
     Attributes:
         device: type, as in torch.device.
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
-        softcap: scores are capped; alibi: they have linear biases.
+        softcap: whether scores are capped; alibi: whether they have linear biases.
     """
 
     device: str
@@ -37,13 +37,13 @@ class Case(NamedTuple):
 
 
 class Alibi(NamedTuple):
-    """Linear biases: slope times the distance of query and key is taken off a score.
+    """Linear biases: slope times the distance of query and key is subtracted from a score.
 
     Source: Press et al., Train Short, Test Long, 2022.
 
     Attributes:
         slopes: `[Hq]` fp32 or wider.
-        queries: `[Sq]` int64, global positions of a call's queries; keys: `[Sk]` int64, of its keys.
+        queries: `[Sq]` int64, global positions of the queries; keys: `[Sk]` int64, of the keys.
     """
 
     slopes: Tensor
@@ -65,11 +65,12 @@ class Kernel:
             the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
         refusal: why it cannot run a case, or None.
         takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
-            rectangles and causal squares; a tile it does not take is given to it in parts of these shapes.
+            rectangles and causal squares; other tiles are split into these shapes for it.
         step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
-            any mask; rows no tile reaches have out 0 and lse -inf.
-        softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it has none.
-        biased: linear biases -> the same kernel with them, for whole steps; None if it has none.
+            any mask; rows that no tile reaches have out 0 and lse -inf.
+        softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it cannot.
+        biased: linear biases of a step's rows -> the same kernel with them; None if it cannot.
+        for_tile: of a biased kernel that runs tile by tile: tile -> the kernel with the biases of its rows.
     """
 
     forward: Forward
@@ -80,3 +81,4 @@ class Kernel:
     step_backward: StepBackward | None = None
     softcapped: "Callable[[float], Kernel] | None" = None
     biased: "Callable[[Alibi], Kernel] | None" = None
+    for_tile: "Callable[[Tile], Kernel] | None" = None

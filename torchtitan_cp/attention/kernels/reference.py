@@ -8,8 +8,8 @@ from torch import Tensor
 
 from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, any_band
 from torchtitan_cp.attention.mask import Band
-from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
-from torchtitan_cp.attention.tiles import Tile, rows_of
+from torchtitan_cp.attention.merge import accumulation_dtype
+from torchtitan_cp.attention.tiles import Tile
 
 
 def forward(
@@ -50,10 +50,10 @@ def backward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
-    """`[B, Hkv, Hq/Hkv, Sq, Sk]`, fp32 or fp64, hidden pairs too."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
-    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(wide)) * scale
+    """`[B, Hkv, Hq/Hkv, Sq, Sk]`, fp32 or fp64, of hidden pairs too."""
+    dtype = accumulation_dtype(q.dtype)
+    grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(dtype)) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
@@ -84,43 +84,18 @@ def refusal(case: Case) -> str | None:
 
 
 def softcapped(cap: float) -> Kernel:
-    return Kernel(partial(forward, softcap=cap), partial(backward, softcap=cap), refusal, takes_band=any_band)
+    return replace(KERNEL, forward=partial(forward, softcap=cap), backward=partial(backward, softcap=cap))
 
 
 def biased(alibi: Alibi) -> Kernel:
-    """Whole steps, since a tile's rows say where they are in the sequence only there."""
+    """Each tile gets the positions of its own rows."""
 
-    def of(tile: Tile) -> Alibi:
-        rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        return Alibi(alibi.slopes, alibi.queries[rows], alibi.keys[keys])
+    def for_tile(tile: Tile) -> Kernel:
+        queries, keys = alibi.queries[tile.q_start : tile.q_stop], alibi.keys[tile.k_start : tile.k_stop]
+        own = Alibi(alibi.slopes, queries, keys)
+        return replace(KERNEL, forward=partial(forward, alibi=own), backward=partial(backward, alibi=own))
 
-    def step_forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float) -> tuple[Tensor, Tensor]:
-        softmax = RunningSoftmax((*q.shape[:3], v.shape[-1]), q.dtype, q.device)
-        for tile in tiles:
-            queries, keys = rows_of(tile)
-            softmax.add(queries, *forward(q[queries], k[keys], v[keys], tile.band, scale, alibi=of(tile)))
-        return softmax.result()
-
-    def step_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: tuple[Tile, ...],
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        sums = [GradientSum(tuple(x.shape), x.dtype, x.device) for x in (q, k, v)]
-        for tile in tiles:
-            queries, keys = rows_of(tile)
-            rows = (dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
-            gradients = backward(*rows, tile.band, scale, alibi=of(tile))
-            for total, gradient, part in zip(sums, gradients, (queries, keys, keys), strict=True):
-                total.add(part, gradient)
-        return sums[0].total(), sums[1].total(), sums[2].total()
-
-    return replace(KERNEL, step_forward=step_forward, step_backward=step_backward)
+    return replace(KERNEL, for_tile=for_tile)
 
 
 KERNEL = Kernel(forward, backward, refusal, takes_band=any_band, softcapped=softcapped, biased=biased)

@@ -1,16 +1,21 @@
-"""Exchanges: how the ranks of a group see each other's keys and values. One file each."""
+"""Exchanges: how the ranks of a group see each other's keys and values, one file each.
+
+To add one: write a file here with a `STRATEGY` (see strategy.py for the interface), add its line to
+`STRATEGIES`, its name to config's list (tests/unit/attention/test_registries.py holds the two equal), and its
+bytes and waits to the planner (planner/exchange.py). Its name in tests/support/plan_cases.py puts it through the
+conformance tests.
+"""
 
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.mask import Band
-from torchtitan_cp.attention.strategies import all_gather, all_to_all, ring
+from torchtitan_cp.attention.strategies import all_gather, all_to_all, hybrid, ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
-# Hybrid is all_to_all within the groups of a ring.
 STRATEGIES: dict[str, Strategy] = {
     "ring": ring.STRATEGY,
     "all_gather": all_gather.STRATEGY,
     "all_to_all": all_to_all.STRATEGY,
-    "hybrid": all_to_all.STRATEGY,
+    "hybrid": hybrid.STRATEGY,
 }
 
 
@@ -22,13 +27,13 @@ def check_strategy(name: str) -> str:
 
 
 def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:
-    """What `auto` means on a 1-D mesh.
+    """The strategy that `auto` takes on a 1-D mesh.
 
-    A window keeps the ring's messages to the neighbours. Without one the ring carries about three quarters
-    of P - 1 shards of K and V, all-to-all one shard of q, k, v and out whatever P is, but it needs heads that
-    divide, and nothing hides its messages: it is taken where it carries less than half.
+    A window limits the ring's messages to the neighbours. Without one, the ring carries about three quarters
+    of P - 1 shards of K and V. all_to_all carries one shard of q, k, v and out whatever P is, but needs heads
+    that divide, and its messages are not overlapped: it is taken if it carries less than half.
     """
-    # A compiler traces this, with sizes that it may not know: no text here.
+    # torch.compile traces this function with sizes it may not know, so it must not format text.
     if ranks == 1 or band.low is not None or query_heads % ranks or key_heads % ranks:
         return "ring"
     return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
@@ -39,17 +44,17 @@ def explain_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -
     if ranks == 1:
         return "one rank has nothing to exchange"
     if band.low is not None:
-        return f"a window of {-band.low} tokens leaves little to carry"
+        return f"a window of {-band.low} tokens leaves the ring little to carry"
     if query_heads % ranks or key_heads % ranks:
         return f"{query_heads} and {key_heads} heads do not divide by {ranks} ranks"
     share = _traded_share(query_heads, key_heads, ranks)
     if share < 0.5:
         return f"it carries {share:.0%} of the ring's volume"
-    return f"all_to_all would carry {share:.0%} of its volume, with nothing to hide it"
+    return f"all_to_all would carry {share:.0%} of the ring's volume, without overlap"
 
 
 def _traded_share(query_heads: int, key_heads: int, ranks: int) -> float:
-    """What all_to_all carries over what the ring carries."""
+    """The volume of all_to_all divided by the ring's."""
     return (query_heads + key_heads) / (0.75 * ranks * key_heads)
 
 

@@ -2,9 +2,9 @@
 
 q, k and v travel in one exchange. Where heads do not divide, query heads are padded with zeros up to the
 next multiple, and a key head is sent to every rank whose query heads read it; its gradients are summed
-where it came from. What the exchange made is kept for the backward, which moves only dout and the
-gradients. With a ring of several such groups outside (hybrid, a 2-D mesh), the rows of one group together
-are a member of the ring. Sources: DeepSpeed-Ulysses (Jacobs et al., 2023); USP (Fang and Zhao, 2024).
+at their owner. What the exchange made is kept for the backward, which moves only dout and the gradients.
+With several such groups in a ring (hybrid, a 2-D mesh), the rows of one group together are a member of the
+ring. Sources: DeepSpeed-Ulysses (Jacobs et al., 2023); USP (Fang and Zhao, 2024).
 """
 
 import logging
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.merge import wide
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
@@ -28,10 +28,10 @@ class HeadShare:
     """Which heads each rank of a group computes.
 
     Attributes:
-        query_heads: heads of q that there are; the last ranks' share may run past them.
-        share: query heads a rank.
-        keys: per rank, the key heads it is sent: as many for each rank, each read by as many of its
-            query heads.
+        query_heads: Hq; the last ranks' share may run past them.
+        share: query heads of one rank.
+        keys: per rank, the key heads it receives: the same number for each rank, and each read by the same
+            number of its query heads.
     """
 
     query_heads: int
@@ -46,19 +46,19 @@ class HeadShare:
 
 @lru_cache(maxsize=64)
 def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShare:
-    """Deal the heads out; says so, once, where that costs padding or copies."""
+    """Assign the heads to ranks; logs once where that needs padding or copies."""
     share, per_key = -(-query_heads // ranks), query_heads // key_heads
-    together = math.gcd(share, per_key)  # neighbouring query heads of a share that are sure to read one key head
+    together = math.gcd(share, per_key)  # consecutive query heads of a share that always read one key head
     keys = tuple(
         tuple(min((rank * share + head) // per_key, key_heads - 1) for head in range(0, share, together))
         for rank in range(ranks)
     )
-    dealt, sent = HeadShare(query_heads, share, keys), ranks * len(keys[0])
-    if dealt.padding:
-        logger.info("all_to_all: %d query heads on %d ranks, padded with %d", query_heads, ranks, dealt.padding)
+    heads, sent = HeadShare(query_heads, share, keys), ranks * len(keys[0])
+    if heads.padding:
+        logger.info("all_to_all: %d query heads on %d ranks, padded with %d", query_heads, ranks, heads.padding)
     if sent > key_heads:
         logger.info("all_to_all: %d key heads on %d ranks, sent as %d", key_heads, ranks, sent)
-    return dealt
+    return heads
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
@@ -66,11 +66,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
         return ring.forward(q, k, v, sinks, call)
     heads = share_heads(q.shape[2], k.shape[2], call.trade.ranks)
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
-    q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _exchange(parts, call))
-    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_own(sinks, heads, call))
+    q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _trade(parts, call))
+    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_own_heads(sinks, heads, call))
     # The log-sum-exp rides along, bit for bit, as more columns of the output's dtype.
     columns = lse.unsqueeze(-1).view(out.dtype)
-    outs, sums = _exchange([_split_rows(out, call), _split_rows(columns, call)], call)
+    outs, sums = _trade([_split_rows(out, call), _split_rows(columns, call)], call)
     lse_local = _join_queries(sums, heads).view(lse.dtype).squeeze(-1)
     return _join_queries(outs, heads), lse_local, residuals
 
@@ -81,12 +81,12 @@ def backward(
     if call.trade.ranks == 1:
         return ring.backward(dout, residuals, sinks, call)
     heads = share_heads(dout.shape[2], call.key_heads, call.trade.ranks)
-    dout_rows = _join_rows(_exchange([_queries_by_rank(dout, heads)], call)[0], call)
-    *gradients, dsinks = ring.backward(dout_rows, residuals, *_own(sinks, heads, call))
+    dout_rows = _join_rows(_trade([_queries_by_rank(dout, heads)], call)[0], call)
+    *gradients, dsinks = ring.backward(dout_rows, residuals, *_own_heads(sinks, heads, call))
     del dout_rows
     # No other name holds the gradients, so that they are gone once they are in the message.
     parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
-    dq, dk, dv = _exchange(parts, call)
+    dq, dk, dv = _trade(parts, call)
     if dsinks is not None:
         first = call.trade.rank * heads.share
         everyone = dsinks.new_zeros(heads.query_heads + heads.padding)
@@ -97,11 +97,11 @@ def backward(
 
 STRATEGY = Strategy(forward, backward)
 
-# What goes to one rank: stretches of rows, one after the other, each `[B, rows, h, D]`.
-Part = list[Tensor]
+# What one rank receives: stretches of rows, one after the other, each `[B, rows, h, D]`.
+Stretches = list[Tensor]
 
 
-def _exchange(tensors: list[list[Part]], call: Call) -> list[list[Tensor]]:
+def _trade(tensors: list[list[Stretches]], call: Call) -> list[list[Tensor]]:
     """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
 
     Args:
@@ -129,7 +129,7 @@ def _exchange(tensors: list[list[Part]], call: Call) -> list[list[Tensor]]:
     return [list(parts) for parts in zip(*(views(rank, received) for rank in range(call.trade.ranks)), strict=True)]
 
 
-def _queries_by_rank(x: Tensor, heads: HeadShare) -> list[Part]:
+def _queries_by_rank(x: Tensor, heads: HeadShare) -> list[Stretches]:
     """`[B, s, Hq, D]`, each rank's share of the heads."""
     padded = F.pad(x, (0, 0, 0, heads.padding)) if heads.padding else x
     return [[share] for share in padded.split(heads.share, 2)]
@@ -141,7 +141,7 @@ def _join_queries(parts: list[Tensor], heads: HeadShare) -> Tensor:
     return joined[:, :, : heads.query_heads].contiguous() if heads.padding else joined
 
 
-def _keys_by_rank(x: Tensor, heads: HeadShare) -> list[Part]:
+def _keys_by_rank(x: Tensor, heads: HeadShare) -> list[Stretches]:
     """`[B, s, Hkv, D]`, the heads each rank reads."""
     unbroken = all(keys == tuple(range(keys[0], keys[0] + len(keys))) for keys in heads.keys)
     if unbroken:
@@ -154,7 +154,7 @@ def _sum_keys(parts: list[Tensor], heads: HeadShare, call: Call) -> Tensor:
     if sum(heads.keys, ()) == tuple(range(call.key_heads)):
         return torch.cat(parts, 2)
     batch, rows, _, dim = parts[0].shape
-    total = parts[0].new_zeros((batch, rows, call.key_heads, dim), dtype=wide(parts[0].dtype))
+    total = parts[0].new_zeros((batch, rows, call.key_heads, dim), dtype=accumulation_dtype(parts[0].dtype))
     for part, keys in zip(parts, heads.keys, strict=True):
         for place, key in enumerate(keys):
             total[:, :, key] += part[:, :, place]
@@ -167,10 +167,10 @@ def _join_rows(parts: list[Tensor], call: Call) -> Tensor:
     return torch.cat([parts[rank][:, start : start + tokens] for rank, start in _group_chunks(call)], 1)
 
 
-def _split_rows(x: Tensor, call: Call) -> list[Part]:
+def _split_rows(x: Tensor, call: Call) -> list[Stretches]:
     """`[B, P*s, h, D]`, each rank's own rows."""
     tokens = call.plan.layout.chunk_tokens
-    held: list[Part] = [[] for _ in range(call.trade.ranks)]
+    held: list[Stretches] = [[] for _ in range(call.trade.ranks)]
     for place, (rank, _) in enumerate(_group_chunks(call)):
         held[rank].append(x[:, place * tokens : (place + 1) * tokens])
     return held
@@ -183,7 +183,7 @@ def _group_chunks(call: Call) -> list[tuple[int, int]]:
     return [(rank - first, start) for rank, start in call.plan.layout.owners if first <= rank < first + size]
 
 
-def _own(sinks: Tensor | None, heads: HeadShare, call: Call) -> tuple[Tensor | None, Call]:
+def _own_heads(sinks: Tensor | None, heads: HeadShare, call: Call) -> tuple[Tensor | None, Call]:
     """The sinks of the query heads that this rank computes, and the call with their slopes."""
     own, slopes = (
         None if x is None else F.pad(x, (0, heads.padding)).split(heads.share)[call.trade.rank]

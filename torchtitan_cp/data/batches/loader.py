@@ -1,26 +1,27 @@
-"""From a stage's sequences to the micro-batches of one rank, read ahead by torchdata.
+"""From a stage's sequences to the micro-batches of one rank, read ahead of the training loop.
 
-Ranks come in as integers. Which sequences a step holds depends on its number alone; which of them a rank reads, on
-their work and its place among the data-parallel ranks; which tokens of those, on the plan made of their documents.
+Ranks are integers here. The number of a step decides its sequences; their work and the data-parallel rank decide which
+of them a rank reads; the plan made from their documents decides which tokens of those.
 """
 
-import warnings
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torchdata.nodes as nodes
 from torch import Tensor
-from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from torchtitan_cp.attention import AttentionMask, Plan
 from torchtitan_cp.data.batches.balance import attention_work, balanced_order
 from torchtitan_cp.data.batches.packing import PackedSequence
+from torchtitan_cp.data.prefetch import prefetch
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
 
 
 class Samples(Protocol):
@@ -33,15 +34,15 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the sequences of one optimizer step are dealt out, and which share is this rank's.
+    """How one optimizer step is divided into micro-batches and ranks, and which share is this rank's.
 
     Attributes:
         seq_len: S.
         micro_batches: forwards of one step on one rank.
         micro_batch_sequences: B, sequences of one forward on one rank.
-        dp: data-parallel ranks; dp_rank: this one's place among them.
+        dp: data-parallel ranks; dp_rank: this one's index among them.
         make_plan: (S, mask=, like=) -> this rank's plan; can be pickled.
-        windows: how many keys the queries of a layer see, for every kind of layer; 0 for all.
+        windows: attention windows of the model's layers, in keys; 0: no window.
     """
 
     seq_len: int
@@ -63,7 +64,7 @@ class BatchLayout:
         return self.seq_len * self.sequences
 
     def plans(self, mask: AttentionMask | None = None) -> dict[int, Plan]:
-        """The plan of each window, and of none, all on one layout."""
+        """The plan of each window, and of none (0), all on one layout."""
         mask = mask or AttentionMask()
         plan = self.make_plan(self.seq_len, mask=mask)
         plans = {0: plan}
@@ -78,12 +79,12 @@ class MicroBatch:
 
     Attributes:
         tokens: `[B, S/cp]` int64.
-        labels: `[B, S/cp]` int64, the token after each; IGNORED where there is none.
+        labels: `[B, S/cp]` int64, the next token of each; IGNORED where there is none.
         positions: `[S/cp]` int64, or `[B, S/cp]` where rows differ.
-        plans: for the attention of layers by their window; 0 is no window.
+        plans: of attention, by the layers' window; 0: no window.
         numbers: of its sequences, in the stage.
-        sources: names of what each sequence comes from.
-        document_positions: `[B, S/cp]` int64, tokens of its own document before each.
+        sources: name of each sequence's source.
+        document_positions: `[B, S/cp]` int64, how many tokens of its own document precede each.
     """
 
     tokens: Tensor
@@ -96,16 +97,16 @@ class MicroBatch:
 
     @property
     def plan(self) -> Plan:
-        """Of layers without a window."""
+        """The plan of layers without a window."""
         return self.plans[0]
 
     def pin_memory(self) -> "MicroBatch":
-        """This with what the device fetches in pinned memory; torch's loader calls it by this name."""
-        return replace(self, **{part: getattr(self, part).pin_memory() for part in ("tokens", "labels", "positions")})
+        """A copy with what the device fetches in pinned memory; torch's loader calls this method."""
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
 
 
 def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> np.ndarray:
-    """`[micro_batches, dp, B]` int64: numbers of the sequences of a step of the stage, dealt out by their work."""
+    """`[micro_batches, dp, B]` int64: numbers of a step's sequences, assigned by their work."""
     numbers = range(step * batch_layout.sequences, (step + 1) * batch_layout.sequences)
     work = [attention_work(samples.document_lengths(number)) for number in numbers]
     return numbers.start + balanced_order(work, batch_layout.dp, batch_layout.micro_batches)
@@ -120,17 +121,17 @@ def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[M
 
 
 def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
-    """The micro-batch of these sequences, and the plan that their documents ask for."""
+    """The micro-batch of these sequences, with the plans for their documents."""
     rows = [samples.sequence(number) for number in numbers]
     lengths = tuple(row.document_lengths for row in rows)
     whole = all(row == (batch_layout.seq_len,) for row in lengths)
     plans = batch_layout.plans(None if whole else AttentionMask(document_lengths=lengths))
     tokens, labels, positions, within = (
-        plans[0].shard(torch.from_numpy(np.stack([getattr(row, part) for row in rows])), dim=1)
-        for part in ("tokens", "labels", "positions", "document_positions")
+        plans[0].shard(torch.from_numpy(np.stack([getattr(row, name) for row in rows])), dim=1)
+        for name in ("tokens", "labels", "positions", "document_positions")
     )
     same = bool((positions == positions[0]).all())
-    sources = tuple(row.pieces[0].source for row in rows)
+    sources = tuple(row.spans[0].source for row in rows)
     return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
 
 
@@ -150,24 +151,38 @@ def read_steps(
     """The micro-batches of `steps` steps from `first` on, in order.
 
     Args:
-        workers: processes that read and plan; 0: a thread of this one does.
-        read_ahead: steps kept ready, beside the one that each worker is at.
+        workers: processes that read and plan; 0: a thread of this process does.
+        read_ahead: steps kept ready, at least one for each worker.
         pin: copy them to pinned memory, so that a GPU can fetch them while it computes.
 
     Raises:
         RuntimeError: a worker died; torch names its signal.
     """
-    apart: dict[str, Any] = {"multiprocessing_context": START_METHOD, "prefetch_factor": 1} if workers else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-        loader = StatefulDataLoader(
-            _Steps(samples, batch_layout),
-            batch_size=None,
-            sampler=range(first, first + steps),
-            num_workers=workers,
-            pin_memory=pin,
-            snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
-            **apart,
-        )
-    ready = nodes.Prefetcher(nodes.IterableWrapper(tuple(step) for step in loader), prefetch_factor=read_ahead)
-    return iter(nodes.Loader(ready))
+    options: dict[str, Any] = {}
+    if workers:
+        options = {"multiprocessing_context": START_METHOD, "prefetch_factor": -(-read_ahead // workers)}
+    loader = DataLoader(
+        _Steps(samples, batch_layout),
+        batch_size=None,
+        sampler=range(first, first + steps),
+        num_workers=workers,
+        pin_memory=pin,
+        **options,
+    )
+    ready = _start_without_stop_signals(loader) if workers else prefetch(iter(loader), read_ahead)
+    return map(tuple, ready)  # the loader makes lists
+
+
+def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the loader's workers with the stop signals blocked: a scheduler may signal every process of a job.
+
+    The rank answers those signals, and its workers end with it. A blocked signal stays blocked in the processes that
+    this one starts, also in the server that forks the workers.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # where it starts the tracker, it unblocks SIGTERM
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,4 +1,4 @@
-"""Which source gives which sample of a stage: by weight, evenly spread, and known for any sample at once."""
+"""Which source gives which sample of a stage: by weight, evenly spread, and found without the samples before it."""
 
 import hashlib
 import math
@@ -8,8 +8,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-
-from torchtitan_cp.data.errors import DataError
 
 CHUNK_SAMPLES = 4096
 UNLIMITED = 1 << 50  # samples; times stay exact enough to be ordered up to here
@@ -30,31 +28,27 @@ class _Chunk(NamedTuple):
 
 
 class Mixture:
-    """The order of sources in a stage. A sample depends on the arguments and its number alone.
+    """The order of sources in a stage. A sample depends only on the arguments and its number.
 
     A source of share w gives its j-th sample at time (j + phase) / w, and samples are numbered in the order of time;
-    phases come from seed and stage. So among the first n samples a source has its n * w, give or take 1 + w * sources;
-    and one that has given its last sample leaves its share to the others, by their weights. (Megatron-LM's blending has
-    the same aim, one sample after another; here any sample is found without those before it.)
+    phases come from seed and stage. So among the first n samples a source has n * w, plus or minus 1 + w * sources;
+    a source that has given its last sample leaves its share to the others, by their weights. (Megatron-LM's blending
+    has the same aim, but goes through the samples one after another.)
 
     Args:
-        weights: of each source, of any sum; 0 takes nothing of a source. Their order does not matter.
+        weights: of each source, 0 or more, with any sum above 0. Their order does not matter.
         seed: of the run.
         stage: number of the stage.
-        limits: samples a source has left, for those that are limited: see `samples_within`.
+        limits: samples that a source has left, for the sources that have a limit; see `samples_within`.
 
     Attributes:
-        samples: how many there are before every source has given its last.
-
-    Raises:
-        DataError: a weight is negative or no number, all are 0, or a limit is of an unknown source.
+        samples: how many there are until every source has given its last.
     """
 
     def __init__(
         self, weights: Mapping[str, float], seed: int, stage: int, limits: Mapping[str, int] | None = None
     ) -> None:
         limits = limits or {}
-        _check(weights, limits)
         self.names = tuple(sorted(name for name, weight in weights.items() if weight > 0))
         total = math.fsum(weights[name] for name in self.names)
         self._shares = np.array([weights[name] / total for name in self.names])
@@ -64,34 +58,23 @@ class Mixture:
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
 
     def sample(self, number: int) -> tuple[str, int]:
-        """Source of sample `number`, and how many samples of that source came before in the stage.
-
-        Raises:
-            DataError: every source has given its last sample before.
-        """
-        if number >= self.samples:
-            raise DataError(
-                f"the sources of the mixture ({', '.join(self.names)}) end after {self.samples:,} samples of the stage",
-                fix="allow more epochs of a source, leave one without a limit, or make the stage shorter",
-            )
-        index, place = divmod(number, CHUNK_SAMPLES)
+        """Source of sample `number`, and how many samples of that source came before in the stage."""
+        assert number < self.samples, "every source has given its last sample"
+        index, offset = divmod(number, CHUNK_SAMPLES)
         chunk = self._chunk(index)
-        return self.names[chunk.sources[place]], int(chunk.indices[place])
+        return self.names[chunk.sources[offset]], int(chunk.indices[offset])
 
     def counts(self, number: int) -> dict[str, int]:
         """Samples of each source among the first `number`, at most `samples`."""
-        assert 0 <= number <= self.samples, "the mixture ends before"
-        index, place = divmod(number, CHUNK_SAMPLES)
+        assert 0 <= number <= self.samples, "the mixture ends earlier"
+        index, offset = divmod(number, CHUNK_SAMPLES)
         chunk = self._chunk(index)
-        counts = chunk.before + np.bincount(chunk.sources[:place], minlength=len(self.names))
+        counts = chunk.before + np.bincount(chunk.sources[:offset], minlength=len(self.names))
         return dict(zip(self.names, counts.tolist(), strict=True))
 
     @cached_property
     def ends(self) -> dict[str, int]:
-        """After how many samples of the stage each limited source has given its last.
-
-        A source is to be reported when a step crosses its number, which happens once in a run, resumed or not.
-        """
+        """After how many samples of the stage each limited source has given its last."""
         limited = [index for index, limit in enumerate(self._limits) if limit < UNLIMITED]
         return {self.names[index]: self._end(index) for index in limited}
 
@@ -129,28 +112,12 @@ def samples_within(max_epochs: float, tokens: int, seq_len: int, first_token: in
     """How many sequences of S tokens a source has left before it was read `max_epochs` times.
 
     Args:
-        max_epochs: how often the source may be read in the whole run; may be a fraction.
+        max_epochs: how often the source may be read in the whole run, as a float.
         tokens: of the source.
         seq_len: S.
         first_token: cursor of the source at which the stage begins.
     """
     return max(0, math.floor(max_epochs * tokens) - first_token) // seq_len
-
-
-def _check(weights: Mapping[str, float], limits: Mapping[str, int]) -> None:
-    for name, weight in weights.items():
-        if not (math.isfinite(weight) and weight >= 0):
-            raise DataError(f"source {name!r} has the mixture weight {weight}", fix="use a number of 0 or more")
-    if not any(weights.values()):
-        raise DataError(
-            f"the mixture weights of {', '.join(weights) or 'no source'} sum to zero",
-            fix="give at least one source a weight above 0",
-        )
-    unknown = sorted(set(limits) - set(weights))
-    if unknown:
-        raise DataError(
-            f"{', '.join(unknown)} has a limit of epochs and no mixture weight", fix=f"name one of {', '.join(weights)}"
-        )
 
 
 def _phase(name: str, seed: int, stage: int) -> float:

@@ -1,104 +1,80 @@
-"""A stage's sequences by number, whatever sources they come from: what is trained on, and in which order."""
+"""A stage's sequences by number, from all its sources: which text the run trains on, and in which order."""
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.mixture import Mixture, samples_within
-from torchtitan_cp.data.batches.packing import PackedSequence, PackedStream, Packing
+from torchtitan_cp.data.batches.packing import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.errors import DataError
 
-GOLDEN = 0.6180339887498949  # multiples of it spread evenly over [0, 1): which sequences are short
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a stage takes its text.
-
-    Attributes:
-        weights: of each source, of any sum.
-        packing: how documents become sequences.
-        short_share: share of the sequences that are cut into shorter ones, which attend to themselves only.
-        short_seq_len: tokens of those.
-        growth_from: tokens that attention sees in the stage's first step, 0 for all; the sequence is cut into
-            stretches of so many.
-        growth_steps: steps after which it sees the whole sequence, linearly from there. Source: SkyLadder (Zhu et
-            al., 2025).
-        max_epochs: per source, how often it may be read in the whole run.
-    """
-
-    weights: Mapping[str, float]
-    packing: Packing
-    short_share: float
-    short_seq_len: int
-    growth_from: int
-    growth_steps: int
-    max_epochs: Mapping[str, float]
+GOLDEN = 0.6180339887498949  # its multiples spread evenly over [0, 1): they choose the short sequences
 
 
 class StageSamples:
-    """The sequences of a stage. Each depends on the arguments and its number alone.
+    """The sequences of a stage. Each depends only on the arguments and its number.
 
     Args:
         streams: of each source, by name.
         seq_len: S.
-        sampling: how the stage takes them.
-        seed: of the run; stage: number of the stage.
+        data: the stage's; its mixture is not empty.
+        seed: of the run.
+        stage: number of the stage.
         step_sequences: sequences of one optimizer step.
-        first_tokens: of each source, how much of its stream earlier stages took.
+        first_tokens: for each source, how much of its stream earlier stages took.
         steps: optimizer steps that the stage has at most.
-        passed: steps of text beyond those, as so many were passed over. Where sources have ended, what the stage began
-            with comes again in their place.
+        skipped_steps: steps of text that recovery skipped; the stage reads as many more. Where sources have ended, it
+            reads the stage's first text again.
 
     Raises:
-        DataError: the weights name no source that there is, or the sources end before the stage does.
+        DataError: the sources end before the stage does.
     """
 
     def __init__(
         self,
         streams: Mapping[str, TokenStream],
         seq_len: int,
-        sampling: Sampling,
+        data: ResolvedStageData,
         seed: int,
         stage: int,
         step_sequences: int,
         first_tokens: Mapping[str, int],
         steps: int,
-        passed: int = 0,
+        skipped_steps: int = 0,
     ) -> None:
-        self._made_of = (streams, seq_len, sampling, seed, stage, step_sequences, dict(first_tokens), steps, passed)
-        _check_names(sampling, streams)
-        self.seq_len, self.sampling, self.step_sequences = seq_len, sampling, step_sequences
+        self._arguments = (streams, seq_len, data, seed, stage, step_sequences, first_tokens, steps, skipped_steps)
+        self.seq_len, self.data, self.step_sequences = seq_len, data, step_sequences
         self.first_tokens = dict(first_tokens)
         limits = {
             name: samples_within(epochs, streams[name].store.tokens, seq_len, self.first_tokens.get(name, 0))
-            for name, epochs in sampling.max_epochs.items()
-            if sampling.weights.get(name)
+            for name, epochs in data.max_epochs.items()
+            if data.mixture.get(name)
         }
-        self.mixture = Mixture(sampling.weights, seed, stage, limits)
+        self.mixture = Mixture(data.mixture, seed, stage, limits)
         samples = steps * step_sequences
         if samples > self.mixture.samples:
             raise DataError(
                 f"data.max_epochs leaves stage {stage + 1} {self.mixture.samples:,} sequences of {seq_len:,} tokens, "
-                f"and it has {samples:,}",
+                f"but the stage has {samples:,}",
                 fix="raise it, leave a source without one, or make the stage shorter",
             )
         self.packed = {
             name: PackedStream(
                 streams[name],
                 seq_len,
-                sampling.packing,
+                data,
                 source=name,
                 first_token=self.first_tokens.get(name, 0),
                 samples=count,
             )
-            for name, count in self._counts(steps + passed).items()
+            for name, count in self._counts(steps + skipped_steps).items()
         }
 
     def __reduce__(self) -> Any:
-        return StageSamples, self._made_of
+        return StageSamples, self._arguments
 
     def sequence(self, number: int) -> PackedSequence:
         """Sequence `number` of the stage."""
@@ -107,12 +83,12 @@ class StageSamples:
         return replace(sequence, document_lengths=self._cut(number, sequence.document_lengths))
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
-        """What attends to itself only, in tokens, as of `sequence(number)`; no token is read."""
+        """The same as `sequence(number).document_lengths`, without reading a token."""
         source, index = self.mixture.sample(number % self.mixture.samples)
         return self._cut(number, self.packed[source].document_lengths(index))
 
     def tokens_after(self, steps: int) -> dict[str, int]:
-        """How much of each source's stream was taken after so many steps of the stage, and by stages before it."""
+        """How much of each source's stream this stage and earlier ones took, after so many steps of the stage."""
         counts = self._counts(steps)
         return self.first_tokens | {name: self.packed[name].cursor_after(count) for name, count in counts.items()}
 
@@ -121,63 +97,50 @@ class StageSamples:
         counts = self._counts(steps)
         return {name: self.packed[name].epochs(count) for name, count in counts.items()}
 
+    def last_steps(self) -> dict[str, int]:
+        """The step of the stage, from 1, that takes the last of a source within its max_epochs; 0: none is left."""
+        return {name: -(-samples // self.step_sequences) for name, samples in self.mixture.ends.items()}
+
     def _counts(self, steps: int) -> dict[str, int]:
         """Sequences of each source in so many steps of the stage."""
         return self.mixture.counts(min(steps * self.step_sequences, self.mixture.samples))
 
     def _cut(self, number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Lengths of documents that are also cut at every `block` tokens of the sequence."""
-        block = self._block(number)
-        if block >= self.seq_len:
+        """Document lengths, also cut at every multiple of this sequence's visible length."""
+        visible = self._visible_tokens(number)
+        if visible >= self.seq_len:
             return lengths
-        cut, place = [], 0
+        cut, begin = [], 0
         for length in lengths:
-            edges = [place, *range((place // block + 1) * block, place + length, block), place + length]
+            edges = [begin, *range((begin // visible + 1) * visible, begin + length, visible), begin + length]
             cut += [stop - start for start, stop in itertools.pairwise(edges)]
-            place += length
+            begin += length
         return tuple(cut)
 
-    def _block(self, number: int) -> int:
-        """Tokens that a token of this sequence may see."""
-        sampling, block = self.sampling, self.seq_len
+    def _visible_tokens(self, number: int) -> int:
+        """Tokens that attend to each other in this sequence. Source of the growth: SkyLadder (Zhu et al., 2025)."""
+        data, visible = self.data, self.seq_len
         step = number // self.step_sequences
-        if sampling.growth_from and step < sampling.growth_steps:
-            block = sampling.growth_from + (self.seq_len - sampling.growth_from) * step // sampling.growth_steps
-        # The multiple's place in a sequence of its own, so that every source gets its share of short ones.
-        if (number * GOLDEN) % 1 < sampling.short_share:
-            block = min(block, sampling.short_seq_len)
-        return block
-
-
-def _check_names(sampling: Sampling, streams: Mapping[str, TokenStream]) -> None:
-    for what, named in (("mixture", sampling.weights), ("data.max_epochs", sampling.max_epochs)):
-        unknown = sorted(set(named) - set(streams))
-        if unknown:
-            raise DataError(
-                f"{what} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(streams)}",
-                fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
-            )
+        if data.growth_from and step < data.growth_steps:
+            visible = data.growth_from + (self.seq_len - data.growth_from) * step // data.growth_steps
+        if (number * GOLDEN) % 1 < data.short_share:
+            visible = min(visible, data.short_seq_len)
+        return visible
 
 
 def held_out_samples(
-    streams: Mapping[str, TokenStream],
-    seq_len: int,
-    weights: Mapping[str, float],
-    packing: Packing,
-    sequences: int,
-    block: int = 0,
+    streams: Mapping[str, TokenStream], seq_len: int, data: ResolvedStageData, step_sequences: int, block: int = 0
 ) -> StageSamples | None:
-    """Sequences to measure on, in the stores' own order, from the sources that hold something out; None if none does.
+    """Held-out sequences of a stage's sources, in the stores' own order; None if those sources hold nothing out.
 
     Args:
-        weights: of the stage's sources.
-        sequences: of one round on all ranks.
-        block: tokens that may see each other, in stretches from each sequence's begin; 0: all.
+        data: the stage's; its mixture is not empty.
+        step_sequences: sequences of one round on all ranks.
+        block: tokens that attend to each other, counted from each sequence's start; 0: all.
     """
-    held = {name: weights[name] for name, stream in streams.items() if weights.get(name)}
-    if not held:
+    mixture = {name: data.mixture[name] for name in streams if data.mixture.get(name)}
+    if not mixture:
         return None
-    plain = replace(packing, method="concat")
-    cut = float(block > 0)
-    sampling = Sampling(held, plain, cut, block, growth_from=0, growth_steps=0, max_epochs={})
-    return StageSamples(streams, seq_len, sampling, 0, 0, sequences, {}, steps=1 << 20)
+    plain = replace(data, mixture=mixture, packing="concat", max_epochs={}, growth_from=0)
+    cut = replace(plain, short_share=float(block > 0), short_seq_len=block)
+    return StageSamples(streams, seq_len, cut, 0, 0, step_sequences, {}, steps=1 << 20)

@@ -1,24 +1,22 @@
-"""An endless order of a store's tokens that can be entered anywhere by a cursor."""
+"""An endless order of a store's tokens that can be read from any cursor."""
 
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchtitan_cp.data.errors import DataError
-
-ORDERS = ("shuffled", "related")
-
 
 class Documents(Protocol):
     """What a stream reads: TokenStore, or a view of one.
 
-    A store may also have `groups`, `[documents]` int64: which documents belong together (one folder, one repository).
+    Attributes:
+        groups: `[documents]` int64; documents that belong together (one folder, one repository) share a number.
     """
 
     documents: int
     tokens: int
     document_lengths: np.ndarray
+    groups: np.ndarray
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
 
@@ -41,7 +39,7 @@ class SeparatedStore:
         self.documents = store.documents
         self.document_lengths: np.ndarray = store.document_lengths + (store.document_lengths > 0)
         self.tokens = int(self.document_lengths.sum())
-        self.groups = _groups_of(store)
+        self.groups = store.groups
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
@@ -56,7 +54,7 @@ class _EpochOrder(NamedTuple):
     Attributes:
         documents: `[documents]` int64, in the order they are concatenated.
         starts: `[documents + 1]` int64, where each begins in the concatenation; the last is its length.
-        blocks: `[whole blocks]` int64, in the order they are read; empty where the concatenation is read as it is.
+        blocks: `[whole blocks]` int64, in the order they are read; empty if the concatenation is read as it is.
     """
 
     documents: np.ndarray
@@ -65,37 +63,32 @@ class _EpochOrder(NamedTuple):
 
 
 class TokenStream:
-    """The store's tokens, epoch after epoch. What is read depends on the arguments and the cursor alone.
+    """The store's tokens, epoch after epoch. A read depends only on the arguments and the cursor.
 
     `shuffled`: in each epoch documents are permuted and concatenated; the concatenation is cut into blocks, and the
-    whole blocks are permuted too (what is left at the end stays there). So the short sequences of an early stage come
-    from many documents, and a sequence as long as a block is still contiguous text.
+    whole blocks are permuted too (the remainder stays at the end). So the short sequences of an early stage come from
+    many documents, and a sequence as long as a block is still contiguous text.
 
     `related`: in each epoch groups are permuted, and the documents of a group follow one another in the store's order,
     so that a long sequence holds text that depends on text far before it (as in-context pretraining,
-    arXiv:2310.10638, does by similarity). Blocks are not permuted: that would tear groups. The price is that a group
+    arXiv:2310.10638, does by similarity). Blocks are not permuted: that would split groups. The price is that a group
     longer than a step fills whole steps.
 
-    The cursor counts tokens: no rank, no sequence length is in it, so a run resumes on any number of ranks and in any
-    stage. Memory is a few numbers per document and block; no token is held.
+    The cursor counts tokens, whatever the ranks and the sequence length, so a run resumes on any number of ranks and in
+    any stage. Memory is a few numbers per document and block; no token is held.
 
     Args:
         store: at least one token.
         block_tokens: the longest sequence length of the curriculum.
         seed: of the order.
         shuffle: False leaves documents and blocks in the store's order, as validation wants.
-        order: what shuffling permutes, `shuffled` or `related`. In a store without groups every document is one.
-
-    Raises:
-        DataError: `order` is not known.
+        order: what shuffling permutes, `shuffled` or `related`.
     """
 
     def __init__(
         self, store: Documents, block_tokens: int, seed: int, *, shuffle: bool = True, order: str = "shuffled"
     ) -> None:
         assert store.tokens > 0, "a stream needs a token"
-        if order not in ORDERS:
-            raise DataError(f"the order of documents {order!r} is not known", fix=f"use {' or '.join(ORDERS)}")
         self.store, self.block_tokens, self.seed = store, block_tokens, seed
         self.shuffle, self.order = shuffle, order
         self._order = lru_cache(maxsize=2)(self._make_order)  # a read may cross from one epoch into the next
@@ -108,37 +101,29 @@ class TokenStream:
         """Tokens `[count]` int64 from `cursor` on, a number of tokens consumed; crosses blocks and epochs."""
         tokens = np.empty(count, dtype=np.int64)
         filled = 0
-        for document, start, stop in self.pieces(cursor, count).tolist():
+        for document, start, stop in self.spans(cursor, count).tolist():
             tokens[filled : filled + stop - start] = self.store.read(document, start, stop)
             filled += stop - start
         return tokens
 
-    def sequence(self, cursor: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sequence at `cursor`: tokens `[S]` int64, and labels `[S]` int64, the token that follows each.
-
-        The label of a block's last token is the first token of the block read next.
-        """
-        tokens = self.read(cursor, seq_len + 1)
-        return tokens[:-1], tokens[1:]
-
-    def pieces(self, cursor: int, count: int) -> np.ndarray:
+    def spans(self, cursor: int, count: int) -> np.ndarray:
         """Which text the `count` tokens from `cursor` on are; crosses blocks and epochs.
 
         Returns:
-            `[pieces, 3]` int64, rows of (document, start, stop) in the order of the stream. No row is empty, and a
-            document that goes on across a block's end is one row.
+            `[spans, 3]` int64, rows of (document, start, stop) in the order of the stream. No row is empty, and a
+            document that continues across a block's end is one row.
         """
         rows = [np.empty((0, 3), dtype=np.int64)]
         end = cursor + count
         while cursor < end:
             epoch, position = divmod(cursor, self.store.tokens)
             stop = min(position + end - cursor, self.store.tokens)
-            rows.append(self._pieces_of_epoch(self._order(epoch if self.shuffle else 0), position, stop))
+            rows.append(self._spans_of_epoch(self._order(epoch if self.shuffle else 0), position, stop))
             cursor += stop - position
         return _joined(np.concatenate(rows))
 
-    def _pieces_of_epoch(self, order: _EpochOrder, position: int, stop: int) -> np.ndarray:
-        """Rows as in `pieces` of the positions from `position` to `stop` of one epoch, cut at block ends."""
+    def _spans_of_epoch(self, order: _EpochOrder, position: int, stop: int) -> np.ndarray:
+        """Rows as in `spans` of the positions from `position` to `stop` of one epoch, cut at block ends."""
         last = min(-(-stop // self.block_tokens), len(order.blocks) + 1)
         inner = np.arange(position // self.block_tokens + 1, last) * self.block_tokens
         edges = np.concatenate([[position], inner, [stop]])
@@ -155,7 +140,7 @@ class TokenStream:
         return rows[stops > starts]
 
     def _places(self, order: _EpochOrder, positions: np.ndarray) -> np.ndarray:
-        """Positions in an epoch -> their places in the concatenation; both `[n]` int64."""
+        """Positions in an epoch -> positions in the concatenation; both `[n]` int64."""
         places = positions.copy()
         block, offset = np.divmod(positions, self.block_tokens)
         moved = block < len(order.blocks)
@@ -166,7 +151,7 @@ class TokenStream:
         bits = np.random.PCG64([self.seed, epoch])
         documents, blocks = np.arange(self.store.documents), np.arange(0)
         if self.shuffle and self.order == "related":
-            documents = _permuted_groups(bits, _groups_of(self.store), self.store.documents)
+            documents = _permuted_groups(bits, self.store.groups)
         elif self.shuffle:
             documents = _permutation(bits, self.store.documents)
             blocks = _permutation(bits, self.store.tokens // self.block_tokens)
@@ -179,28 +164,21 @@ def counted(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _groups_of(store: Documents) -> np.ndarray | None:
-    """The store's groups, `[documents]` int64; None where it knows none."""
-    return getattr(store, "groups", None)
-
-
 def _permutation(bits: np.random.PCG64, count: int) -> np.ndarray:
     """`[count]` int64, by sorting raw bits: those NumPy keeps the same from version to version (NEP 19)."""
     return np.argsort(bits.random_raw(count), kind="stable")
 
 
-def _permuted_groups(bits: np.random.PCG64, groups: np.ndarray | None, documents: int) -> np.ndarray:
-    """`[documents]` int64: groups permuted, the documents of each in their order one after another."""
-    if groups is None:
-        return _permutation(bits, documents)
+def _permuted_groups(bits: np.random.PCG64, groups: np.ndarray) -> np.ndarray:
+    """`[documents]` int64: groups permuted, the documents of each one after another in the store's order."""
     names, group = np.unique(groups, return_inverse=True)
     return np.argsort(_permutation(bits, len(names))[group], kind="stable")
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:
-    """Rows of (document, start, stop), those that go on where the row before stops made one with it."""
-    goes_on = (rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] == rows[:-1, 2])
+    """Rows of (document, start, stop), with each row that continues the row before it merged into that one."""
+    continues = (rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] == rows[:-1, 2])
     edge = np.ones(min(len(rows), 1), dtype=bool)
-    joined = rows[np.flatnonzero(np.concatenate([edge, ~goes_on]))]
-    joined[:, 2] = rows[np.flatnonzero(np.concatenate([~goes_on, edge])), 2]
+    joined = rows[np.flatnonzero(np.concatenate([edge, ~continues]))]
+    joined[:, 2] = rows[np.flatnonzero(np.concatenate([~continues, edge])), 2]
     return joined

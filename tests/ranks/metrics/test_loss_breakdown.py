@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import train, write_run
 
@@ -36,7 +37,7 @@ def alone(ranks: Callable[[int], RankPool], run_toml: Path) -> list[dict[str, An
     return ranks(1)(train, run_toml, *PACKED, f"--job.dump_folder={run_toml.parent / 'alone'}")[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@deep_rows("layout", LAYOUTS, default=["PP 2", "FSDP 2 x CP 2, all-to-all"])
 def test_any_layout_has_the_losses_of_one_rank_bin_by_bin(
     ranks: Callable[[int], RankPool], run_toml: Path, alone: list[dict[str, Any]], layout: str
 ) -> None:

@@ -20,13 +20,13 @@ def test_bins_are_powers_of_two_from_16() -> None:
 
 def test_each_token_counts_once_in_its_bins_and_its_source() -> None:
     generator = np.random.default_rng()
-    tally = LossBreakdown(100, ["a", "b", "never"], torch.device("cpu"))
+    breakdown = LossBreakdown(100, ["a", "b", "never"], torch.device("cpu"))
     want: dict[tuple[str, str], list[float]] = {}
     for sources in (("a", "b"), ("b", "b")):
         losses = generator.random((2, 50)).astype(np.float32)
         counted, within = generator.random((2, 50)) < 0.8, generator.integers(0, 100, (2, 50))
         positions = generator.permutation(100)[:50]
-        tally.add(*map(torch.from_numpy, (losses * counted, counted, positions, within)), sources)
+        breakdown.add(*map(torch.from_numpy, (losses * counted, counted, positions, within)), sources)
         for row, column in np.argwhere(counted):
             for kind, key in (
                 ("position", bin_of(int(positions[column]))),
@@ -34,9 +34,9 @@ def test_each_token_counts_once_in_its_bins_and_its_source() -> None:
                 ("source", sources[row]),
             ):
                 want.setdefault((kind, key), []).append(float(losses[row, column]))
-    found = tally.details()
-    got = {("position", key): loss for key, loss in found.by_position.items()}
-    got |= {("document", key): loss for key, loss in found.by_document_position.items()}
-    got |= {("source", key): loss for key, loss in found.by_source.items()}
+    means = breakdown.means()
+    got = {("position", key): loss for key, loss in means["loss_by_position"].items()}
+    got |= {("document", key): loss for key, loss in means["loss_by_document_position"].items()}
+    got |= {("source", key): loss for key, loss in means["loss_by_source"].items()}
     assert got == pytest.approx({key: np.mean(losses) for key, losses in want.items()}, rel=1e-6)
-    assert found.tokens == sum(len(losses) for (kind, _), losses in want.items() if kind == "source")
+    assert breakdown.tokens == sum(len(losses) for (kind, _), losses in want.items() if kind == "source")

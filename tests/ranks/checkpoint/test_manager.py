@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.rank_pool import RankFailure, RankPool
-from torchtitan_cp.checkpoint import CheckpointManager, Progress
-from torchtitan_cp.checkpoint import manager as store
+from torchtitan_cp.checkpoint import CheckpointManager, Progress, manager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.checkpoint.save import CheckpointWriter
 from torchtitan_cp.config.sections import Checkpoint, Optimizer
@@ -57,8 +56,8 @@ def logged() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    store.logger.handlers = [Keep(logging.INFO)]
-    store.logger.setLevel(logging.INFO)
+    manager.logger.handlers = [Keep(logging.INFO)]
+    manager.logger.setLevel(logging.INFO)
     return lines
 
 

@@ -1,0 +1,63 @@
+"""What figures are drawn from, and that each can be drawn."""
+
+import numpy as np
+import pytest
+
+from tests.support.oracle import allowed
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.metrics.figures import (
+    attention_owners,
+    draw_attention_owners,
+    draw_document_lengths,
+    draw_loss_by_position,
+    draw_retrieval_map,
+    format_tokens,
+)
+
+MASKS = {
+    "causal": AttentionMask(),
+    "window": AttentionMask(window=(9, -1)),
+    "documents": AttentionMask(document_lengths=((7, 30, 1, 26),)),
+    "documents and window": AttentionMask(window=(5, -1), document_lengths=((20, 44),)),
+    "bidirectional": AttentionMask(causal=False),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_every_allowed_pair_belongs_to_the_rank_that_holds_its_query(mask: str, layout: str) -> None:
+    plan = make_plan(64, mask=MASKS[mask], ranks=4, layout=layout)
+    owners = attention_owners(plan)
+    pairs = allowed(MASKS[mask], 64)[0].numpy()
+    assert ((owners >= 0) == pairs).all()
+    for rank in range(4):
+        held = make_plan(64, mask=MASKS[mask], ranks=4, rank=rank, layout=layout).positions.numpy()
+        assert (owners[held][pairs[held]] == rank).all()
+        assert plan.areas[rank] == pairs[held].sum()
+
+
+def test_figures_are_arrays_of_colors() -> None:
+    plan = make_plan(64, ranks=2, layout="zigzag")
+    accuracy = np.array([[1.0, 0.5, np.nan], [0.0, 1.0, 0.25]])
+    for image in (
+        draw_loss_by_position({"4K": ([0, 16, 32], [3.0, 2.5, float("nan")]), "8K": ([0, 16], [2.0, 1.5])}),
+        draw_retrieval_map(accuracy, [512, 1024, 3000], [0.0, 1.0], trained_length=1024, title="passkey"),
+        draw_document_lengths(np.array([0, 1, 5, 4096, 100_000]), "books"),
+        draw_document_lengths(np.array([], dtype=np.int64), "nothing"),
+        draw_attention_owners(plan, "zigzag"),
+    ):
+        assert image.dtype == np.uint8
+        assert image.ndim == 3
+        assert image.shape[2] == 3
+        assert len(np.unique(image.reshape(-1, 3), axis=0)) > 4
+
+
+def test_lengths_are_written_in_powers_of_two() -> None:
+    assert [format_tokens(length) for length in (100, 512, 1024, 3000, 65536, 1 << 20)] == [
+        "100",
+        "512",
+        "1K",
+        "3000",
+        "64K",
+        "1M",
+    ]

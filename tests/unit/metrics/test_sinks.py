@@ -1,0 +1,235 @@
+"""Where a run's numbers go: metrics.jsonl, evaluation.jsonl, TensorBoard, the console."""
+
+import io
+import json
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from torchtitan_cp.config import UserError
+from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.evaluation import EvaluationResult, Retrieval
+from torchtitan_cp.metrics import MetricsLogger, StepRecord
+from torchtitan_cp.metrics.console_sink import COLUMNS, ConsoleSink
+from torchtitan_cp.metrics.jsonl_sink import JsonLinesSink, read_evaluations
+from torchtitan_cp.metrics.sink import Sink
+from torchtitan_cp.metrics.tensorboard_sink import LAYOUT, TensorBoardSink
+
+
+def record(step: int, loss: float | None = 2.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        stage="4K",
+        stage_index=0,
+        seq_len=4096,
+        cp=2,
+        tokens=step * 8192,
+        loss=loss,
+        grad_norm=loss,
+        lr=1e-3,
+        tokens_per_second=5000.0,
+        tokens_per_second_per_rank=2500.0,
+        mfu=0.4,
+        peak_memory_bytes=10**9,
+        data_wait_seconds=0.01,
+        step_seconds=1.6,
+        pipeline_idle=0.25,
+        seconds={"forward": 0.5},
+        largest_logit=9.0,
+        block_grad_norm={"0": 1.0, "1": 2.0},
+        block_output={"0": 3.0},
+        loss_by_position={"0": 3.0, "16": 2.0},
+        loss_by_document_position={"0": 3.0},
+        loss_by_source={"books": 2.0},
+        mfu_mask=0.3,
+        cp_imbalance=1.1,
+        unlabelled=0.01,
+        memory_bytes={"weights": 10**6},
+        skipped=loss is None,
+    )
+
+
+# Dashboards of users rely on these.
+TAGS = {
+    *("train/loss", "train/perplexity", "train/grad_norm", "train/lr"),
+    *("health/skipped", "health/spikes", "health/skipped_steps", "health/rollbacks", "health/lr_cuts"),
+    *("health/largest_logit", "grad_norm_by_block/0", "grad_norm_by_block/1", "largest_output_by_block/0"),
+    *("speed/tokens_per_second", "speed/tokens_per_second_per_rank", "speed/mfu", "speed/mfu_mask"),
+    *("speed/step_seconds", "speed/data_wait_seconds", "speed/pipeline_idle", "speed/cp_imbalance"),
+    *("loss_by_position/0", "loss_by_position/16", "loss_by_document_position/0", "loss_by_source/books"),
+    *("seconds/forward", "data/unlabelled_share", "memory/weights", "memory/peak_bytes"),
+    *("curriculum/stage", "curriculum/seq_len", "curriculum/cp", "curriculum/tokens_seen"),
+}
+FOUND = EvaluationResult(
+    2.0,
+    3.0,
+    {"books": 2.0},
+    [0, 16],
+    [3.0, 2.0],
+    context_gain=0.1,
+    short_loss_rise=0.0,
+    retrieval={"passkey": Retrieval(np.ones((1, 1)), (64,), (0.0,))},
+)
+
+
+def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_path: Path) -> None:
+    logger = MetricsLogger(Metrics(interval=2), 4, 0, enabled=False)
+    logger.open_files(tmp_path, after_step=0)
+    losses = [1 / 3, 2 / 3, None, 0.1]
+    for step, loss in enumerate(losses, start=1):
+        logger.step(record(step, loss), 4)
+    logger.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == losses
+    assert [line["skipped"] for line in lines] == [False, False, True, False]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert set(board.Tags()["scalars"]) == TAGS
+    assert [point.step for point in board.Scalars("train/loss")] == [2, 4]
+
+
+def test_tensorboard_has_a_layout_that_begins_with_what_matters(tmp_path: Path) -> None:
+    for after_step in (0, 2):  # of a resumed run too
+        TensorBoardSink(tmp_path, after_step).close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    event = board.Tensors("custom_scalars__config__")[-1]
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [group.title for group in layout.category] == ["Loss", "Validation", "Throughput", "Memory", "Curriculum"]
+    patterns = [pattern for group in layout.category for chart in group.chart for pattern in chart.multiline.tag]
+    known = TAGS | {f"validation/{name}" for name in FOUND.scalars(64)} | {"gate/of_max_tokens"}
+    assert [pattern for pattern in patterns if not any(re.match(pattern, tag) for tag in known)] == []
+    assert len(patterns) == sum(map(len, LAYOUT.values()))
+
+
+def test_a_sink_whose_disk_is_full_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(Sink):
+        name = "TensorBoard"
+
+        def step(self, record: StepRecord) -> None:
+            raise OSError(28, "No space left on device")
+
+    class Kept(Sink):
+        steps = 0
+
+        def step(self, record: StepRecord) -> None:
+            self.steps += 1
+
+    logger, kept = MetricsLogger(Metrics(), 4, 0, enabled=False), Kept()
+    logger.sinks += [Full(), kept]
+    logger.step(record(1), 4)
+    logger.step(record(2), 4)
+    assert kept.steps == 2
+    assert caplog.text.count("TensorBoard stops until the run's next start") == 1
+
+
+LINES = [json.dumps({"step": step, "loss": step / 3}) for step in (1, 2, 3)]
+
+
+def test_a_resumed_run_forgets_lost_steps_and_a_half_written_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(LINES) + '\n{"step": 4, "lo')
+    JsonLinesSink(tmp_path, after_step=2).close()
+    assert path.read_text().splitlines() == LINES[:2]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["evaluation.jsonl", "metrics.jsonl"]
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Writing more to a file fails with an OSError, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_room_to_forget_them_the_start_ends_in_a_message_and_the_lines_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(json.dumps({"step": step}) + "\n" for step in range(20_000))
+    path.write_text(text)
+    with no_file_beyond(100_000), pytest.raises(UserError) as raised:
+        JsonLinesSink(tmp_path, after_step=19_000)
+    assert raised.value.message == f"{path} cannot be written: File too large; it is unchanged"
+    assert "free some space" in raised.value.fix
+    assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+    with no_file_beyond(100_000):  # nothing to forget, nothing to write
+        JsonLinesSink(tmp_path, after_step=20_000).close()
+
+
+def test_lines_that_find_no_room_are_written_when_there_is_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = JsonLinesSink(tmp_path, after_step=0)
+    with no_file_beyond(1000):
+        for step in range(1, 5):
+            sink.step(record(step))
+    sink.step(record(5))
+    sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert caplog.text.count("lines are kept until there is room") == 1
+
+
+def test_a_resumed_run_knows_the_evaluations_of_the_steps_before_it(tmp_path: Path) -> None:
+    for after_step, known in ((0, []), (1, [1])):
+        sink = JsonLinesSink(tmp_path, after_step)
+        assert [found["step"] for found in read_evaluations(tmp_path)] == known
+        for step in (after_step + 1, after_step + 2):
+            sink.evaluation({"step": step, "loss": 2.5})
+        sink.close()
+
+
+def printed(console: ConsoleSink, width: int = 120) -> io.StringIO:
+    text = io.StringIO()
+    console.terminal = Console(file=text, width=width, highlight=False)
+    return text
+
+
+def test_where_there_is_no_terminal_a_step_is_a_plain_line() -> None:
+    console = ConsoleSink(100, 0, enabled=True)
+    console.live = False
+    text = printed(console)
+    console.step(record(1))
+    console.step(record(2, None))
+    console.step(record(100, None))
+    first, last = text.getvalue().splitlines()
+    assert first.startswith("step 1/100  stage 1 (4K, cp 2)  loss 2.0000  5,000 tok/s  mfu 40.0%")
+    assert "left" in first
+    assert last.startswith("step 100/100")
+    assert "loss left out" in last
+
+
+def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
+    console = ConsoleSink(100, 0, enabled=True)
+    text = printed(console, 80)
+    full = ("1M", 2**20, 64, 12_000, 8.25, 4.125, 3.875, 0.95, 1_234_567.0, 0.25, 133.0)
+    console.print_stages(
+        [
+            dict(zip(COLUMNS, full, strict=True)),
+            dict(zip(COLUMNS, ("8K", 8192, 2, 40, *[None] * 7), strict=True)),
+        ]
+    )
+    rows = [line.split() for line in text.getvalue().splitlines() if "1,048,576" in line or "8,192" in line]
+    measured = ["8.2500", "4.1250", "3.8750", "95%", "1,234,567", "25.0%", "133.00"]
+    assert rows == [["1M", "1,048,576", "64", "12,000", *measured], ["8K", "8,192", "2", "40", *["-"] * 7]]
+
+
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = MetricsLogger(Metrics(), 100, 0, enabled=False)
+    logger.console.start_bar()
+    logger.say("hello")
+    logger.step(record(1), 100)
+    logger.console.print_stages([])
+    logger.close()
+    assert capsys.readouterr().out == ""

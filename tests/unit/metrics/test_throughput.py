@@ -1,0 +1,64 @@
+"""FLOPs of a token and the peak of a device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan_cp.metrics import Peak, find_peak, flops_per_token, throughput
+
+
+def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(
+        linear_parameters=lambda: linear_parameters,
+        layer_windows=windows,
+        n_heads=4,
+        head_dim=64,
+        n_layers=len(windows),
+    )
+
+
+def test_flops_count_six_a_weight_and_half_the_square_of_attention() -> None:
+    assert flops_per_token(args(10**6, [0, 0]), 0) == 6e6
+    full_mask = 12 * 2 * 4 * 64 * 4096
+    assert flops_per_token(args(0, [0, 0]), 4096) == full_mask / 2
+    seen = sum(min(row + 1, 100) for row in range(4096)) / 4096
+    assert flops_per_token(args(0, [100]), 4096) == pytest.approx(12 * 4 * 64 * seen, rel=2e-2)
+
+
+def test_peak_is_what_was_stated_else_the_table_else_measured() -> None:
+    cpu = torch.device("cpu")
+    assert find_peak(cpu, "cpu", torch.float32, 2.5).flops_per_second == 2.5e12
+    table = find_peak(cpu, "NVIDIA H200", torch.bfloat16, 0)
+    assert table.flops_per_second == 989e12
+    assert "data sheet of H200" in table.source
+    assert find_peak(cpu, "NVIDIA H100 PCIe", torch.bfloat16, 0).flops_per_second == 756e12
+    assert find_peak(cpu, "NVIDIA H100 80GB HBM3", torch.bfloat16, 0).flops_per_second == 989e12
+    measured = find_peak(cpu, "cpu, 1 thread a rank", torch.float32, 0)
+    assert measured.flops_per_second > 1e9
+    assert "torch.float32 matmuls" in measured.source
+
+
+def test_other_work_on_the_machine_does_not_lower_the_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a clock of 100 GFLOP/s on which other work takes 20 ms out of every matmul of more than 5 ms."""
+    now = 0.0
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        seconds = 2 * len(a) ** 3 / 100e9
+        now += seconds + 0.02 * (seconds > 0.005)
+        return a
+
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(torch, "mm", mm)
+    assert find_peak(torch.device("cpu"), "cpu", torch.float32, 0).flops_per_second == pytest.approx(100e9)
+    assert now < 0.5
+
+
+def test_an_mfu_beyond_belief_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    peak = Peak(1e9, "measured")
+    assert not peak.warn_if_exceeded(0.6)
+    assert not caplog.text
+    assert peak.warn_if_exceeded(1.13)
+    assert "an MFU of 113% is not believable" in caplog.text
+    assert "metrics.peak_tflops" in caplog.text

@@ -1,0 +1,26 @@
+"""Packages that only some configs need."""
+
+import importlib
+from typing import Any
+
+from torchtitan_cp.config.errors import ConfigError
+
+
+def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
+    """An optional package.
+
+    Args:
+        module: its name, as imported.
+        extra: of ours, which installs it.
+        needed_by: the key and value that ask for it, for the message.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{needed_by} needs the package `{module.partition('.')[0]}`, which is not installed",
+            fix=f"pip install 'torchtitan-cp[{extra}]'",
+        ) from error

@@ -1,0 +1,49 @@
+"""Every choice of the TOML by name. The registries of the rooms hold the same names, which tests compare."""
+
+from dataclasses import dataclass
+
+STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
+KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
+TRANSFERS = ("exact", "float8")
+LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+ACTIVATIONS = ("none", "full", "selective", "attention_saved")
+FLOAT8_RECIPES = ("none", "tensorwise", "rowwise")
+RESHARD = ("auto", "always", "never")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ROW_SOURCES = ("jsonl", "parquet", "huggingface")
+DOCUMENT_ORDERS = ("shuffled", "related")
+PACKINGS = ("concat", "best_fit")
+SCHEDULE_SHAPES = ("cosine", "linear", "wsd", "constant")
+RECOVERY_ACTIONS = ("rollback", "lower_lr")
+ON_SPIKE = ("warn", "trip")
+FAULTS = ("data", "embedding", "forward", "backward", "gradient", "weight")
+FAULT_KINDS = ("nan", "inf", "spike")
+ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
+VARIANTS = ("passkey", "multi_key", "variable_tracking")
+MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """A schedule of torch.distributed.pipelining.
+
+    Attributes:
+        torch_name: what torch calls it.
+        stages_per_rank: fewest pipeline stages on a rank; most: most of them, None for any number.
+        splits_backward: weight gradients are computed apart from input gradients (zero bubble).
+    """
+
+    torch_name: str
+    stages_per_rank: int = 1
+    most: int | None = 1
+    splits_backward: bool = False
+
+
+SCHEDULES = {
+    "gpipe": PipelineSchedule("GPipe"),
+    "1f1b": PipelineSchedule("1F1B"),
+    "interleaved_1f1b": PipelineSchedule("Interleaved1F1B", 2, None),
+    "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, None, splits_backward=True),
+    "zbv_zero_bubble": PipelineSchedule("ZBVZeroBubble", 2, 2, splits_backward=True),
+}
+PP_SCHEDULES = tuple(SCHEDULES)

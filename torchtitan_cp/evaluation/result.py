@@ -1,0 +1,113 @@
+"""The result of an evaluation, for scripts, plots and the console."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Retrieval(NamedTuple):
+    """Accuracy of one variant of prompts.
+
+    Attributes:
+        accuracy: `[depths, lengths]`, fraction of the prompts whose whole answer was right; NaN where none was tried.
+        lengths: tokens of a prompt, rising.
+        depths: where the needle was, from 0 at the top to 1 just above the question.
+    """
+
+    accuracy: np.ndarray
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+
+    def at(self, seq_len: int) -> float | None:
+        """Mean over depths at the longest length up to `seq_len` that was tried; None if none was."""
+        means = [mean for length, mean in self.by_length().items() if length <= seq_len]
+        return means[-1] if means else None
+
+    def by_length(self) -> dict[int, float]:
+        """Mean over depths, of each length that was tried."""
+        columns = zip(self.lengths, self.accuracy.T, strict=True)
+        return {length: float(np.nanmean(column)) for length, column in columns if not np.isnan(column).all()}
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation. Losses are in nats a token; None, or nothing, where it was not measured.
+
+    Attributes:
+        loss: mean on held-out text at the stage's length; unigram: a unigram model's, on the same tokens.
+        by_source: mean loss of each source.
+        position_starts: first position of each bin; position_losses: mean loss of its tokens, NaN without any.
+        context_gain: how much lower the loss is with all of the context than with its last few thousand tokens.
+        short_loss_rise: of the loss at the first stage's length since that stage's end, as a fraction.
+        retrieval: by variant of prompts.
+        passkey_accuracy: of one key, at the stage's length.
+        left_out: what there was no time or no room for.
+    """
+
+    loss: float
+    unigram: float
+    by_source: dict[str, float]
+    position_starts: list[int]
+    position_losses: list[float]
+    context_gain: float | None = None
+    short_loss_rise: float | None = None
+    retrieval: dict[str, Retrieval] = field(default_factory=dict)
+    passkey_accuracy: float | None = None
+    left_out: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON; NaN becomes null."""
+        retrieval = {
+            name: {"lengths": found.lengths, "depths": found.depths, "accuracy": found.accuracy.tolist()}
+            for name, found in self.retrieval.items()
+        }
+        return _without_nan({**vars(self), "retrieval": retrieval})
+
+    def scalars(self, seq_len: int) -> dict[str, float]:
+        """The numbers to plot, by name.
+
+        Args:
+            seq_len: of the stage.
+        """
+        sources = self.by_source if len(self.by_source) > 1 else {}
+        values = {
+            "loss": self.loss,
+            "unigram_loss": self.unigram,
+            "context_gain": self.context_gain,
+            "short_loss_rise": self.short_loss_rise,
+            **{f"loss_by_source/{name}": loss for name, loss in sources.items()},
+            **{f"{name}_accuracy": found.at(seq_len) for name, found in self.retrieval.items()},
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def lines(self, step: int, seq_len: int) -> Iterator[str]:
+        """Lines for a person."""
+        yield (
+            f"validation at step {step}: loss {self.loss:.4f} on held-out text at length {seq_len:,} "
+            f"(a unigram model: {self.unigram:.4f})"
+        )
+        if len(self.by_source) > 1:
+            yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
+        bins = zip(self.position_starts, self.position_losses, strict=True)
+        yield "by position: " + ", ".join(f"{start:,} on {loss:.3f}" for start, loss in bins if not math.isnan(loss))
+        if self.context_gain is not None:
+            yield f"context gain {self.context_gain:.4f} nats a token"
+        if self.short_loss_rise is not None:
+            yield f"the loss at the first stage's length rose by {self.short_loss_rise:.2%} since that stage's end"
+        for name, found in self.retrieval.items():
+            if means := found.by_length():
+                right = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
+                yield f"{name.replace('_', ' ')} right: {right}"
+        if self.left_out:
+            yield "not measured: " + "; ".join(self.left_out)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,85 @@
+"""The console: a progress bar on a terminal, a line every half minute elsewhere, a table at the end of each stage."""
+
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from torchtitan_cp.metrics.sink import Sink
+from torchtitan_cp.metrics.step_record import StepRecord
+
+LINE_SECONDS = 30.0  # metrics.jsonl has every step
+
+
+# Of the table of stages: header and format.
+COLUMNS = {"stage": "", "seq_len": ",", "cp": "", "steps": ",", "first": ".4f", "last": ".4f", "far": ".4f"}
+COLUMNS |= {"passkey": ".0%", "tok/s": ",.0f", "mfu": ".1%", "GiB": ".2f"}
+
+
+class ConsoleSink(Sink):
+    """Prints on rank 0 only.
+
+    Args:
+        total_steps: optimizer steps of the whole run; done: those already taken.
+        enabled: whether this rank prints.
+    """
+
+    name = "the console"
+
+    def __init__(self, total_steps: int, done: int, *, enabled: bool) -> None:
+        self.total_steps, self.enabled = total_steps, enabled
+        self.terminal = Console(quiet=not enabled, highlight=False)
+        self.live = enabled and self.terminal.is_terminal
+        self.start_time, self.done_before, self.last_line = time.monotonic(), done, 0.0
+        self.bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self.terminal,
+            disable=not self.live,
+        )
+        self.task = self.bar.add_task("starting", total=total_steps, completed=done, numbers="")
+
+    def start_bar(self) -> None:
+        """Show the progress bar."""
+        self.bar.start()
+
+    def print(self, text: str) -> None:
+        """Print lines of text above the bar."""
+        self.terminal.print(text, markup=False, soft_wrap=True)
+
+    def step(self, record: StepRecord) -> None:
+        """Move the bar; without a terminal, print a line unless the last one is less than half a minute old."""
+        loss = "left out" if record.loss is None else f"{record.loss:.4f}"
+        numbers = f"loss {loss}  {record.tokens_per_second:,.0f} tok/s  mfu {record.mfu:.1%}"
+        stage, total = f"stage {record.stage_index + 1} ({record.stage}, cp {record.cp})", self.total_steps
+        if self.live:
+            self.bar.update(self.task, completed=record.step, total=total, description=stage, numbers=numbers)
+            return
+        now = time.monotonic()
+        if now - self.last_line >= LINE_SECONDS or record.step == total:
+            self.last_line = now
+            step_seconds = (now - self.start_time) / max(1, record.step - self.done_before)
+            left = timedelta(seconds=int(step_seconds * (total - record.step)))
+            self.print(f"step {record.step}/{total}  {stage}  {numbers}  lr {record.lr:.2e}  {left} left")
+
+    def print_stages(self, rows: Iterable[Mapping[str, str | float | None]]) -> None:
+        """Print a table with a row for each stage, with the entries of COLUMNS; None prints as a dash."""
+        title = "Stages: first and last training loss, loss at the far end of the context"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+        for header in COLUMNS:
+            table.add_column(header, justify="left" if header == "stage" else "right")
+        for row in rows:
+            cells = [(row[header], form) for header, form in COLUMNS.items()]
+            table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
+        self.terminal.print(table)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self.bar.stop()

@@ -1,0 +1,159 @@
+"""Figures for TensorBoard, as `[height, width, 3]` uint8 arrays.
+
+Drawn on one rank, at evaluations and ends of stages only: matplotlib takes most of a second to import, so it is
+imported at the first figure. pyplot, which keeps global state, is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchtitan_cp.attention import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 110
+MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
+NOT_ALLOWED = -1
+
+
+def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> np.ndarray:
+    """Loss against position on a logarithmic axis, one line per stage: does more context help?
+
+    Args:
+        curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
+            has NaN. See `metrics.positions`.
+    """
+    figure, axes = _figure(7.0, 4.2)
+    for index, (name, (starts, losses)) in enumerate(curves.items()):
+        color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
+        # A logarithmic axis has no 0: every point is drawn one position further.
+        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda place, _: format_tokens(round(place)))
+    axes.set(xlabel="position in the sequence, from", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if curves:
+        axes.legend(title="stage", frameon=False)
+    return _pixels(figure)
+
+
+def draw_retrieval_map(
+    accuracy: np.ndarray, lengths: Sequence[int], depths: Sequence[float], *, trained_length: int = 0, title: str = ""
+) -> np.ndarray:
+    """Accuracy of retrieval by depth (down) and length (across): 0 red, 1 green.
+
+    Args:
+        accuracy: `[depths, lengths]`, fractions; NaN where nothing was measured.
+        lengths: tokens of a prompt.
+        depths: where the key was put, as a fraction of the prompt.
+        trained_length: a vertical line separates longer lengths.
+    """
+    figure, axes = _figure(1.8 + 0.62 * len(lengths), 1.7 + 0.42 * len(depths))
+    axes.imshow(np.ma.masked_invalid(accuracy), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    axes.set_facecolor("#dddddd")
+    axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set(xlabel="tokens of the prompt", ylabel="depth of the key", title=title)
+    if accuracy.size <= MAX_LABELLED_CELLS:
+        for (row, column), value in np.ndenumerate(accuracy):
+            if np.isfinite(value):
+                axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8)
+    trained = sum(length <= trained_length for length in lengths)
+    if 0 < trained < len(lengths):
+        axes.axvline(trained - 0.5, color="black", linewidth=2)
+    return _pixels(figure)
+
+
+def draw_document_lengths(tokens: np.ndarray, source: str) -> np.ndarray:
+    """The share of a source's tokens in documents of each length, in powers of two.
+
+    Args:
+        tokens: `[documents]` int, the length of each.
+    """
+    lengths = tokens[tokens > 0]
+    octaves = np.floor(np.log2(lengths)).astype(int) if len(lengths) else np.zeros(1, int)
+    shares = np.bincount(octaves - octaves.min(), weights=lengths if len(lengths) else [0]) / max(1, lengths.sum())
+    figure, axes = _figure(7.0, 3.6)
+    axes.bar(range(len(shares)), shares, color=_colors("viridis", 0.4))
+    axes.set_xticks(range(len(shares)), [format_tokens(2 ** (octaves.min() + place)) for place in range(len(shares))])
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    title = f"{source}: {len(lengths):,} documents"
+    axes.set(xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
+    return _pixels(figure)
+
+
+def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
+    """Which rank computes which part of a batch row's attention.
+
+    Args:
+        plan: of any rank of the context-parallel group.
+    """
+    owners, ranks = attention_owners(plan), len(plan.ring_layout.chunks)
+    pairs = np.bincount(owners[owners != NOT_ALLOWED], minlength=ranks)
+    figure, axes = _figure(5.4, 5.4)
+    colors = _colors("turbo", np.linspace(0.1, 0.9, ranks))
+    image = np.ones((*owners.shape, 3))
+    image[owners != NOT_ALLOWED] = colors[owners[owners != NOT_ALLOWED], :3]
+    axes.imshow(image, extent=(0, plan.sequence_length, plan.sequence_length, 0), interpolation="nearest")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda place, _: format_tokens(round(place)))
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(
+        f"{title}\n{ranks} ranks, the busiest has {pairs.max() / pairs.mean():.2f} times the mean", fontsize=10
+    )
+    for rank in range(min(ranks, 8)):
+        axes.plot([], [], marker="s", linestyle="", color=colors[rank], label=f"rank {rank}")
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    return _pixels(figure)
+
+
+def attention_owners(plan: Plan, pixels: int = 480) -> np.ndarray:
+    """`[n, n]` int64: the rank that computes each (query, key) of the first batch row, or NOT_ALLOWED.
+
+    Sampled at the middles of n = min(S, pixels) equal stretches. Every exchange computes a pair where its query lives;
+    with all-to-all, a rank stands for the group that trades heads for sequence.
+    """
+    layout, length, mask = plan.ring_layout, plan.sequence_length, plan.mask
+    count = min(length, pixels)
+    sampled = (np.arange(count) * 2 + 1) * length // (2 * count)
+    owners = np.array(layout.owners)[sampled // layout.chunk_tokens, :1]
+    document = np.full(count, NOT_ALLOWED)
+    for number, (start, stop) in enumerate(mask.documents(length)[0]):
+        document[(sampled >= start) & (sampled < stop)] = number
+    distance, band = sampled - sampled[:, None], mask.band
+    allowed = (document[:, None] == document) & (document != NOT_ALLOWED)
+    allowed &= distance >= (-length if band.low is None else band.low)
+    allowed &= distance <= (length if band.high is None else band.high)
+    return np.where(allowed, owners, NOT_ALLOWED)
+
+
+def format_tokens(tokens: int) -> str:
+    """512, 4K, 1M: with a unit where it divides the number, in powers of two."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens // unit}{letter}"
+    return str(tokens)
+
+
+def _colors(name: str, where: Any) -> Any:
+    """RGBA of a color map, at one place or several from 0 to 1."""
+    return importlib.import_module("matplotlib").colormaps[name](where)
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _pixels(figure: Figure) -> np.ndarray:
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,0 +1,111 @@
+"""metrics.jsonl, a line for each step, and evaluation.jsonl, a line for each evaluation."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_cp.config import UserError
+from torchtitan_cp.metrics.sink import Sink
+from torchtitan_cp.metrics.step_record import StepRecord
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
+
+
+class JsonLinesSink(Sink):
+    """Writes metrics.jsonl and evaluation.jsonl. A full disk does not end training.
+
+    Args:
+        folder: of the run.
+        after_step: lines of later steps are dropped: a resumed run takes those steps again.
+
+    Raises:
+        UserError: the lines cannot be dropped; the files are as they were.
+    """
+
+    name = METRICS_FILE
+
+    def __init__(self, folder: Path, after_step: int) -> None:
+        self.metrics = LineFile(folder / METRICS_FILE, after_step)
+        self.evaluations = LineFile(folder / EVALUATION_FILE, after_step)
+
+    def step(self, record: StepRecord) -> None:
+        self.metrics.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        self.evaluations.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.evaluations.close()
+
+
+class LineFile:
+    """A file to append lines to. Lines that find no room on the disk are written before the next one.
+
+    Args:
+        path: created if missing.
+        after_step: lines of later steps, and one that a killed run left half written, are dropped.
+
+    Raises:
+        UserError: as JsonLinesSink.
+    """
+
+    def __init__(self, path: Path, after_step: int) -> None:
+        self.path, self.waiting = path, b""
+        try:
+            _drop_lines_after(path, after_step)
+            self.file = path.open("ab", buffering=0)  # unbuffered, so that write says how much was written
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}; it is unchanged",
+                fix="free some space or make the folder writable, then run the same command again",
+            ) from error
+
+    def write(self, line: str) -> None:
+        """Append a line, or keep it for later; the first kept line is reported."""
+        reported, self.waiting = bool(self.waiting), self.waiting + line.encode()
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+        except OSError as error:
+            if not reported:
+                logger.error("%s: %s. Training goes on; lines are kept until there is room", self.path, error.strerror)
+
+    def close(self) -> None:
+        """Write the lines kept, or report how many are lost."""
+        self.write("")
+        if self.waiting:
+            logger.error("%s: the last %d lines are lost", self.path, self.waiting.count(b"\n"))
+        self.file.close()
+
+
+def read_evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The lines of evaluation.jsonl."""
+    return [json.loads(line) for line in (folder / EVALUATION_FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Rewrite the file through a temporary one, so that a failure leaves it as it was."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    kept = "".join(line + "\n" for line in text.splitlines() if _is_kept(line, step))
+    if kept == text:
+        return
+    temporary = path.with_suffix(".partial")
+    try:
+        temporary.write_text(kept, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_kept(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except ValueError:
+        return False

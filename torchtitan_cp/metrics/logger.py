@@ -1,0 +1,102 @@
+"""Hands what is recorded of a run to every sink."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.metrics.console_sink import ConsoleSink
+from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, JsonLinesSink
+from torchtitan_cp.metrics.sink import Sink
+from torchtitan_cp.metrics.step_record import StepRecord
+from torchtitan_cp.metrics.tensorboard_sink import TensorBoardSink
+from torchtitan_cp.metrics.wandb_sink import WandbSink
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsLogger:
+    """Hands records, numbers, images and texts to the console and, on rank 0, the other sinks.
+
+    Args:
+        settings: [metrics].
+        total_steps: optimizer steps of the whole run; done: those already taken.
+        enabled: whether this rank prints: rank 0 does.
+    """
+
+    def __init__(self, settings: Metrics, total_steps: int, done: int, *, enabled: bool) -> None:
+        self.settings, self.console = settings, ConsoleSink(total_steps, done, enabled=enabled)
+        self.sinks: list[Sink] = [self.console]
+
+    def open_files(self, folder: Path, after_step: int) -> None:
+        """Open the sinks that [metrics] asks for. Rank 0 calls this.
+
+        Args:
+            folder: of the run.
+            after_step: what was recorded of later steps is dropped: a resumed run takes them again.
+
+        Raises:
+            UserError: a file cannot be written, or a package is missing.
+        """
+        self.sinks.append(JsonLinesSink(folder, after_step))
+        if self.settings.tensorboard:
+            self.sinks.append(TensorBoardSink(folder, after_step))
+        if self.settings.wandb:
+            self.sinks.append(WandbSink(self.settings.wandb, folder))
+
+    def step(self, record: StepRecord, total_steps: int) -> None:
+        """Record an optimizer step.
+
+        Args:
+            total_steps: of the whole run, as far as is known now.
+        """
+        self.console.total_steps = total_steps
+        self._send(Sink.step, record)
+        if record.step % self.settings.interval == 0:
+            self.scalars(record.scalars(), record.step)
+
+    def evaluation(self, record: Mapping[str, Any], scalars: Mapping[str, float], step: int) -> None:
+        """Record the result of an evaluation: plain JSON, and the numbers to plot by tag."""
+        self._send(Sink.evaluation, record)
+        self.scalars(scalars, step)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Record numbers by tag."""
+        self._send(Sink.scalars, values, step)
+
+    def image(self, tag: str, draw: Callable[[], np.ndarray], step: int) -> None:
+        """Draw an image, `[height, width, 3]` uint8, if a sink shows images."""
+        if any(sink.shows_images for sink in self.sinks):
+            self._send(Sink.image, tag, draw(), step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Record a text in Markdown; the console does not print it."""
+        self._send(Sink.text, tag, text, step)
+
+    def say(self, text: str, *, tag: str = "", step: int = 0) -> None:
+        """Print a text, and with a tag record it too."""
+        self.console.print(text)
+        if tag:
+            self.text(tag, text, step)
+
+    def warn(self, text: str, step: int) -> None:
+        """Log a warning about the run's health on rank 0, and record it."""
+        if self.console.enabled:
+            logger.warning(text)
+        self.text("health", text, step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        self._send(Sink.close)
+
+    def _send(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of every sink. One that fails is left alone: TensorBoard's thread ends with an error."""
+        for sink in list(self.sinks):
+            try:
+                getattr(sink, method.__name__)(*arguments)
+            except OSError as error:
+                self.sinks.remove(sink)
+                logger.error("%s stops until the run's next start: %s. %s goes on", sink.name, error, METRICS_FILE)

@@ -1,0 +1,67 @@
+"""TensorBoard: scalars, images and texts, and a layout that shows what matters first."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from torchtitan_cp.metrics.sink import Sink
+
+TENSORBOARD_FOLDER = "tensorboard"
+# The tab CUSTOM SCALARS: groups in this order, in each its charts, of each the pattern of its tags.
+LAYOUT = {
+    "Loss": {"train": "train/loss$", "by position": "loss_by_position/", "gradient norm": "train/grad_norm$"},
+    "Validation": {
+        "loss on held-out text": "validation/(unigram_)?loss$",
+        "context gain": "validation/context_gain$",
+        "retrieval accuracy": "validation/.*_accuracy$",
+        "rise of the loss at the first stage's length": "validation/short_loss_rise$",
+    },
+    "Throughput": {
+        "tokens per second": "speed/tokens_per_second$",
+        "MFU": "speed/mfu",
+        "seconds of a step": "(seconds/|speed/(step|data_wait)_seconds$)",
+    },
+    "Memory": {"peak of any rank": "memory/peak_bytes$", "rank 0, by kind": "memory/(?!peak)"},
+    "Curriculum": {
+        "stage": "curriculum/stage$",
+        "sequence length": "curriculum/seq_len$",
+        "context-parallel degree": "curriculum/cp$",
+        "learning rate": "train/lr$",
+        "gate": "gate/",
+    },
+}
+
+
+class TensorBoardSink(Sink):
+    """Writes tensorboard/ in the run's folder.
+
+    Args:
+        folder: of the run.
+        after_step: points of later steps are hidden: a resumed run takes those steps again.
+    """
+
+    name = "TensorBoard"
+    shows_images = True
+
+    def __init__(self, folder: Path, after_step: int) -> None:
+        self.writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)
+        layout: dict[str, Any] = {}
+        for group, charts in LAYOUT.items():
+            layout[group] = {title: ["Multiline", [tags]] for title, tags in charts.items()}
+        self.writer.add_custom_scalars(layout)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self.writer.add_scalar(tag, value, step)
+
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        self.writer.add_image(tag, pixels, step, dataformats="HWC")
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self.writer.add_text(tag, text, step)
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,50 @@
+"""Weights & Biases, which gets what TensorBoard gets."""
+
+import html
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.metrics.sink import Sink
+
+
+class WandbSink(Sink):
+    """Logs to a project of Weights & Biases, in a run named after the run's folder.
+
+    Its steps never decrease: those that a resumed run takes again are ignored. With WANDB_MODE=offline nothing leaves
+    the machine.
+
+    Args:
+        project: its name; folder: of the run.
+
+    Raises:
+        ConfigError: the package `wandb` is missing.
+    """
+
+    name = "Weights & Biases"
+    shows_images = True
+
+    def __init__(self, project: str, folder: Path) -> None:
+        try:
+            self.wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                "metrics.wandb needs the package `wandb`, which is not installed",
+                fix="pip install 'torchtitan-cp[wandb]'",
+            ) from error
+        self.run = self.wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        self.run.log({tag: self.wandb.Image(pixels)}, step=step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self.run.log({tag: self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()

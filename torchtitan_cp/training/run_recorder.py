@@ -1,0 +1,267 @@
+"""Builds the records of a run from its steps, evaluations and stages, and hands them to the metrics logger."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum.gate import Verdict
+from torchtitan_cp.data import statistics_table
+from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.evaluation import EvaluationResult
+from torchtitan_cp.health import StepReport
+from torchtitan_cp.metrics import MetricsLogger, StepRecord, figures, find_peak, flops_per_token
+from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
+from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
+from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
+from torchtitan_cp.metrics.throughput import imbalance, mean_keys
+from torchtitan_cp.runtime import World
+from torchtitan_cp.training.data_pipeline import DataPipeline
+from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.run_folder import write_run_folder
+
+SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
+Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # loss by position of each stage, see figures
+
+
+class RunRecorder:
+    """Records a run and changes nothing in it.
+
+    Args:
+        config: of the run.
+        world: this process among the ranks.
+        model: that is trained.
+        data: that it reads.
+        metrics_logger: takes the records.
+    """
+
+    def __init__(
+        self, config: Config, world: World, model: ParallelModel, data: DataPipeline, metrics_logger: MetricsLogger
+    ) -> None:
+        self.config, self.world, self.model, self.data, self.logger = config, world, model, data, metrics_logger
+        device = world.device
+        self.peak = find_peak(device.device, device.name, model.compute_dtype, config.metrics.peak_tflops)
+        self.peak_checked = world.rank != 0
+        self.training_curves: Curves = {}
+        self.evaluation_curves: Curves = {}
+        self.stage_rows: dict[int, dict[str, Any]] = {}
+        self.speeds: dict[int, float] = {}
+        self.newest: StepRecord | None = None
+        self.evaluation: EvaluationResult | None = None
+        self.evaluated_at = 0
+        self.checkpoint_seconds = self.in_flight_seconds = 0.0
+
+    def start(self, done: int) -> None:
+        """Write the run's folder, open the logs and print what will run.
+
+        Args:
+            done: optimizer steps taken before.
+        """
+        config, device, logger = self.config, self.world.device, self.logger
+        if self.world.rank == 0:
+            folder = write_run_folder(config, self.data.corpus.tokenizer)
+            logger.open_files(folder, done)
+            for found in read_evaluations(folder):
+                losses = [math.nan if loss is None else loss for loss in found["position_losses"]]
+                self.evaluation_curves[found["stage"]] = (found["position_starts"], losses)
+            logger.text("config", f"```toml\n{to_toml(config)}\n```", done)
+            for name, stream in self.data.streams.items():
+                draw = partial(figures.draw_document_lengths, stream.store.document_lengths, name)
+                logger.image(f"documents/{name}", draw, done)
+        if config.job.description:
+            logger.say(config.job.description)
+        logger.say(
+            f"{config.model.architecture} {config.model.flavor or Path(config.model.hub_checkpoint).name}: "
+            f"{self.model.parameter_count:,} parameters on "
+            f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
+            f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"
+            f"{self.model.meshes.summary()}\n"
+            f"{statistics_table({name: source.statistics for name, source in self.data.corpus.sources.items()})}"
+        )
+        logger.console.start_bar()
+
+    def start_stage(self, stage: StagePlan, step: int, batch: MicroBatch, exchange: str) -> None:
+        """Draw who computes what of the stage's first micro-batch, if several ranks share it."""
+        self.stage_losses = self._new_breakdown(stage)
+        if batch.plan.ranks > 1:
+            title = f"{stage.name}: {exchange}, {batch.plan.layout.name}"
+            draw = partial(figures.draw_attention_owners, batch.plan, title)
+            self.logger.image("curriculum/attention_tiles", draw, step)
+
+    def start_step(self, stage: StagePlan, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Prepare for a step. Every metrics.interval-th one is recorded in more detail."""
+        self.micro_batches, detailed = micro_batches, step % self.config.metrics.interval == 0
+        self.step_losses = self._new_breakdown(stage) if detailed else None
+        self.model.observe = self._add_losses if detailed else None
+
+    def _new_breakdown(self, stage: StagePlan) -> LossBreakdown:
+        return LossBreakdown(stage.seq_len, list(self.data.streams), self.model.device)
+
+    def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
+        if self.step_losses and self.model.meshes.owns_loss:
+            assert batch.document_positions is not None
+            tensors = (batch.labels, batch.plan.positions, batch.document_positions)
+            labels, positions, document_positions = map(self.world.device.move, tensors)
+            self.step_losses.add(losses, labels != IGNORED, positions, document_positions, batch.sources)
+
+    def record_step(
+        self,
+        stage: StagePlan,
+        progress: Progress,
+        report: StepReport,
+        *,
+        lr: float,
+        waited: float,
+        seconds: float,
+        skipped: bool,
+        total_steps: int,
+    ) -> None:
+        """Record an optimizer step. Collective.
+
+        Args:
+            progress: after the step.
+            waited: seconds until its batch was there; seconds: of the whole step.
+            total_steps: of the run, as far as is known now.
+        """
+        self.model.observe = None
+        speed = stage.global_batch_tokens / seconds
+        parts = self.model.pop_timings() | {"checkpoint": self.checkpoint_seconds}
+        pipeline, self.in_flight_seconds = parts.pop("pipeline", 0.0), parts.pop("cp_flight")
+        self.checkpoint_seconds = 0.0
+        record = StepRecord(
+            step=progress.step,
+            stage=stage.name,
+            stage_index=stage.index,
+            seq_len=stage.seq_len,
+            cp=stage.cp,
+            tokens=progress.cursor,
+            loss=None if skipped else report.loss,
+            grad_norm=None if skipped else report.grad_norm,
+            lr=lr,
+            tokens_per_second=speed,
+            tokens_per_second_per_rank=speed / self.world.size,
+            mfu=self._mfu(speed, flops_per_token(self.model.args, stage.seq_len)),
+            peak_memory_bytes=report.peak_memory_bytes,
+            data_wait_seconds=waited,
+            step_seconds=seconds,
+            seconds=parts,
+            pipeline_idle=1 - (parts["forward"] + parts["backward"]) / pipeline if pipeline else None,
+            skipped=skipped,
+            spikes=len(report.spikes),
+            skipped_steps=progress.health["all_skips"],
+            rollbacks=progress.health["rollbacks"],
+            lr_cuts=progress.health["lr_cuts"],
+        )
+        if not skipped:
+            record = replace(record, **self._health(report), **self._details(stage, speed))
+        self.newest = record
+        self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
+        self.logger.step(record, total_steps)
+
+    def _health(self, report: StepReport) -> dict[str, Any]:
+        """Fields of a healthy step's record."""
+        return {
+            "largest_logit": report.largest_logit if math.isfinite(report.largest_logit) else None,
+            "block_grad_norm": {str(block): norm for block, norm in enumerate(report.block_grad_norms)},
+            "block_output": {str(block): value for block, value in enumerate(report.block_outputs)},
+        }
+
+    def _details(self, stage: StagePlan, speed: float) -> dict[str, Any]:
+        """Fields of the record of a step that is recorded in more detail. Collective."""
+        if self.step_losses is None:
+            return {}
+        dist.all_reduce(self.step_losses.sums)
+        self.stage_losses.sums += self.step_losses.sums
+        windows = self.model.args.layer_windows
+        keys = {window: fmean(mean_keys(batch.plans[window]) for batch in self.micro_batches) for window in windows}
+        flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
+        memory = self.model.memory_by_kind()
+        other = max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))
+        return self.step_losses.means() | {
+            "mfu_mask": self._mfu(speed, flops),
+            "cp_imbalance": max(imbalance(batch.plan) for batch in self.micro_batches),
+            "unlabelled": 1 - self.step_losses.tokens / stage.global_batch_tokens,
+            "memory_bytes": memory | {"other": other},
+        }
+
+    def _mfu(self, speed: float, flops: float) -> float:
+        mfu = speed * flops / (self.peak.flops_per_second * self.world.size)
+        self.peak_checked = self.peak_checked or self.peak.warn_if_exceeded(mfu)
+        return mfu
+
+    def message_seconds(self) -> tuple[float, float]:
+        """Seconds of the newest step that context-parallel messages were waited for, and were in flight."""
+        return (self.newest.seconds["cp_wait"] if self.newest else 0.0), self.in_flight_seconds
+
+    def record_evaluation(self, stage: StagePlan, step: int, result: EvaluationResult) -> None:
+        """Record the result of an evaluation."""
+        self.evaluation, self.evaluated_at, logger = result, step, self.logger
+        logger.say("\n".join(result.lines(step, stage.seq_len)))
+        record = {"step": step, "stage": stage.name, "seq_len": stage.seq_len, **result.to_json()}
+        scalars = {f"validation/{name}": value for name, value in result.scalars(stage.seq_len).items()}
+        logger.evaluation(record, scalars, step)
+        self.evaluation_curves[stage.name] = (result.position_starts, result.position_losses)
+        curves = partial(figures.draw_loss_by_position, self.evaluation_curves)
+        logger.image("validation/loss_by_position", curves, step)
+        for name, found in result.retrieval.items():
+            draw = partial(figures.draw_retrieval_map, *found, trained_length=stage.seq_len, title=name)
+            logger.image(f"validation/{name}/{stage.name}", draw, step)
+
+    def record_gate(self, stage: StagePlan, progress: Progress, verdict: Verdict, outcome: str) -> None:
+        """Record how far the stage's gate is from opening. `outcome`: what follows from the verdict."""
+        self.logger.say(f"{outcome}: {verdict.why}", tag="gate", step=progress.step)
+        bounds = {f"{name}_wanted": bound for name, bound in stage.until.items()}
+        values = {**verdict.measured, **bounds, "of_max_tokens": progress.stage_step / stage.steps}
+        self.logger.scalars({f"gate/{name}": value for name, value in values.items()}, progress.step)
+
+    def end_stage(self, stage: StagePlan, progress: Progress) -> None:
+        """Print the table of the stages so far, and draw their losses by position."""
+        first, last, steps = progress.stage_losses.get(str(stage.index), (None, None, 0))
+        curve = {int(start): loss for start, loss in self.stage_losses.means()["loss_by_position"].items()}
+        if curve:
+            self.training_curves[stage.name] = (list(curve), list(curve.values()))
+            draw = partial(figures.draw_loss_by_position, self.training_curves)
+            self.logger.image("train/loss_by_position", draw, progress.step)
+        result = self.evaluation if self.evaluated_at == progress.step else None
+        if result:
+            held_out = zip(result.position_starts, result.position_losses, strict=True)
+            curve = {start: loss for start, loss in held_out if start < stage.seq_len and not math.isnan(loss)}
+        self.stage_rows[stage.index] = {
+            "stage": stage.name,
+            "seq_len": stage.seq_len,
+            "cp": stage.cp,
+            "steps": int(steps or 0),
+            "first": first,
+            "last": last,
+            "far": curve[max(curve)] if curve else None,
+            "passkey": result.passkey_accuracy if result else None,
+            "tok/s": self.speeds.get(stage.index),
+            "mfu": self.newest.mfu if self.newest else None,
+            "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
+        }
+        self.logger.console.print_stages(self.stage_rows.values())
+
+    def finish(self) -> None:
+        """Print where to look next."""
+        folder, lines = Path(self.config.job.dump_folder), []
+        if self.evaluation:
+            loss, unigram = self.evaluation.loss, self.evaluation.unigram
+            lines.append(f"validation loss {loss:.4f} on held-out text; a unigram model has {unigram:.4f}")
+        if self.config.checkpoint.enable:
+            lines.append(f"checkpoints: {folder / 'checkpoints'}")
+        lines.append(f"every step:  {folder / METRICS_FILE}")
+        if self.config.metrics.tensorboard:
+            board = folder / TENSORBOARD_FOLDER
+            lines.append(f"look at it:  tensorboard --logdir {board}, then http://localhost:6006/#custom_scalars")
+        self.logger.console.close()
+        self.logger.say("\n".join(lines))
