@@ -1,4 +1,4 @@
-"""Devices as data, and what is assumed of how much of their data sheet a step gets."""
+"""Devices by their data sheets, and how much of them kernels are assumed to reach."""
 
 from dataclasses import dataclass
 

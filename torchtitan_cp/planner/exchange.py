@@ -1,7 +1,7 @@
-"""Context parallelism of one layer from its plans: work, bytes, and what of the messages nothing hides.
+"""Context parallelism of one layer from its plans: work, bytes, and the exposed time of its messages.
 
-Bytes are those of docs/context_parallel.md, counted from a plan's own steps, so that a window, packed documents and any
-layout are counted as they are; a test holds them to what `simulate` really sends.
+Bytes are counted from the plan's steps, so windows, packed documents and layouts are included. A test compares them
+with what `simulate` sends.
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
 
 
 def traded(heads: Heads, inner: int) -> Heads:
-    """The heads a rank computes after an all-to-all of `inner` ranks, padding and copies counted."""
+    """The heads that a rank computes after an all-to-all of `inner` ranks, with padding and copies."""
     shares = share_heads(heads.query, heads.key, inner)
     return dataclasses.replace(heads, query=shares.share, key=len(shares.keys[0]))
 
@@ -151,7 +151,7 @@ def step_pairs(plan: Plan) -> list[int]:
 
 
 def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
-    """What a plan's rank does for one sequence of one layer."""
+    """Cost of one sequence of one layer for a plan's rank."""
     pairs = step_pairs(plan)
     own = traded(heads, plan.all_to_all_ranks) if plan.all_to_all_ranks > 1 else heads
     flops = [count * own.query * own.dim for count in pairs]
@@ -180,7 +180,7 @@ def busiest_layer(
     heads: Heads,
     rates: Rates,
 ) -> LayerCost:
-    """The largest of each number over the rank with the most pairs, the first, the middle and the last.
+    """The largest of each number over four ranks: the one with the most pairs, the first, the middle and the last.
 
     Args:
         inner: ranks that trade heads; window: of the layer, 0 for none.

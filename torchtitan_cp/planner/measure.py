@@ -1,4 +1,4 @@
-"""The device at hand as an entry of the planner's table: its rates on the config's own argss, measured in seconds."""
+"""This machine as an entry of the planner's table, measured on the config's own sizes in a few seconds."""
 
 import os
 import statistics
@@ -22,14 +22,14 @@ SECONDS = 0.3  # that each kernel runs, once at least
 
 
 def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accelerator:
-    """What one rank of this machine reaches; links and networks are those of its kind's data sheet.
+    """Measured rates of one rank of this machine; links and networks are the table's for this device.
 
     Args:
         args: with `vocab_size` set.
-        ranks_per_node: that share the host's memory, on a CPU.
+        ranks_per_node: on a CPU they share the host's memory.
 
     Raises:
-        ConfigError: a GPU that the table does not have.
+        ConfigError: the GPU is not in the table.
     """
     device = find_device()
     if ranks_per_node > 1:
@@ -49,7 +49,7 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
         linear=_product_rate(device, dtype, args, tokens) / peak,
         attention_forward=forward / peak,
         attention_backward=backward / peak,
-        source=f"{device.name}, measured now on this config's argss; its messages: {base.source}",
+        source=f"{device.name}, measured now on this config's shapes; its messages: {base.source}",
     )
 
 
@@ -66,7 +66,7 @@ def _known(device: Device) -> Accelerator:
         if name.partition("-")[0].upper() in device.name:
             return accelerator
     raise ConfigError(
-        f"the planner's table has no {device.name}, whose links it would have to know",
+        f"the planner's table does not have {device.name}, so its links are unknown",
         fix=f"use --device with one of {', '.join(ACCELERATORS)}",
     )
 
@@ -78,7 +78,7 @@ def _memory_bytes(device: Device, ranks_per_node: int) -> float:
 
 
 def _seconds(device: Device, run: Callable[[], Any]) -> float:
-    """Median time of a call, after one that is not counted."""
+    """Median time of a call, after a warm-up."""
     wait = torch.cuda.synchronize if device.device.type == "cuda" else lambda: None
     times: list[float] = []
     run()

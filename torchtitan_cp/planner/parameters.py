@@ -1,4 +1,4 @@
-"""How many parameters a rank has, from a args's sizes; a test counts those of the real network."""
+"""How many parameters a rank has, from ModelArgs; a test compares with the model itself."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,12 @@ from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, trains_tokenizer
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a network, or of a part of it on one tensor-parallel rank.
+    """Parameters of a model on one tensor-parallel rank.
 
     Attributes:
         block_matrices: of one layer; block_norms: its norms, biases and sinks.
-        muon: of block_matrices, those that are matrices by themselves, as experts in one tensor are not.
-        token_matrices: of block_matrices, those that a token meets: of experts, only some.
+        muon: of block_matrices, 2-D parameters; experts are one 3-D tensor.
+        token_matrices: of block_matrices, those that a token uses: only some experts.
         embedding: V E; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
     """
@@ -39,7 +39,7 @@ class Parameters:
 
 
 def count_parameters(args: Any, tp: int = 1) -> Parameters:
-    """Parameters of a args with `vocab_size` set, on one of `tp` ranks that share its matrices."""
+    """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
     vocabulary = -(-args.vocab_size // tp) * args.dim
     output = args.dim * args.vocab_size
     matrices, met = (
@@ -54,16 +54,16 @@ def count_parameters(args: Any, tp: int = 1) -> Parameters:
 
 
 def total_parameters(args: Any) -> int:
-    """All parameters of a args with `vocab_size` set."""
+    """All parameters of a model with `vocab_size` set."""
     counts = count_parameters(args)
     return args.n_layers * counts.block + counts.ends(True, True, args.tie_embeddings)
 
 
 def vocabulary_of(config: Config, args: Any) -> int:
-    """V without preparing the corpus: the args's, or the tokenizer's.
+    """V without preparing the corpus: the model's, or the tokenizer's.
 
     Raises:
-        DataError: the args takes the tokenizer's, and the tokenizer's file cannot be read.
+        DataError: the tokenizer's file is needed and cannot be read.
     """
     if args.vocab_size:
         return args.vocab_size
