@@ -14,6 +14,7 @@ STAND_IN = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip") while [ "$1" != -c ]; do shift; done; cat "$2" >"$ASKED" ;;
+    "-m pytest") echo "$@" ;;
     *importlib.metadata*) if [ -n "$TORCH_THERE" ]; then echo "$TORCH_THERE"; else exit 1; fi ;;
 esac
 """
@@ -50,3 +51,33 @@ def test_an_environment_that_was_there_keeps_its_torch(
         assert [pin for pin in pins if pin.startswith("torch==")] == ([f"torch=={pinned}"] if pinned else ours)
         assert any(pin.startswith("setuptools==") for pin in pins) == (pinned is None)
         assert any(pin.startswith("numpy==") for pin in pins)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ([], "-m not deep -n 2 --dist loadgroup"),
+        (["--deep", "tests/jobs"], "-m deep or not deep -n 2 --dist loadgroup tests/jobs"),
+        (
+            ["tests/unit", "-k", "ring and not window"],
+            "-m not deep -n 2 --dist loadgroup tests/unit -k ring and not window",
+        ),
+    ],
+)
+def test_run_tests_leaves_out_what_is_deep_unless_told_and_passes_other_arguments_on(
+    tmp_path: Path, arguments: list[str], passed: str
+) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "VENV": str(tmp_path / "venv"),
+        "ASKED": str(tmp_path / "asked"),
+        "TORCH_THERE": "2.99.0",
+    }
+    done = subprocess.run(
+        [str(ROOT / "run_tests.sh"), *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"-m pytest {passed}"

@@ -6,7 +6,6 @@ ordinary unpickler would call whatever these name.
 
 import io
 import pickle
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +113,8 @@ def load_state(reader: CheckpointReader, state: dict[str, Any], *, no_dist: bool
 
 
 def describe_failure(error: BaseException) -> str:
-    """The rank that failed, or the first of them, and the type and first line of its error."""
-    where = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
-    if isinstance(error, CheckpointException):
-        rank, (error, _) = next(iter(error.failures.items()))
-        where = f"rank {rank}"
-    message, *_ = str(error).strip().split("\n")
-    return f"{where}: {type(error).__name__}: {message}"
+    """The rank that failed, or the first of several, with the type and the first line of its error."""
+    failures = error.failures if isinstance(error, CheckpointException) else {dist.get_rank(): (error, None)}
+    rank, (cause, _) = next(iter(failures.items()))
+    message, *_ = str(cause).strip().split("\n")
+    return f"rank {rank}: {type(cause).__name__}: {message}"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ READ_BYTES = 2**24
 
 
 # Size in bytes and SHA-256 of a file.
-Checksum = dict[str, int | str]
+Checksum = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         manifest = Manifest(**json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
-        listed = {
-            name
-            for name, entry in manifest.files.items()
-            if Path(name).name == name and entry.keys() == {"bytes", "sha256"}
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        plain = all(Path(name).name == name and entry["bytes"] >= 0 for name, entry in manifest.files.items())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})") from None
-    if listed != manifest.files.keys() or not listed >= {METADATA_FILE, PROGRESS_FILE}:
+    if not plain or not manifest.files.keys() >= {METADATA_FILE, PROGRESS_FILE}:
         raise DamagedError(f"{MANIFEST_FILE} does not list a checkpoint's files")
     return manifest
 

@@ -1,13 +1,12 @@
 """Weights & Biases, which gets what TensorBoard gets."""
 
 import html
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.metrics.sink import Sink
 
 
@@ -28,13 +27,7 @@ class WandbSink(Sink):
     shows_images = True
 
     def __init__(self, project: str, folder: Path) -> None:
-        try:
-            self.wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ConfigError(
-                "metrics.wandb needs the package `wandb`, which is not installed",
-                fix="pip install 'torchtitan-cp[wandb]'",
-            ) from error
+        self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
         self.run = self.wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

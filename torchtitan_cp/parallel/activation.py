@@ -20,7 +20,7 @@ Forward = Callable[..., Any]
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
-def recompute_blocks(model: nn.Module, kind: str, host: HostMemory | None = None) -> None:
+def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory | None = None) -> None:
     """Save each block's input, and recompute the block in backward.
 
     Args:

@@ -13,11 +13,11 @@ from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Activation, Compile
-from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
+from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.offload import HostMemory
-from torchtitan_cp.parallel.tensor import disable_compile_cache, overlap_products, shard_tensors
+from torchtitan_cp.parallel.tensor import apply_tensor_parallel, disable_compile_cache, enable_async_tp
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +34,18 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
     if config.training.float8 != "none":
         convert_linears(model, config.training.float8, meshes.device_type)
     if meshes.tp:
-        shard_tensors(model, roles, meshes.tp)
+        apply_tensor_parallel(model, roles, meshes.tp)
         if config.parallel.async_tp:
-            overlap_products(meshes.tp)
+            enable_async_tp(meshes.tp)
     if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
         disable_compile_cache()
     wrap_blocks(model, config.activation, config.compile, meshes.device_type)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
-    shard(model, meshes.fsdp, config, on_host)
+    apply_fsdp(model, meshes.fsdp, config, on_host)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
-    fill(model, config.training.seed)
+    init_weights(model, config.training.seed)
 
 
 def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:
@@ -56,9 +56,9 @@ def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, de
     tile_mlps(model, activation.mlp_tiles)
     host = host_memory(device_type) if activation.offload else None
     # The hooks around a compiled block see all that it saves, its attention too.
-    recompute_blocks(model, activation.checkpoint, None if compiling.enable else host)
+    apply_activation_checkpointing(model, activation.checkpoint, None if compiling.enable else host)
     if compiling.enable:
-        compile_blocks(model, compiling.mode)
+        apply_compile(model, compiling.mode)
     if host:
         for layer in model.layers.values():  # type: ignore[operator]
             layer.forward = host.offload_saved(layer.forward)
@@ -72,13 +72,13 @@ def host_memory(device_type: str) -> HostMemory | None:
     return HostMemory(torch.device(device_type, torch.accelerator.current_device_index()))
 
 
-def compile_blocks(model: nn.Module, mode: str) -> None:
+def apply_compile(model: nn.Module, mode: str) -> None:
     """Compile each block whole; equal blocks share the compiled code, and a second length makes it dynamic."""
     for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = compile_whole(layer.forward, mode)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> None:
     """FSDP2 by block. Gradients are summed, never averaged: the loss is divided once, by all its tokens.
 
     Args:
@@ -114,7 +114,7 @@ def prefetch(model: nn.Module, blocks: int) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int) -> None:
     """Draw each parameter from its own generator, seeded by its name; each rank keeps its shard.
 
     So the weights depend on the seed and the device type alone, not on the number of ranks. Values are normal,

@@ -106,7 +106,7 @@ def check_tensor_parallel(args: Any, tp: int) -> None:
             )
 
 
-def shard_tensors(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Shard every module by its role, in place. The model is on the meta device.
 
     Args:
@@ -132,7 +132,7 @@ def shard_tensors(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) 
     assert not left, f"no role shards {', '.join(left)}"
 
 
-def overlap_products(mesh: DeviceMesh) -> bool:
+def enable_async_tp(mesh: DeviceMesh) -> bool:
     """Let the compiler split gathers and reduce-scatters, and overlap them with the matrix products they feed.
 
     Source: async tensor parallelism of PyTorch, on symmetric memory. Inactive, with a warning, off CUDA.

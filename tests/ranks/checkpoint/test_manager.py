@@ -206,6 +206,12 @@ def tensor_file(folder: Path) -> Path:
         (lambda step: (step / MANIFEST_FILE).unlink(), "manifest.json cannot be read (FileNotFoundError"),
         (lambda step: (step / MANIFEST_FILE).write_text('{"files": []}'), "manifest.json cannot be read"),
         (
+            lambda step: (step / MANIFEST_FILE).write_text(
+                '{"files": {"x": {"bytes": "1"}}, "step": 3, "stage_end": 0}'
+            ),
+            "manifest.json cannot be read (TypeError",
+        ),
+        (
             lambda step: (step / MANIFEST_FILE).write_text('{"files": {}, "step": 3, "stage_end": false}'),
             "manifest.json does not list a checkpoint's files",
         ),

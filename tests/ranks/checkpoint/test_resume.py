@@ -190,6 +190,21 @@ def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: li
     assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)
 
 
+def test_a_resumed_run_compares_its_steps_with_those_before_it_stopped(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """A spike in the first step after a resume is found, as the checkpoint has the numbers of healthy steps."""
+    path, inject = write_run(tmp_path), ("step=12", "kind=spike", "layer=0")
+    ranks(1)(train, path, "--curriculum.stages[0].steps=11")
+    settings = (
+        "--health.spike_threshold=20",
+        "--health.spike_window=32",
+        *(f"--health.inject.{key}" for key in inject),
+    )
+    lines = ranks(1)(train, path, "--curriculum.stages[0].steps=12", *settings)[0]
+    assert [line["step"] for line in lines if line["spikes"]] == [12]
+
+
 def train_deterministically(path: Path, folder: str) -> list[float]:
     try:
         return losses(train(path, folder, "--training.deterministic=true", "--checkpoint.enable=false"))

@@ -16,7 +16,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.small_llama import attend, config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_shard
-from torchtitan_cp.parallel.tensor import overlap_products
+from torchtitan_cp.parallel.tensor import enable_async_tp
 
 SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
 
@@ -147,7 +147,7 @@ def test_tensor_parallel_ranks_are_neighbours_and_context_parallel_ranks_come_ne
 
 
 def overlap() -> bool:
-    return overlap_products(init_device_mesh("cpu", (dist.get_world_size(),)))
+    return enable_async_tp(init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def test_products_overlap_on_cuda_only(ranks: Callable[[int], RankPool]) -> None:

@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.float8_llama import TOKENS, make_model, run
 from tests.support.rank_pool import RankPool
 from tests.support.small_llama import config
-from torchtitan_cp.parallel.apply import shard
+from torchtitan_cp.parallel.apply import apply_fsdp
 
 
 def run_sharded() -> list[Tensor]:
     model = make_model("rowwise")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    shard(model, mesh, config(), on_host=False)
+    apply_fsdp(model, mesh, config(), on_host=False)
     run(model, TOKENS.chunk(2)[mesh.get_local_rank()])
     return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
 

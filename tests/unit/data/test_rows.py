@@ -13,6 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.support.texts import read, texts, warnings, write_files
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data import DataError, check_corpus, prepare
@@ -184,7 +185,7 @@ def test_a_missing_extra_is_named_with_the_command(
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(ConfigError) as caught:
         check_corpus(rows_data(source, tmp_path))
     extra = "parquet" if source == "parquet" else "hub"
     assert f"data.source = '{source}' needs the package `{package}`, which is not installed" in str(caught.value)

@@ -14,6 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data import DataError, Tokenizer, check_tokenizer, load_tokenizer, train_sentencepiece
 from torchtitan_cp.data.corpus.vocabulary import LINE_CHARACTERS, sample_lines
@@ -66,7 +67,7 @@ def tokenizer(request: pytest.FixtureRequest, model: Path, json_file: Path) -> T
 
 
 def refuse(**settings: Any) -> str:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         check_tokenizer(TokenizerConfig(**settings))
     return str(caught.value)
 

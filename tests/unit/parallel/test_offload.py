@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.llama import Llama, LlamaArgs
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
 from torchtitan_cp.parallel import apply
-from torchtitan_cp.parallel.activation import recompute_blocks, tile_mlps
+from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
 from torchtitan_cp.parallel.offload import HostMemory, OffloadedTensor, restore
 
 SHAPE = LlamaArgs(32, 3, 4, 2, 8, 48, vocab_size=61)
@@ -49,9 +49,9 @@ def gradients(model: Llama, device: str, order: Callable[[list[Tensor]], Iterato
 def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> HostMemory:
     host = HostMemory(torch.device(device), min_bytes=1024)
     tile_mlps(model, tiles)
-    recompute_blocks(model, kind, None if compiled else host)
+    apply_activation_checkpointing(model, kind, None if compiled else host)
     if compiled:
-        apply.compile_blocks(model, "default")
+        apply.apply_compile(model, "default")
     for layer in model.layers.values():
         layer.forward = host.offload_saved(layer.forward)  # type: ignore[method-assign]
     return host
@@ -96,7 +96,7 @@ def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
 
 def test_the_attention_is_not_run_twice_when_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs = make_model("cpu"), []
-    recompute_blocks(model, "attention_saved", HostMemory(torch.device("cpu"), min_bytes=1))
+    apply_activation_checkpointing(model, "attention_saved", HostMemory(torch.device("cpu"), min_bytes=1))
     with Counted(runs):
         gradients(model, "cpu", iter)
     assert len(runs) == 2 * SHAPE.n_layers
@@ -142,7 +142,7 @@ def test_the_device_holds_less(kind: str) -> None:
         model = Llama(shape, attend_layer).to("cuda", torch.bfloat16)
         model.set_rope([1.0] * 32, 1.0, torch.device("cuda"))
         host = HostMemory(torch.device("cuda"))
-        recompute_blocks(model, kind, host if offload else None)
+        apply_activation_checkpointing(model, kind, host if offload else None)
         if offload:
             for layer in model.layers.values():
                 layer.forward = partial(host.offload_saved(layer.forward))  # type: ignore[method-assign]

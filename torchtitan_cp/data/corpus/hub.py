@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan_cp.config import UserError
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.record import Record, SourceFile
 from torchtitan_cp.data.corpus.rows import read_row
 from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
 from torchtitan_cp.data.errors import DataError
-from torchtitan_cp.data.extras import import_extra
 
 
 def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
@@ -45,7 +46,7 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped_records: SkippedR
                 content, group = found
                 read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
                 yield Record(content, f"{file.name}:{number}", read_bytes, group)
-    except DataError:
+    except UserError:
         raise
     except Exception as error:  # the package raises whatever its file systems and formats raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.record import Record, SourceFile
 from torchtitan_cp.data.corpus.rows import fields_of, read_row
 from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
-from torchtitan_cp.data.extras import import_extra
 
 BATCH_ROWS = 256
 

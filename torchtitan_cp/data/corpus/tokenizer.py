@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import sentencepiece
 
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.errors import DataError
-from torchtitan_cp.data.extras import import_extra
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
 SPACE_MARK = "\u2581"
