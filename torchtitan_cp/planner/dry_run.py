@@ -1,14 +1,16 @@
 """One step of each stage by the trainer's own code, as one rank of a job of any size, without a device or data."""
 
 import dataclasses
+import gc
 import logging
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -80,6 +82,7 @@ class DryModel(ParallelModel):
         """A whole optimizer step of a stage."""
         if self.pipeline:
             self.pipeline.release()  # what an earlier stage left
+            gc.collect()  # torch's schedule and its pipeline stages refer to each other
         with real_tensors():
             batch_layout = self.enter(stage)
         self.tracker.messages.clear()
@@ -134,8 +137,8 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     run = resolve_with_vocabulary(with_shared_batches(config, ranks), ranks)
     processes = min(usable_cores(), len(run.stages))
     if processes == 1:
-        with Walker(run, rank) as walker:
-            return [walker.walk(stage) for stage in run.stages]
+        with stage_walker(run, rank) as walk:
+            return [walk(stage) for stage in run.stages]
     # Forked processes have the architectures and the logging. The bar starts a thread, so it comes after them.
     forked = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, forked, _begin_walking, (run, rank)) as pool:
@@ -164,44 +167,36 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     return dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=tuple(stages)))
 
 
-class Walker:
-    """Context in which one rank walks stages, with one model while tp and pp stay the same."""
+@contextmanager
+def stage_walker(run: ResolvedRun, rank: int) -> Iterator[Callable[[StagePlan], StageWalk]]:
+    """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same."""
+    tracker, models = StepTracker(), list[DryModel]()
 
-    def __init__(self, run: ResolvedRun, rank: int) -> None:
-        self.run, self.rank = run, rank
-        self.tracker, self.held = StepTracker(), ExitStack()
-        self.model: DryModel | None = None
+    def walk(stage: StagePlan) -> StageWalk:
+        if models and models[0].tp_and_pp != (stage.tp, stage.pp):
+            models.clear()  # frees its memory first, as a relaunch does
+        if not models:
+            world = World(rank, run.ranks, Device(torch.device("cpu"), "fake"))
+            models.append(DryModel(run, world, tracker, stage))
+        return models[0].walk(stage)
 
-    def __enter__(self) -> "Walker":
-        for context in (fake_job(self.run.ranks, self.rank), CachingFakeMode(), self.tracker.tracking()):
-            self.held.enter_context(context)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.model = None
-        self.held.close()
-
-    def walk(self, stage: StagePlan) -> StageWalk:
-        """One step of a stage."""
-        if self.model and (stage.tp, stage.pp) != self.model.tp_and_pp:
-            self.model = None  # frees its memory first, as a relaunch does
-        if self.model is None:
-            world = World(self.rank, self.run.ranks, Device(torch.device("cpu"), "fake"))
-            self.model = DryModel(self.run, world, self.tracker, stage)
-        return self.model.walk(stage)
+    with fake_job(run.ranks, rank), CachingFakeMode(), tracker.tracking():
+        yield walk
+        models.clear()
 
 
-_walker: Walker
+_process: tuple[AbstractContextManager[Any], Callable[[StagePlan], StageWalk]]
 
 
 def _begin_walking(run: ResolvedRun, rank: int) -> None:
-    """Make the walker of this process of the pool."""
-    global _walker
-    _walker = Walker(run, rank).__enter__()
+    """Make this process of a pool a rank, until it ends."""
+    global _process
+    walker = stage_walker(run, rank)
+    _process = walker, walker.__enter__()
 
 
 def _walk(stage: StagePlan) -> StageWalk:
-    return _walker.walk(stage)
+    return _process[1](stage)
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:

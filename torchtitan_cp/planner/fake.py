@@ -206,41 +206,39 @@ class Storages:
     def track(self, tensor: Tensor, kind: str) -> None:
         """Count a tensor's storage until it is freed, once."""
         storage = tensor.untyped_storage()
-        number = storage._cdata
-        if number not in self.held:
-            self.held[number] = (kind, 0)
-            weakref.finalize(storage, self._forget, number)
-            self.resize(number, storage.nbytes())
+        if storage._cdata not in self.held:
+            weakref.finalize(storage, self._forget, storage._cdata)
+            self._set(storage._cdata, kind, storage.nbytes())
 
     def resize(self, number: int, size_bytes: int) -> None:
         """Take the new size of a tracked storage."""
-        kind, before = self.held[number]
-        self.held[number] = (kind, size_bytes)
-        self._add(kind, size_bytes - before)
+        self._set(number, self.held[number][0], size_bytes)
 
     def set_kind(self, tensor: Tensor, kind: str) -> None:
         """Count a tracked storage as another kind."""
         number = tensor.untyped_storage()._cdata
         if number in self.held:
-            before, size_bytes = self.held[number]
-            self._add(before, -size_bytes)
-            self.held[number] = (kind, size_bytes)
-            self._add(kind, size_bytes)
+            self._set(number, kind, self.held[number][1])
+
+    def _set(self, number: int, kind: str, size_bytes: int) -> None:
+        self._add(*self.held.get(number, (kind, 0)), sign=-1)
+        self.held[number] = (kind, size_bytes)
+        self._add(kind, size_bytes)
 
     def add_transient(self, size_bytes: int, kind: str) -> None:
         """Count bytes that are allocated and freed again."""
         self._add(kind, size_bytes)
-        self._add(kind, -size_bytes)
+        self._add(kind, size_bytes, sign=-1)
 
     def start_peak(self) -> None:
         """Measure the peak from now on."""
         self.peak, self.at_peak = self.now, dict(self.by_kind)
 
     def _forget(self, number: int) -> None:
-        kind, size_bytes = self.held.pop(number)
-        self._add(kind, -size_bytes)
+        self._add(*self.held.pop(number), sign=-1)
 
-    def _add(self, kind: str, size_bytes: int) -> None:
+    def _add(self, kind: str, size_bytes: int, sign: int = 1) -> None:
+        size_bytes *= sign
         self.by_kind[kind] = self.by_kind.get(kind, 0) + size_bytes
         self.now += size_bytes
         self.local_peak = max(self.local_peak, self.now)

@@ -1,14 +1,13 @@
 """This machine as an entry of the planner's table, measured on the config's own sizes in a few seconds."""
 
 import os
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.attention.tiles import count_pairs
@@ -77,18 +76,10 @@ def _memory_bytes(device: Device, ranks_per_node: int) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
 
 
-def _seconds(device: Device, run: Callable[[], Any]) -> float:
-    """Median time of a call, after a warm-up."""
-    wait = torch.cuda.synchronize if device.device.type == "cuda" else lambda: None
-    times: list[float] = []
-    run()
-    wait()
-    while not times or sum(times) < SECONDS:
-        begun = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+def _seconds(run: Callable[[], Any]) -> float:
+    """Median time of a call; torch's timer warms up and waits for a GPU."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median
 
 
 def _product_rate(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> float:
@@ -96,7 +87,7 @@ def _product_rate(device: Device, dtype: torch.dtype, args: Any, tokens: int) ->
     with device.device:
         x, weight = torch.randn(tokens, args.dim, dtype=dtype), torch.randn(args.ffn_dim, args.dim, dtype=dtype)
         gradient = torch.randn(tokens, args.ffn_dim, dtype=dtype)
-    seconds = _seconds(device, lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
+    seconds = _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
     return 6 * tokens * args.dim * args.ffn_dim / seconds
 
 
@@ -104,7 +95,7 @@ def _bandwidth(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> fl
     """Bytes/s of a product of two wide activations into a new tensor."""
     with device.device:
         a, b = (torch.randn(tokens, args.ffn_dim, dtype=dtype) for _ in range(2))
-    return 3 * a.numel() * a.element_size() / _seconds(device, lambda: a * b)
+    return 3 * a.numel() * a.element_size() / _seconds(lambda: a * b)
 
 
 def _attention_rates(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> tuple[float, float]:
@@ -129,7 +120,7 @@ def _attention_seconds(
         k, v = (torch.randn(1, tokens, args.n_kv_heads, args.head_dim, dtype=dtype) for _ in range(2))
     plan = make_plan(tokens, mask=mask)
     with torch.no_grad():
-        forward = _seconds(device, lambda: attend(q, k, v, plan))
+        forward = _seconds(lambda: attend(q, k, v, plan))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     out = attend(q, k, v, plan)
-    return forward, _seconds(device, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    return forward, _seconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
