@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Train a config: environment (once), a check of the config, then torchrun train.py.
+# Train a config: environment (once), a check of the config, then train.py on every rank.
 #
 #   ./run_train.sh [--section.key=value ...]           train_configs/quickstart.toml
 #   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          anything else
 #   ./run_train.sh --help                               every key
-#   ./run_train.sh --verify-parity                      the first step, with parallelism and on one rank, side by side
-#   ./run_train.sh --dry-run --world-size 8             a step of each stage as one rank of many, without devices
+#   ./run_train.sh --verify-parity                      compare the first step with parallelism and on one rank
+#   ./run_train.sh --dry-run --world-size 8             a step of each stage as one of 8 ranks, without devices
 #
 #   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)
 #   NPROC          ranks on this node                   (default: one per GPU; 2 without a GPU)
 #   NNODES         nodes                                (default 1)
-#   NODE_RANK      this node's number, from 0           (default 0)
+#   NODE_RANK      accepted; nodes number themselves    (default 0)
 #   RDZV_ENDPOINT  host:port of node 0, for NNODES > 1
 #   VENV           virtual environment                  (default: the active one, else .venv)
 #
-# A rank that dies or hangs is started again with all others, from the last checkpoint, up to job.max_restarts times.
-# SIGTERM and SIGUSR1 have the run finish its step, save and end with exit code 0; the same command goes on from there.
+# After a rank dies or hangs, all ranks start again from the last checkpoint, up to job.max_restarts times.
+# After SIGTERM or SIGUSR1 the run finishes its step, saves and ends with exit code 0; the same command resumes it.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS=""

@@ -7,6 +7,7 @@ wall. The operations that guarding adds are timed by themselves too, as what the
 differ by; and so is telling: losses by position, document and source, and a record in metrics.jsonl and TensorBoard.
 """
 
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -23,7 +24,8 @@ from models import ARCHITECTURES
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import build
 from torchtitan_cp.data.batches.loader import MicroBatch, read_step
-from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read
+from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read_report
+from torchtitan_cp.health.recovery import RecoveryState
 from torchtitan_cp.metrics import MetricsLogger
 from torchtitan_cp.optim import square_norms
 from torchtitan_cp.runtime import World
@@ -55,13 +57,13 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     trainer = Trainer(config, world)
     bare = ParallelModel(config, world, trainer.meshes, trainer.model.args, trainer.stages[0], length)
     shape = trainer.enter_stage(trainer.stages[0])
-    bare.enter(trainer.stages[0])
-    batches = read_step(trainer.data_pipeline.samples, shape, 0)
+    bare.configure_stage(trainer.stages[0])
+    batches, spikes = read_step(trainer.data_pipeline.samples, shape, 0), trainer.health_monitor.spikes
 
     def guarded() -> None:
-        report = trainer.gradients(batches)
+        report = trainer.forward_backward(batches)
         trainer.health_monitor.is_bad(report)
-        trainer.health_monitor.record_healthy_step(report)
+        spikes.record_healthy_step(report)
         trainer.model.update(1e-6, report.grad_norm)
 
     hidden = torch.randn(1, length, trainer.model.args.dim)
@@ -74,15 +76,17 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     def more() -> None:
         outputs = [largest(hidden) for _ in range(blocks + 1)]
         torch.stack(outputs).double()
-        square_norms(trainer.health_monitor.counted)
-        trainer.health_monitor.spikes.healthy(read(rows).judged(trainer.health_monitor.spikes.judge))
+        square_norms(trainer.model.norm_groups)
+        report = read_report(rows)
+        spikes.find(report)
+        spikes.record_healthy_step(report)
 
-    stage, report, losses = trainer.stages[0], trainer.gradients(batches), torch.rand(batches[0].labels.shape)
+    stage, report, losses = trainer.stages[0], trainer.forward_backward(batches), torch.rand(batches[0].labels.shape)
     metrics_logger = MetricsLogger(config.metrics, 1, 0, enabled=False)
     recorder = RunRecorder(config, world, trainer.model, trainer.data_pipeline, metrics_logger)
     recorder.start(0)
     recorder.start_stage(stage, 0, batches[0], "")
-    progress = trainer.health_monitor.with_health_state(trainer.progress)
+    progress = dataclasses.replace(trainer.progress, health=dataclasses.asdict(RecoveryState()))
 
     def tell() -> None:
         recorder.start_step(stage, 1, batches)
@@ -102,7 +106,7 @@ def cpu_seconds(step: Callable[[], None]) -> float:
 
 def unguarded(model: ParallelModel, batches: tuple[MicroBatch, ...]) -> None:
     """A step that exchanges three numbers."""
-    sums = model.gradients(batches)
+    sums = model.forward_backward(batches)
     norm = square_norms([list(model.parts.parameters())])[0]
     own = torch.stack([sums.loss.double(), sums.tokens.double(), norm])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]

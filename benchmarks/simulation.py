@@ -87,7 +87,8 @@ def simulate(
     }
     plans = tuple(with_strategy(make_plan(q.shape[1], rank=rank, **options), strategy) for rank in range(ranks))
     check_shapes(plans[0].shard(q), plans[0].shard(k), plans[0].shard(v), plans[0], sinks)
-    chosen, exchange = choose_kernel(kernel, q, v), STRATEGIES[strategy]
+    exchange, merged = STRATEGIES[strategy], ranks > plans[0].all_to_all_ranks
+    chosen = choose_kernel(kernel, q, v, merged=merged)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kept: list[Residuals | None] = [None] * ranks
 

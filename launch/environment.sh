@@ -1,5 +1,5 @@
 # Sourced by run_train.sh and run_tests.sh: leaves $PYTHON pointing at an environment with everything installed.
-# EXTRAS (e.g. "[dev]") is set by the caller. VENV chooses the environment; else an active one is respected; else .venv.
+# The caller sets EXTRAS (e.g. "[dev]"). The environment is VENV, else the active one, else .venv.
 
 venv="${VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}"
 
@@ -21,11 +21,11 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 PYTHON="$venv/bin/python"
 
-# The stamp changes with the requirements, so that an environment is only set up again when they do.
+# The stamp changes with the requirements, so that an environment is set up again only when they change.
 stamp="$venv/.torchtitan-cp-${EXTRAS:-base}"
 wanted="$ROOT $(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    # Another's environment keeps its PyTorch, which may be the build for its driver. setuptools goes by what that allows.
+    # An environment that was there keeps its PyTorch, which may be the build for its driver, and a setuptools to fit.
     pins="$venv/.torchtitan-cp-pins.txt" kept=""
     if [ ! -e "$venv/.torchtitan-cp-made" ]; then
         kept="$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)"
@@ -37,7 +37,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         cp "$ROOT/constraints.txt" "$pins"
         echo "installing pinned requirements into $venv (once; PyTorch may take a few minutes)"
     fi
-    # As uv makes environments, or where making one was cut short.
+    # uv makes environments without pip.
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null
     # setuptools warns of every editable installation.
     PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$pins" -e "$ROOT${EXTRAS:-}" || {

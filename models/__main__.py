@@ -1,4 +1,4 @@
-"""`python -m models` prints the table of shapes, with what a stage writes to go on with a published one."""
+"""`python -m models` prints the table of sizes, with the `rope` of each published model."""
 
 from collections.abc import Iterator
 

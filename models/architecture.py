@@ -1,4 +1,4 @@
-"""What an architecture shows to a trainer: its shapes by name and how a network is made of one."""
+"""What the trainer knows of an architecture: its sizes by name, and how to build a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,9 @@ class Hub:
 
     Attributes:
         names: our parameter -> theirs; `*` stands for the layer's number in both.
-        sizes: config.json -> values of the args; ValueError says why it is none of this architecture.
-        config: args -> config.json, without rotary embedding, length and tokens; ValueError says what it cannot say.
+        sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
+        config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
+            cannot express.
     """
 
     names: Mapping[str, str]
@@ -27,17 +28,17 @@ class Architecture:
     """An architecture by name.
 
     Attributes:
-        flavors: shapes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
+        flavors: sizes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
             `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`; for the planner also
-            `matrix_parameters()`, `token_ffn_dim` and `token_copies` (see LlamaShape).
+            `matrix_parameters()`, `token_ffn_dim` and `token_copies` (see LlamaArgs).
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
-            each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to some layers,
+            each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
             plan, window) and may be given `sinks=`; `attend.sum_ranks(x, plan)` sums a tensor without gradient
-            over the ranks that share each sequence, and is missing where a sequence is whole.
+            over the ranks that share each sequence; it is missing if no rank shares one.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
         published_rope: flavor -> keys of a stage's `rope` with which it was published.
-        hub: names and sizes in Hugging Face's format; None where it has none.
+        hub: names and sizes in Hugging Face's format; None if it has none.
         lacks: dotted key of the config -> why this architecture cannot have it on (a flag), or above 1 (a degree).
     """
 

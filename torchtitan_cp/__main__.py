@@ -3,18 +3,15 @@
 import importlib
 import sys
 
-# What each command is the main() of; imported when it is asked for, as the launcher needs no torch.
+# The module whose main() a command is; imported on demand, because the launcher begins without torch.
 COMMANDS = {
     "train": ("torchtitan_cp.cli.train", "train a config, on this node's ranks"),
     "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),
-    "plan": (
-        "torchtitan_cp.cli.plan",
-        "memory, messages and time of a config on a cluster, without running it",
-    ),
-    "evaluate": ("torchtitan_cp.cli.evaluate", "what a checkpoint finds again, at which length and depth"),
-    "generate": ("torchtitan_cp.cli.generate", "go on with a text"),
+    "plan": ("torchtitan_cp.cli.plan", "estimate memory, communication and time of a config on a cluster"),
+    "evaluate": ("torchtitan_cp.cli.evaluate", "measure what a checkpoint retrieves, by length and depth"),
+    "generate": ("torchtitan_cp.cli.generate", "continue a text"),
     "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),
-    "replay": ("torchtitan_cp.cli.replay", "run again what made a step's numbers ill"),
+    "replay": ("torchtitan_cp.cli.replay", "repeat a step that had non-finite values"),
 }
 
 

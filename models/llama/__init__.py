@@ -1,4 +1,4 @@
-"""The Llama family: shapes by name, and the network."""
+"""The Llama family: sizes by name, and the model."""
 
 from models.architecture import Architecture
 from models.llama.flavors import FLAVORS, PUBLISHED_ROPE, LlamaArgs

@@ -1,4 +1,4 @@
-"""Shapes of the Llama family by name, and the rotary embedding each was published with.
+"""Sizes of the Llama family by name, and the rotary embedding each was published with.
 
 Source: the config.json of each released checkpoint.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LlamaArgs:
-    """Sizes of a Llama network, and the options in which its relatives differ.
+    """Sizes of a Llama model, and the options in which its relatives differ.
 
     Attributes:
         dim: E, width of the residual stream.
@@ -22,10 +22,10 @@ class LlamaArgs:
         vocab_size: V; 0 takes the tokenizer's.
         tie_embeddings: the output matrix is the embedding.
         norm_eps: added to the mean square in RMSNorm.
-        windows: keys that a query sees, itself counted, in the layers in turn; 0 is all of them.
+        windows: keys that a query sees, itself included, for the layers in turn; 0: all.
         qkv_bias: the projections to q, k and v have a bias (Qwen2).
         qk_norm: q and k pass an RMSNorm over each head, before RoPE (Qwen3).
-        sinks: each head has a learned logit that takes its share of the softmax and gives no value (gpt-oss).
+        sinks: each head has a learned logit that takes part in the softmax and adds no value (gpt-oss).
     """
 
     dim: int
@@ -53,21 +53,21 @@ class LlamaArgs:
         return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
 
     def matrix_parameters(self) -> int:
-        """Weights of the same matrices, those that a token passes by among them."""
+        """Weights of the same matrices, including those that a token does not use."""
         return self.linear_parameters()
 
     @property
     def token_ffn_dim(self) -> int:
-        """Width of all that the MLP makes of one token."""
+        """Width of the MLP for one token."""
         return self.ffn_dim
 
     @property
     def token_copies(self) -> int:
-        """How often the MLP copies a token's hidden state: once for each expert that it goes to."""
+        """Copies that the MLP makes of a token's hidden state: one for each expert of the token."""
         return 0
 
     def problem(self) -> str | None:
-        """Why these sizes make no network, or None."""
+        """Why these sizes are not a valid model, or None."""
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)
         if min(sizes) < 1:
             return "every size must be at least 1"
@@ -86,7 +86,7 @@ def _qwen3(args: LlamaArgs) -> LlamaArgs:
     return replace(args, norm_eps=1e-6, qk_norm=True)
 
 
-# E, layers, Hq, Hkv, D, SwiGLU, V. Names without a family are Llama 3 (3.1 and 3.2 where it has that size).
+# E, layers, Hq, Hkv, D, SwiGLU, V. Names without a family are Llama 3 (3.1 and 3.2 in the sizes they have).
 FLAVORS = {
     "debug": LlamaArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True),
     "60M": LlamaArgs(512, 8, 8, 4, 64, 1408, tie_embeddings=True),
@@ -100,7 +100,7 @@ FLAVORS = {
     "llama2-70B": LlamaArgs(8192, 80, 64, 8, 128, 28672, 32000),
     "mistral-7B": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32000, windows=(4096,)),
     "mistral-7B-v0.3": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32768),
-    # Qwen2 and Qwen2.5 have the same sizes, but for 3B, 14B and 32B, which only Qwen2.5 has.
+    # Qwen2 and Qwen2.5 have the same sizes, except 3B, 14B and 32B, which only Qwen2.5 has.
     "qwen2-0.5B": _qwen2(LlamaArgs(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True)),
     "qwen2-1.5B": _qwen2(LlamaArgs(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True)),
     "qwen2-3B": _qwen2(LlamaArgs(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True)),
@@ -126,7 +126,7 @@ _PLAIN: dict[str, Mapping[str, Any]] = {
     "qwen3": {"theta": 1e6},
 }
 
-# What a stage writes as `rope = {...}` to go on as each was published; Llama 3 itself has theta 5e5 alone.
+# A stage's `rope = {...}` that continues a model as published; Llama 3 itself has theta 5e5 alone.
 PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {
     **{name: _PLAIN[name.split("-")[0]] for name in FLAVORS if "-" in name},
     "1B": _SCALED_32,

@@ -9,7 +9,7 @@ from typing import Any
 from models.architecture import Hub
 from models.llama.flavors import LlamaArgs
 
-# Ours -> theirs; `*` is the layer's number. RoPE turns halves in both, so no row changes its place.
+# Ours -> theirs; `*` is the layer's number. RoPE pairs halves in both, so no row moves.
 NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
@@ -45,15 +45,15 @@ KEYS = {
 # model_type -> (qkv_bias, qk_norm).
 FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# What a released config leaves out, as its class has it.
+# Defaults of the transformers classes for keys that a released config leaves out.
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a LlamaShape from a config.json.
+    """Values of a LlamaArgs from a config.json.
 
     Raises:
-        ValueError: it describes a network that this block is not; the message says what of it.
+        ValueError: this block cannot be the described model; the message says why.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -70,7 +70,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(family: str, filled: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The window of the layers in turn, as short as it can be said."""
+    """The windows of the layers in turn, as their shortest period."""
     layers = filled["num_hidden_layers"]
     if family == "mistral":
         return (config.get("sliding_window", 4096) or 0,)
@@ -86,10 +86,10 @@ def _windows(family: str, filled: Mapping[str, Any], config: Mapping[str, Any]) 
 
 
 def config(args: LlamaArgs) -> dict[str, Any]:
-    """A config.json of this args, without its rotary embedding, length and tokens.
+    """A config.json of these args, without rotary embedding, length and tokens.
 
     Raises:
-        ValueError: no family has these options together; the message names them.
+        ValueError: no family combines these options; the message names them.
     """
     if args.sinks or (args.qkv_bias and args.qk_norm):
         options = [name for name in ("sinks", "qkv_bias", "qk_norm") if getattr(args, name)]

@@ -24,15 +24,15 @@ class Llama(nn.Module):
     Args:
         args: sizes; vocab_size must be set.
         attend: (q `[B, S/cp, Hq, D]`, k `[B, S/cp, Hkv, D]`, v `[B, S/cp, Hkv, D]`, plan, window)
-            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. A args with sinks calls it
-            with `sinks=` `[Hq]` besides.
+            -> `[B, S/cp, Hq, D]`; window counts the keys that a query sees, 0 for all. With sinks it also
+            gets `sinks=` `[Hq]`.
     """
 
     def __init__(self, args: LlamaArgs, attend: Attend) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        # By number, so that a stage of a pipeline keeps the names of the layers it has.
+        # By number, so that a pipeline stage keeps the names of its layers.
         windows = enumerate(args.layer_windows)
         self.layers = nn.ModuleDict({str(number): self.block(args, attend, window) for number, window in windows})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
@@ -43,7 +43,7 @@ class Llama(nn.Module):
         self.opens = self.closes = True
 
     def block(self, args: Any, attend: Attend, window: int) -> nn.Module:
-        """A layer; what a relative of Llama has instead, it makes here."""
+        """Build a layer; relatives of Llama override this."""
         return Block(args, attend, window)
 
     def keep(self, first: int, stop: int) -> None:
@@ -150,14 +150,14 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # nothing holds what they were while attention runs
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # the unrotated tensors are freed before attention runs
         options = {"sinks": self.sinks()} if self.sinks else {}
         out = self.attend(q, k, v, plan, self.window, **options)
         return self.wo(out.flatten(-2))
 
 
 class Sinks(nn.Module):
-    """A logit for each head, `[Hq]`. A module of its own, so that it can be dealt out like the heads."""
+    """A logit for each head, `[Hq]`. A module of its own, so that it can be sharded like the heads."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""A mixture of experts on Llama's attention, in the args of Qwen3-MoE and OLMoE: shapes by name, and the network."""
+"""A mixture of experts on Llama's attention, as in Qwen3-MoE and OLMoE: sizes by name, and the model."""
 
 from models.architecture import Architecture
 from models.moe.flavors import FLAVORS, PUBLISHED_ROPE, MoeArgs
 from models.moe.hub import HUB
 from models.moe.model import Moe
 
-# What the balance of the experts keeps it from; models/architecture.py says how these are told.
+# What this architecture lacks because of its balance loss; see `lacks` in models/architecture.py.
 LACKS = {
-    "parallel.tp": "its experts are not dealt out over tensor-parallel ranks",
-    "parallel.pp": "the balance of the experts in all layers enters the loss, which only the last stage has",
-    "compile.enable": "how many tokens an expert has is known only when it runs",
+    "parallel.tp": "its experts are not sharded over tensor-parallel ranks",
+    "parallel.pp": "the balance loss of all layers is part of the loss, which only the last pipeline stage has",
+    "compile.enable": "the number of tokens of an expert is known only when it runs",
 }
 
 ARCHITECTURE = Architecture("moe", FLAVORS, Moe, {}, PUBLISHED_ROPE, HUB, LACKS)

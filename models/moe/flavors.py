@@ -1,4 +1,4 @@
-"""Shapes of mixtures of experts by name. Source: the config.json of each released checkpoint."""
+"""Sizes of mixtures of experts by name. Source: the config.json of each released checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from models.llama.flavors import LlamaArgs
 
 @dataclass(frozen=True)
 class MoeArgs(LlamaArgs):
-    """Sizes of a Llama network whose MLPs are experts; `ffn_dim` is the width of one.
+    """Sizes of a Llama model whose MLPs are experts; `ffn_dim` is the width of one.
 
     Attributes:
         n_experts: X, experts of a layer.
-        experts_per_token: K, how many a token goes to.
-        normalize_shares: the K shares of a token sum to one (Qwen3-MoE); else to what the softmax over all gave them
-            (OLMoE).
+        experts_per_token: K, experts that a token is sent to.
+        normalize_shares: the K shares of a token sum to one (Qwen3-MoE); else they are those of the softmax over all
+            experts (OLMoE).
         balance: weight of the balance loss beside the cross-entropy of a token.
     """
 
@@ -25,28 +25,28 @@ class MoeArgs(LlamaArgs):
     balance: float = 1e-3
 
     def linear_parameters(self) -> int:
-        """Weights that multiply a token once: of the experts, those it goes to."""
+        """Weights that multiply a token once, including those of its experts only."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         experts = self.experts_per_token * 3 * self.dim * self.ffn_dim + self.dim * self.n_experts
         return self.n_layers * (attention + experts) + self.dim * self.vocab_size
 
     def matrix_parameters(self) -> int:
-        """See LlamaShape: all experts."""
+        """See LlamaArgs: all experts."""
         passed_by = (self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
         return self.linear_parameters() + self.n_layers * passed_by
 
     @property
     def token_ffn_dim(self) -> int:
-        """See LlamaShape."""
+        """See LlamaArgs."""
         return self.experts_per_token * self.ffn_dim
 
     @property
     def token_copies(self) -> int:
-        """See LlamaShape."""
+        """See LlamaArgs."""
         return self.experts_per_token
 
     def problem(self) -> str | None:
-        """Why these sizes make no network, or None."""
+        """Why these sizes are not a valid model, or None."""
         if not 1 <= self.experts_per_token <= self.n_experts:
             return f"experts_per_token = {self.experts_per_token} of n_experts = {self.n_experts} cannot be chosen"
         if self.balance < 0:

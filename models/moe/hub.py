@@ -21,10 +21,10 @@ NAMES = {name: theirs for name, theirs in llama.NAMES.items() if ".feed_forward.
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a MoeShape from a config.json; the weight of the balance is the run's own.
+    """Values of a MoeArgs from a config.json; the weight of the balance is the run's own.
 
     Raises:
-        ValueError: it describes a network that this block is not; the message says what of it.
+        ValueError: this block cannot be the described model; the message says why.
     """
     if config.get("model_type") != "qwen3_moe":
         raise ValueError(f"model_type is {config.get('model_type')!r}, and this architecture is qwen3_moe")
@@ -42,10 +42,10 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config(args: MoeArgs) -> dict[str, Any]:
-    """A config.json of this args, without its rotary embedding, length and tokens.
+    """A config.json of these args, without rotary embedding, length and tokens.
 
     Raises:
-        ValueError: Qwen3-MoE has not these options; the message names them.
+        ValueError: Qwen3-MoE lacks these options; the message names them.
     """
     if not args.qk_norm or any(args.layer_windows):
         raise ValueError("Qwen3-MoE has qk_norm, and no windows")

@@ -16,13 +16,13 @@ from models.moe.flavors import MoeArgs
 
 
 class Moe(Llama):
-    """Llama with experts. The balance loss joins the sum that the head gives, so whoever divides that divides it too.
+    """Llama with experts. The balance loss joins the sum that the head gives, so the same division applies to it.
 
     Let f[e] be the share of a sequence's choices that fell on expert e, and p[t, e] the router's softmax for token
     t. The balance loss is the sum over layers and tokens of `balance` * X * sum over e of f[e] p[t, e], which is
     `balance` a layer and token where the experts are balanced. f is counted over the whole sequence, also where ranks
     share it, and has no gradient; so the loss is a sum over tokens, like the cross-entropy, and like it does not
-    depend on how sequences are dealt out over ranks and micro-batches. Tokens whose label is ignored count in it.
+    depend on how sequences are distributed over ranks and micro-batches. Tokens whose label is ignored count in it.
 
     Args:
         args: sizes; vocab_size must be set.
@@ -76,7 +76,7 @@ class MoeBlock(nn.Module):
         return self.mlp(hidden), balance
 
     def balance(self, hidden: Tensor, plan: Any) -> Tensor:
-        """X times the sum over tokens and experts of f p; see Moe. For it the router runs twice, which is little."""
+        """X times the sum over tokens and experts of f p; see Moe. The router runs twice, which is cheap."""
         probabilities, chosen = self.router(self.ffn_norm(hidden))
         counts = F.one_hot(chosen, probabilities.shape[-1]).sum((1, 2))
         if self.sum_ranks:
@@ -95,7 +95,7 @@ class MoeBlock(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts a token goes to."""
+    """Chooses the experts of a token."""
 
     def __init__(self, args: MoeArgs) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLUs, of which a token sees a few: w1, w3 `[X, F, E]`, w2 `[X, E, F]`."""
+    """SwiGLUs, of which a token uses a few: w1, w3 `[X, F, E]`, w2 `[X, E, F]`."""
 
     def __init__(self, args: MoeArgs) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(args.n_experts, args.dim, args.ffn_dim))
 
     def forward(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """The shared sum of what a token's experts give.
+        """The weighted sum of a token's experts.
 
         Args:
             x: `[tokens, E]`.
@@ -128,7 +128,7 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         tokens = order // chosen.shape[1]
         counts = chosen.flatten().bincount(minlength=len(self.w1)).tolist()
-        # Every expert computes, also on no token: then its gradient is zero and not missing.
+        # An expert without tokens computes too, so that its gradient is zero and not missing.
         outputs = [
             F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
             for rows, w1, w3, w2 in zip(x[tokens].split(counts), self.w1, self.w3, self.w2, strict=True)

@@ -21,6 +21,6 @@ def test_run_train_starts_the_job_anew_where_a_stage_wants_another_tp(tmp_path: 
         [str(REPOSITORY / "run_train.sh")], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the job starts anew from its checkpoint") == 2
+    assert done.stdout.count("the job restarts from its checkpoint") == 2
     assert len(losses_of(path.parent)) == 9
     assert not list(tmp_path.glob("torchtitan-cp-*"))

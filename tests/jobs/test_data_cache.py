@@ -11,9 +11,7 @@ import pytest
 from tests.support.corpus_cache import BYTES, assert_is_the_corpus, data_of, finished, partial
 from tests.support.texts import REPOSITORY, text_corpus
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import (
-    prepare,
-)
+from torchtitan_cp.data import prepare
 
 pytestmark = pytest.mark.jobs
 
@@ -27,14 +25,14 @@ SCRIPT = """
 import logging, os, signal, sys, time
 from pathlib import Path
 from torchtitan_cp.config.sections import Data, Tokenizer
-from torchtitan_cp.data.corpus import cache
+from torchtitan_cp.data.corpus import cache, tokenization
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-fill = cache.write_splits
-def write_splits(*arguments):
-    manifest = fill(*arguments)
+run = tokenization.Tokenization.run
+def run_and_more(self):
+    found = run(self)
     {before_the_end}
-    return manifest
-cache.write_splits = write_splits
+    return found
+tokenization.Tokenization.run = run_and_more
 corpus = cache.prepare(Data(source="text", path=sys.argv[1], cache_folder=sys.argv[2], validation_fraction=0.2),
                        Tokenizer(kind="bytes"))
 print(corpus.fingerprint)

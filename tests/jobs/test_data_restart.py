@@ -27,17 +27,17 @@ import os, signal, sys
 from pathlib import Path
 from tests.support import half_made
 from torchtitan_cp.data import prepare
-from torchtitan_cp.data.corpus import tokenizing
+from torchtitan_cp.data.corpus.tokenization import Tokenization
 corpus, cache, source, document, last = sys.argv[1:]
 half_made.shrink()
-write, written = tokenizing._SplitsWriter.write, 0
+write, written = Tokenization._write, 0
 def write_or_die(*arguments):
     global written
     write(*arguments)
     written += 1
     if written == int(last):
         os.kill(os.getpid(), signal.SIGKILL)
-tokenizing._SplitsWriter.write = write_or_die
+Tokenization._write = write_or_die
 prepare(half_made.data_of(Path(corpus), Path(cache), source, document), half_made.BYTES)
 """
 

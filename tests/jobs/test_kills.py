@@ -36,7 +36,7 @@ Record = dict[tuple[int, int, int], Any]
 
 def record_samples(folder: Path) -> None:
     """On a rank: write the (stage, step, sample, its text) of all that it trains on from now on."""
-    gradients = Trainer.gradients
+    forward_backward = Trainer.forward_backward
     file = os.open(folder / f"samples-{os.getpid()}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def recorded(trainer: Trainer, batches: Any) -> Any:
@@ -45,9 +45,9 @@ def record_samples(folder: Path) -> None:
         rows = [[progress.stage, progress.stage_step, n, str(samples.sequence(n).pieces)] for n in numbers]
         # At once, so that a kill leaves whole lines.
         os.write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        return gradients(trainer, batches)
+        return forward_backward(trainer, batches)
 
-    Trainer.gradients = recorded  # type: ignore[method-assign]
+    Trainer.forward_backward = recorded  # type: ignore[method-assign]
 
 
 def tokenize_slowly(folder: Path) -> None:

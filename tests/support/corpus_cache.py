@@ -7,11 +7,9 @@ import numpy as np
 from tests.support.texts import read
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import (
-    PreparedCorpus,
-    PreparedSource,
-    TokenStore,
-)
+from torchtitan_cp.data import PreparedCorpus
+from torchtitan_cp.data.corpus.cache import PreparedSource
+from torchtitan_cp.data.corpus.store import TokenStore
 
 BYTES = TokenizerConfig(kind="bytes")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.texts import write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus import tokenizing
+from torchtitan_cp.data.corpus import tokenization
 from torchtitan_cp.data.corpus.store import TokenWriter
 
 BYTES = TokenizerConfig(kind="bytes")
@@ -19,15 +19,15 @@ COMMIT_TOKENS = 2000
 
 def shrink() -> None:
     """Batches, commits and shards as small as the corpus."""
-    tokenizing.BATCH_CHARACTERS = 100
-    tokenizing.COMMIT_TOKENS = COMMIT_TOKENS
-    tokenizing.TokenWriter = partial(TokenWriter, shard_bytes=3000)  # type: ignore[assignment, misc]
+    tokenization.BATCH_CHARACTERS = 100
+    tokenization.COMMIT_TOKENS = COMMIT_TOKENS
+    tokenization.TokenWriter = partial(TokenWriter, shard_bytes=3000)  # type: ignore[assignment, misc]
 
 
 def shrink_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process, for one test."""
     for name in ("BATCH_CHARACTERS", "COMMIT_TOKENS", "TokenWriter"):
-        monkeypatch.setattr(tokenizing, name, getattr(tokenizing, name))
+        monkeypatch.setattr(tokenization, name, getattr(tokenization, name))
     shrink()
 
 

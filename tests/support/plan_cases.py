@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.layout import LAYOUTS
 
 
 def draw_lengths(draw: st.DrawFn, total: int) -> tuple[int, ...]:
@@ -27,7 +28,4 @@ def cases(draw: st.DrawFn) -> tuple[int, int, AttentionMask, str]:
         document_lengths=documents,
         used_lengths=draw(st.sampled_from([None, used])),
     )
-    return seq_len, ranks, mask, draw(st.sampled_from(LAYOUTS))
-
-
-LAYOUTS = ("contiguous", "zigzag", "balanced")
+    return seq_len, ranks, mask, draw(st.sampled_from(list(LAYOUTS)))

@@ -102,15 +102,15 @@ def run_to_end(trainer: Trainer) -> list[dict[str, Any]]:
 def train_and_first_gradients(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """On a rank: run to the end without checkpoints; its lines, and the full gradients its first step took."""
     trainer = prepared(path, "--checkpoint.enable=false", *overrides)
-    take, first = trainer.gradients, dict[str, torch.Tensor]()
+    forward_backward, first = trainer.forward_backward, dict[str, torch.Tensor]()
 
-    def gradients(batches: tuple[MicroBatch, ...]) -> Any:
-        report = take(batches)
+    def remembered(batches: tuple[MicroBatch, ...]) -> Any:
+        report = forward_backward(batches)
         if not first:
             first.update(full_gradients(trainer))
         return report
 
-    trainer.gradients = gradients  # type: ignore[method-assign]
+    trainer.forward_backward = remembered  # type: ignore[method-assign]
     return run_to_end(trainer), first
 
 
@@ -151,7 +151,7 @@ def packed_gradients(path: Path, *overrides: str) -> tuple[float, dict[str, torc
 
 
 def gradients_of(trainer: Trainer, batches: tuple[MicroBatch, ...]) -> tuple[float, dict[str, torch.Tensor]]:
-    report = trainer.gradients(batches)
+    report = trainer.forward_backward(batches)
     assert not report.findings
     return report.loss, full_gradients(trainer)
 

@@ -182,7 +182,7 @@ class ContextParallel:
         return self.planner()(seq_len, mask=mask, like=like)
 
     def planner(self) -> Callable[..., Plan]:
-        """`plan` as a function that can be pickled: a loader's worker makes plans without a mesh."""
+        """`plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh."""
         rank = 0
         for axis in range(self.mesh.ndim):
             rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)

@@ -1,4 +1,4 @@
-"""torch.compile as blocks and kernels here want it; the one place that knows its limits."""
+"""torch.compile for blocks and kernels; the only place that handles its limits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 
 
 def compile_whole(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
-    """Compile a function whole or not at all, for as many kinds of calls as come.
+    """Compile a function as one graph, and again for each new kind of call.
 
-    torch gives up after eight kinds: a block with three windows, in training and evaluation, at a fixed length and at
-    any, has twelve; flex_attention reaches eight with two numbers of sequences at once, forward and backward.
+    torch stops compiling after eight kinds: a block with three windows, in training and evaluation, at a fixed and at
+    any length, has twelve; flex_attention reaches eight with two numbers of sequences, forward and backward.
 
     Args:
         mode: torch.compile's.

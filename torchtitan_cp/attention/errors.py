@@ -2,7 +2,7 @@
 
 
 class ContextParallelError(ValueError):
-    """A plan or a call that cannot be carried out. `fix` says what would work."""
+    """A plan or a call that is not possible. `fix` says what would work."""
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         self.message, self.fix = message, fix
@@ -10,8 +10,8 @@ class ContextParallelError(ValueError):
 
 
 class LayoutError(ContextParallelError):
-    """A sequence that cannot be cut as asked."""
+    """A sequence length that the layout cannot divide."""
 
 
 class PlanError(ContextParallelError):
-    """A mask, strategy or kernel that cannot do what is asked of it."""
+    """A mask, strategy, kernel or call that is invalid or not supported."""

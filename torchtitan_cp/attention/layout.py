@@ -1,4 +1,4 @@
-"""Which chunk of the sequence lives on which rank. Every rank holds the same number of tokens."""
+"""Which rank holds which chunk of the sequence. Every rank holds the same number of tokens."""
 
 import heapq
 from bisect import bisect_left
@@ -12,7 +12,7 @@ from torchtitan_cp.attention.errors import LayoutError
 from torchtitan_cp.attention.mask import AttentionMask, Span
 from torchtitan_cp.attention.tiles import count_pairs
 
-FINEST_CHUNKS, MOST_CHUNKS = 8, 64
+FEW_CHUNKS, MOST_CHUNKS = 8, 64
 CHUNK_COST = 0.005
 
 
@@ -39,14 +39,14 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """What it is called: by how its chunks are dealt, whoever made it."""
+        """Its name, by which rank holds which chunk."""
         ranks, tokens = len(self.chunks), self.chunk_tokens
         if self == contiguous(ranks * tokens, ranks):
             return "contiguous"
         return "zigzag" if self == zigzag(2 * ranks * tokens, ranks) else "balanced"
 
     def spans(self, rank: int) -> list[Span]:
-        """The (start, stop) global positions that a rank holds, in local order; neighbours are one."""
+        """The (start, stop) global positions that a rank holds, in local order; touching ones are joined."""
         spans: list[Span] = []
         for chunk in self.chunks[rank]:
             start = chunk * self.chunk_tokens
@@ -60,7 +60,7 @@ class Layout:
         return torch.cat([torch.arange(start, stop) for start, stop in self.spans(rank)])
 
     def rows_before(self, rank: int, position: int) -> int:
-        """How many of a rank's rows lie before a global position: where it would stand among them."""
+        """How many of a rank's rows lie before a global position."""
         chunk, inside = divmod(position, self.chunk_tokens)
         held = self.chunks[rank]
         slot = bisect_left(held, chunk)
@@ -68,7 +68,7 @@ class Layout:
         return before + inside if slot < len(held) and held[slot] == chunk else before
 
     def joined(self, size: int) -> "Layout":
-        """The layout in which each `size` neighbouring ranks are one."""
+        """The layout in which each `size` consecutive ranks are one."""
         groups = range(0, len(self.chunks), size)
         return Layout(
             self.chunk_tokens,
@@ -77,7 +77,7 @@ class Layout:
 
 
 def contiguous(sequence_length: int, ranks: int) -> Layout:
-    """Give rank r the r-th of P equal pieces. Unbalanced under a causal mask.
+    """Give rank r the r-th of P equal chunks. Unbalanced under a causal mask.
 
     Raises:
         LayoutError: if S is not divisible by P.
@@ -90,7 +90,7 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
     """Give each rank one chunk from the head of the sequence and its mirror from the tail.
 
     Under a causal mask later queries see more keys, so a head chunk (cheap) pairs with a tail chunk
-    (dear) and every rank does the same work. Source: Megatron-Core's dual-chunk order.
+    (expensive) and every rank does the same work. Source: Megatron-Core's dual-chunk order.
 
     Args:
         sequence_length: S, in tokens; must be divisible by 2 * ranks.
@@ -106,34 +106,28 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
 
 
 def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
-    """Cut finer, and deal the chunks out so that every rank has the same area of the mask.
+    """Cut finer, and assign the chunks so that every rank has the same area of the mask.
 
-    Of 1, 2, 4 and 8 chunks a rank, the one is taken whose busiest rank has the least to do, where each
-    chunk more counts as half a percent of work: larger chunks make larger tiles. Where a few long documents
-    hold most of the area, one such chunk is more than a rank's share, and up to 64 are tried. The chunks are
-    dealt largest first, each to the rank with the least so far that has room (Graham's LPT rule, 1969).
+    Of 1, 2, 4 and 8 chunks a rank, take the number whose busiest rank has the least to do, where each further
+    chunk counts as half a percent of work, since larger chunks make larger tiles. Where a few long documents
+    hold most of the area, one such chunk exceeds a rank's share, and up to 64 are tried. Chunks are assigned
+    largest first, each to the rank with the least area so far that has room (Graham's LPT rule, 1969).
 
     Raises:
         LayoutError: if S is not divisible by P.
     """
     _check_divisible(sequence_length, ranks, f"cp = {ranks}")
-    finest = next(n for n in (FINEST_CHUNKS, 4, 2, 1) if sequence_length % (n * ranks) == 0)
-    areas = chunk_areas(sequence_length // (finest * ranks), finest * ranks, mask, sequence_length)
     best: tuple[float, Layout] | None = None
     held = 1
     while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
-        if held > finest:
-            # Perfect balance of so many chunks would cost more than what is found.
-            if best is not None and best[0] <= sum(areas) / ranks * (1 + CHUNK_COST * held):
-                break
-            areas = chunk_areas(sequence_length // (held * ranks), held * ranks, mask, sequence_length)
-            finest = held
-        width = finest // held
-        merged = [sum(areas[start : start + width]) for start in range(0, len(areas), width)]
-        dealt, busiest = _deal(merged, ranks)
-        cost = busiest * (1 + CHUNK_COST * held)
-        if best is None or cost < best[0]:
-            best = (cost, Layout(sequence_length // (held * ranks), dealt))
+        chunk_tokens, penalty = sequence_length // (held * ranks), 1 + CHUNK_COST * held
+        areas = chunk_areas(chunk_tokens, held * ranks, mask, sequence_length)
+        # Even a perfect balance of so many chunks would cost more than the best so far.
+        if best and held > FEW_CHUNKS and best[0] <= sum(areas) / ranks * penalty:
+            break
+        chunks, busiest = _assign_chunks(areas, ranks)
+        if best is None or busiest * penalty < best[0]:
+            best = (busiest * penalty, Layout(chunk_tokens, chunks))
         held *= 2
     assert best is not None
     return best[1]
@@ -150,8 +144,8 @@ def chunk_areas(chunk_tokens: int, chunks: int, mask: AttentionMask, sequence_le
     return areas
 
 
-def _deal(areas: list[int], ranks: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """(chunks per rank, area of the busiest): equally many to each, largest first to the least busy."""
+def _assign_chunks(areas: list[int], ranks: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """(chunks of each rank, area of the busiest): the same number to each, largest first to the least busy."""
     room = len(areas) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]

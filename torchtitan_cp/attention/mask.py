@@ -16,7 +16,7 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 class Band(NamedTuple):
-    """Which keys a query sees by distance alone: low <= key - query <= high; None is unbounded."""
+    """Which keys a query sees by distance: low <= key - query <= high; None is unbounded."""
 
     low: int | None = None
     high: int | None = None
@@ -43,7 +43,7 @@ class AttentionMask:
             length; a query sees its own document only. None: each row is one document. One row stands
             for a batch of any size.
         used_lengths: per document, how many of its first rows are tokens; the rest is padding, which
-            attends to nothing and is attended by nothing. None: all of them.
+            attends to nothing and is attended to by nothing. None: all of them.
     """
 
     causal: bool = True
@@ -86,7 +86,7 @@ class AttentionMask:
         return Band(-left if left >= 0 else None, high)
 
     def check(self, sequence_length: int) -> None:
-        """Raise PlanError for a mask that is none of a sequence of this length."""
+        """Raise PlanError if the mask does not fit a sequence of this length."""
         if any(side < -1 for side in self.window):
             raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
         self.documents(sequence_length)

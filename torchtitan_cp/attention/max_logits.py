@@ -9,7 +9,7 @@ from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan, in_global_order
 from torchtitan_cp.attention.tiles import rows_of
 
-BLOCK_ROWS = 1024
+BLOCK_SCORES = 2**24  # held at once, of one head
 
 
 @torch.no_grad()
@@ -40,12 +40,12 @@ def _of_head(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
     largest = torch.tensor(float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
     for tile in plan.gathered_tiles:
         (batch, queries), (_, keys) = rows_of(tile)
-        q_tile, k_tile = q[batch, queries], k[batch, keys].to(largest.dtype)
-        for first in range(0, q_tile.shape[1], BLOCK_ROWS):
-            for start in range(0, k_tile.shape[1], BLOCK_ROWS):
-                scores = q_tile[:, first : first + BLOCK_ROWS] @ k_tile[:, start : start + BLOCK_ROWS].mT
-                rows, columns = scores.shape[1:]
-                hidden = hidden_pairs(rows, columns, tile.band.shifted(start - first, rows, columns), q.device)
-                seen = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
-                largest = torch.maximum(largest, seen.max())
+        k_tile = k[batch, keys].to(largest.dtype)
+        block = max(1, BLOCK_SCORES // k_tile.shape[1])
+        for number, q_block in enumerate(q[batch, queries].split(block, 1)):
+            scores = q_block @ k_tile.mT
+            rows, columns = scores.shape[1:]
+            hidden = hidden_pairs(rows, columns, tile.band.shifted(-number * block, rows, columns), q.device)
+            seen = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+            largest = torch.maximum(largest, seen.max())
     return largest

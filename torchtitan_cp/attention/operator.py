@@ -49,8 +49,9 @@ def _call(
     softcap: float,
 ) -> Call:
     plan = with_strategy(find_plan(handle), strategy)
-    kernel = choose_kernel(plan.kernel, q, v, softcap, slopes is not None)
-    return Call(plan, kernel, scale, key_heads, *plan.process_groups, slopes)
+    ring, trade = plan.process_groups
+    kernel = choose_kernel(plan.kernel, q, v, softcap, slopes is not None, merged=ring.ranks > 1)
+    return Call(plan, kernel, scale, key_heads, ring, trade, slopes)
 
 
 # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.

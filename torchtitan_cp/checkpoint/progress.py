@@ -1,4 +1,4 @@
-"""Where a run stands, and whether a checkpoint belongs to the run that would resume from it."""
+"""Where a run stands, the data cursor included, and whether a checkpoint belongs to the run that resumes from it."""
 
 import dataclasses
 import json
@@ -9,6 +9,8 @@ from typing import Any
 from torchtitan_cp.config import ConfigError
 
 PROGRESS_FILE = "progress.json"
+# Keys of a progress.json written before, and what they are called now.
+OLD_KEYS = {"cursor": "trained_tokens", "passed_over": "skipped_ranges", "recipe": "text_recipe"}
 
 
 class DamagedError(Exception):
@@ -19,24 +21,28 @@ class DamagedError(Exception):
 class Progress:
     """Where a run stands, as plain JSON. Learning rates and random numbers follow from the step.
 
+    The data cursor, which says what text the next step reads, is `stage`, `stage_step`, `skipped_ranges` and
+    `source_tokens`. No rank is in it, so any number of ranks resumes at the same text. The next step reads the text of
+    the stage's step `text_step`; the stage's streams start where `source_tokens` ends.
+
     Attributes:
-        step: optimizer steps begun (skipped ones and those that were rolled back too): it never falls.
-        cursor: tokens trained on, over all ranks; no rank count in it.
-        stage: number of the stage at hand; stage_step: its optimizer steps that were taken and stand.
-        stage_done: it ended before its last step, as its gate opened.
-        source_tokens: of each source's stream, what the stages before this one took.
+        step: optimizer steps begun (skipped ones and those rolled back too): it never falls.
+        trained_tokens: over all ranks; for the metrics.
+        stage: index of the current stage; stage_step: its optimizer steps that were taken and not rolled back.
+        stage_done: the stage ended before its last step, as its gate opened.
+        source_tokens: tokens of each source that the stages before this one read.
         identity: what must be the same to resume: the model's sizes, the data.
-        block_tokens: block of the data order; another one reorders what is still to come.
-        short_loss: newest held-out loss of the first stage, at its length.
-        passed_over: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
-        health: how far up the ladder the run is; see health.LadderState.
-        recent: what spikes are judged by; see health.SpikeDetector.
-        recipe: of the stage at hand, what says where in the text a step reads; see StagePlan.text_recipe.
+        block_tokens: block size of the data order; another one reorders the text that is left.
+        short_loss: newest held-out loss at the length of the first stage.
+        skipped_ranges: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
+        health: what bad steps have led to; see health.recovery.RecoveryState.
+        recent: numbers of the last healthy steps; see health.monitor.SpikeDetector.
+        text_recipe: of the current stage, what says which text a step reads; see StagePlan.text_recipe.
         stage_losses: per stage begun, its first and last training loss, and the steps taken.
     """
 
     step: int = 0
-    cursor: int = 0
+    trained_tokens: int = 0
     stage: int = 0
     stage_step: int = 0
     stage_done: bool = False
@@ -44,35 +50,42 @@ class Progress:
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
     short_loss: float | None = None
-    passed_over: list[list[int]] = dataclasses.field(default_factory=list)
+    skipped_ranges: list[list[int]] = dataclasses.field(default_factory=list)
     health: dict[str, Any] = dataclasses.field(default_factory=dict)
     recent: list[list[float]] = dataclasses.field(default_factory=list)
-    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    text_recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
-    def passed(self, stage: int) -> int:
-        """Steps of text that a stage passed over: its next step reads the text of step stage_step + this."""
-        return sum(stop - first for number, first, stop in self.passed_over if number == stage)
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "Progress":
+        """The progress that a checkpoint holds, under today's keys or those of before."""
+        return cls(**{OLD_KEYS.get(key, key): value for key, value in dict(saved).items()})
 
-    def skipping(self) -> "Progress":
-        """After a step that was begun and changed nothing: its text is passed over."""
-        here = self.stage_step + self.passed(self.stage)
-        return dataclasses.replace(
-            self, step=self.step + 1, passed_over=[*self.passed_over, [self.stage, here, here + 1]]
-        )
+    def skipped_steps(self, stage: int) -> int:
+        """How many steps of a stage's text are skipped."""
+        return sum(stop - first for number, first, stop in self.skipped_ranges if number == stage)
 
-    def back_to(self, saved: "Progress") -> "Progress":
-        """After a step that sends the run back to a checkpoint: the text since then is passed over.
+    @property
+    def text_step(self) -> int:
+        """Which step of the stage's text comes next: those taken and those skipped come before it."""
+        return self.stage_step + self.skipped_steps(self.stage)
 
-        Of the stage at hand, that is: what a stage before it is to take again, it reads again.
+    def after_skip(self) -> "Progress":
+        """After a step that changed nothing: its text is skipped."""
+        skipped = [self.stage, self.text_step, self.text_step + 1]
+        return dataclasses.replace(self, step=self.step + 1, skipped_ranges=[*self.skipped_ranges, skipped])
+
+    def after_rollback(self, saved: "Progress") -> "Progress":
+        """After a step that sends the run back to a checkpoint: the text read since then is skipped.
+
+        Only the current stage's text: a stage before it that is trained again reads its text again.
         """
-        same = saved.stage == self.stage
-        first = saved.stage_step + saved.passed(self.stage) if same else 0
-        stop = self.stage_step + self.passed(self.stage) + 1
+        first = saved.text_step if saved.stage == self.stage else 0
+        skipped = [self.stage, first, self.text_step + 1]
         return dataclasses.replace(
             saved,
             step=self.step + 1,
-            passed_over=[*saved.passed_over, [self.stage, first, stop]],
+            skipped_ranges=[*saved.skipped_ranges, skipped],
             block_tokens=self.block_tokens,
         )
 
@@ -84,7 +97,7 @@ def read_progress(folder: Path) -> Progress:
         DamagedError: its file is missing, or was written by another version of this program.
     """
     try:
-        return Progress(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
+        return Progress.from_json(json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
     except TypeError as error:
         raise DamagedError(f"{PROGRESS_FILE} was written by another version of this program: {error}") from None
     except (OSError, ValueError) as error:

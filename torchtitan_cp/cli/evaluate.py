@@ -77,7 +77,7 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
         model, data_pipeline, config.evaluation, stages[0], lambda what: bar.update(task, advance=1, description=what)
     )
     with bar:
-        return evaluator.evaluate(stage, model.enter(stage), at_end=True, short_before=saved.short_loss)
+        return evaluator.evaluate(stage, model.configure_stage(stage), at_end=True, short_before=saved.short_loss)
 
 
 def for_evaluation(config: Config, ranks: int, options: argparse.Namespace) -> Config:

@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def add_parity_argument(parser: argparse.ArgumentParser) -> None:
-    """--verify-parity, of the launcher and of train.py."""
+    """Add --verify-parity, which the launcher and train.py both take."""
     parser.add_argument(
         "--verify-parity",
         nargs="?",

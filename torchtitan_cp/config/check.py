@@ -44,7 +44,6 @@ def check_config(config: Config, ranks: int) -> Degrees:
             fix='enable checkpoints, or set checkpoint.export = "no"',
         )
     check_stages(config)
-    _check_warmup(config)
     _check_products(config, ranks)
     for index, stage in enumerate(config.curriculum.stages):
         where, parallel = f"curriculum.stages[{index}]", stage_parallel(config.parallel, stage)
@@ -57,6 +56,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
         own = dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp=of_stage.tp, pp=of_stage.pp))
         _check_pipeline(own)
         _check_stage(own, stage, where, of_stage)
+    _check_warmup(config)
     return degrees
 
 
@@ -73,7 +73,7 @@ def _check_warmup(config: Config) -> None:
     spans: list[tuple[str, LRScheduler, list[Stage]]] = [("lr_scheduler", config.lr_scheduler, shared)]
     spans += [(f"curriculum.stages[{i}].lr", stage.lr, [stage]) for i, stage in enumerate(stages) if stage.lr]
     for where, schedule, span in spans:
-        steps = sum(stage.steps or math.ceil(stage.tokens / max(1, stage.global_batch_tokens)) for stage in span)
+        steps = sum(stage.steps or math.ceil(stage.tokens / stage.global_batch_tokens) for stage in span)
         if span and schedule.warmup_steps > steps and not any(stage.until for stage in span):
             raise ConfigError(
                 f"{where}.warmup_steps = {schedule.warmup_steps} is longer than the {steps} steps it is part of",

@@ -7,12 +7,12 @@ from torchtitan_cp.config.errors import ConfigError
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
-    """An optional package.
+    """Import an optional package.
 
     Args:
-        module: its name, as imported.
-        extra: of ours, which installs it.
-        needed_by: the key and value that ask for it, for the message.
+        module: name of the module.
+        extra: of this package, which installs it.
+        needed_by: the key and value that need it, for the message.
 
     Raises:
         ConfigError: it is not installed.

@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Each section in the order of the file: its header, what it is for, its keys."""
+    """Each section in the order of the file: its header, its purpose, its keys."""
     hints = typing.get_type_hints(Config)
     for entry in dataclasses.fields(Config):
         kind = hints[entry.name]
@@ -36,7 +36,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def help_texts(section: Any) -> dict[str, str]:
-    """What the `Attributes:` of a section's docstring, and of the classes it extends, say of each key."""
+    """The help text of each key, from the `Attributes:` of the section and the classes it extends."""
     docs = (inspect.cleandoc(base.__doc__ or "") for base in section.__mro__)
     entries = (entry for doc in docs for entry in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc, re.MULTILINE))
     return {name: " ".join(text.split()) for name, text in entries}

@@ -16,11 +16,11 @@ TAKES = {
     ),
     "longrope": ("factor", "original_seq_len", "attention_factor", "long_factor", "short_factor"),
 }
-"""The keys each kind reads beside theta."""
+"""The keys each kind reads, in addition to theta."""
 
 
 def check_rope(rope: Rope, seq_len: int, where: str) -> None:
-    """What can be said of a scaling without the model's head_dim.
+    """Check a scaling, as far as possible without the model's head_dim.
 
     Args:
         seq_len: S of the stage, in tokens.
@@ -35,7 +35,7 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
 
 
 def _check_read(rope: Rope, where: str) -> None:
-    """A key beside the wrong kind would be dropped in silence."""
+    """A key that the kind does not read would be dropped silently."""
     for entry in dataclasses.fields(Rope):
         read = entry.name in ("theta", "kind", *TAKES[rope.kind])
         if not read and getattr(rope, entry.name) != entry.default:
@@ -60,13 +60,15 @@ def _check_numbers(rope: Rope, where: str) -> None:
 
 def _check_yarn(rope: Rope, where: str) -> None:
     if rope.theta == 1:
-        raise ConfigError(f"{where}.theta = 1 turns every pair alike, and yarn tells them apart", fix="use e.g. 10000")
+        raise ConfigError(
+            f"{where}.theta = 1 turns all pairs at the same speed, and yarn needs different ones", fix="use e.g. 10000"
+        )
     if not 0 < rope.beta_slow < rope.beta_fast:
         raise ConfigError(f"{where}: beta_fast must be above beta_slow, and that above 0", fix="use e.g. 32 and 1")
     if bool(rope.mscale) != bool(rope.mscale_all_dim):
         raise ConfigError(f"{where} has one of mscale and mscale_all_dim", fix="give both, or neither for the paper's")
     if rope.mscale and rope.attention_factor:
-        raise ConfigError(f"{where} has attention_factor, which leaves mscale nothing to do", fix="give one of them")
+        raise ConfigError(f"{where} has attention_factor, which overrides mscale", fix="give one of them")
 
 
 def _check_complete(rope: Rope, seq_len: int, where: str) -> None:

@@ -634,8 +634,8 @@ class Stage:
         steps: optimizer steps
         tokens: tokens, instead of steps (rounded up to whole steps)
         until: instead of steps: the stage ends when every bound holds after an evaluation: validation_loss,
-            short_loss_rise (loss at the first stage's length minus its value at that stage's end), passkey_accuracy
-            (at the stage's length); and max_tokens, which ends it anyway
+            short_loss_rise (relative rise of the loss at the first stage's length since that stage's end),
+            passkey_accuracy (at the stage's length); and max_tokens, which ends it anyway
         global_batch_tokens: tokens of one optimizer step over all ranks
         cp: context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank
         strategy: exchange; default context_parallel.strategy

@@ -1,4 +1,4 @@
-"""The curriculum as pure arithmetic: which stage a step is in, its shapes, its rotary frequencies.
+"""The curriculum as pure arithmetic: stages, their ends, their rotary frequencies.
 
 No tensors. Imports `config` at most.
 """

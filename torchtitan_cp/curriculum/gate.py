@@ -1,14 +1,14 @@
-"""When a stage has done what it was for: conditions on what evaluations measure."""
+"""Whether a stage may end before its last step: bounds on what evaluations measure."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Whether a number must come up to the bound of its condition, or down to it.
+# Whether the value must be at least its bound, or at most.
 RISES = {"passkey_accuracy": True, "validation_loss": False, "short_loss_rise": False}
 
 
 class Verdict(NamedTuple):
-    """Whether a stage may end, and the numbers that say so: in words, and those measured by name."""
+    """Whether a stage may end, why, and the measured values by name."""
 
     opened: bool
     why: str
@@ -19,14 +19,14 @@ def judge(conditions: Mapping[str, float], measured: Mapping[str, float]) -> Ver
     """Whether every condition holds.
 
     Args:
-        conditions: bounds by the name of what is measured; see RISES.
-        measured: the newest numbers.
+        conditions: bounds by metric; see RISES.
+        measured: the latest values.
     """
-    said, holds = [], True
+    reasons, holds = [], True
     for name, bound in conditions.items():
         value = measured.get(name)
         met = value is not None and (value >= bound if RISES[name] else value <= bound)
         holds = holds and met
         number = "not measured yet" if value is None else f"{value:.4g}"
-        said.append(f"{name} {number}, {'at least' if RISES[name] else 'at most'} {bound:g} wanted")
-    return Verdict(holds, "; ".join(said), {name: measured[name] for name in conditions if name in measured})
+        reasons.append(f"{name} {number}, {'at least' if RISES[name] else 'at most'} {bound:g} wanted")
+    return Verdict(holds, "; ".join(reasons), {name: measured[name] for name in conditions if name in measured})

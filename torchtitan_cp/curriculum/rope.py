@@ -1,6 +1,6 @@
-"""Rotary frequencies of a stage: a base, and a scaling of what it gives.
+"""Rotary frequencies of a stage: a base, and a scaling.
 
-Everything is worked out in fp64. Each kind gives the numbers of the function of that name in Hugging Face
+Everything is computed in fp64. Each kind gives the numbers of the function of that name in Hugging Face
 transformers (`modeling_rope_utils.ROPE_INIT_FUNCTIONS`), which a test holds.
 """
 
@@ -15,10 +15,10 @@ Frequencies = tuple[float, ...]
 
 
 def check_head_dim(stages: Sequence[StagePlan], head_dim: int) -> None:
-    """Refuse scalings that the model's heads cannot take.
+    """Refuse scalings that do not fit the model's heads.
 
     Raises:
-        ConfigError: a factor list that has not one number for each of the D/2 pairs, or ntk on a single pair.
+        ConfigError: a factor list without one number for each of the D/2 pairs, or ntk on a single pair.
     """
     for stage in stages:
         where, rope = f"curriculum.stages[{stage.index}].rope", stage.rope
@@ -47,7 +47,7 @@ def rope_frequencies(rope: Rope, head_dim: int, seq_len: int) -> tuple[Frequenci
 
 
 def describe_rope(rope: Rope) -> str:
-    """A few words for the log."""
+    """Theta and scaling, for the log."""
     return f"theta {rope.theta:g}" + (f" {rope.kind} x {rope.factor:g}" if rope.kind != "none" else "")
 
 
@@ -57,7 +57,7 @@ def powers(theta: float, head_dim: int) -> Frequencies:
 
 
 def unscaled(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, float]:
-    """As theta gives them."""
+    """The frequencies of theta, unchanged."""
     return base, 1.0
 
 
@@ -99,7 +99,7 @@ def yarn(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, floa
     head_dim = 2 * len(base)
 
     def pair_of(turns: float) -> float:
-        """Number of the pair, a fraction, that makes so many turns in the original length."""
+        """Index of the pair, a fraction, that makes this many turns in the original length."""
         return head_dim * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)

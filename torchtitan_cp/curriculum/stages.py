@@ -1,4 +1,4 @@
-"""[[curriculum.stages]] with everything worked out that the mesh decides."""
+"""[[curriculum.stages]] resolved for a number of ranks."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, R
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
-    """The stage's keys where it has them, else [data]'s."""
+    """The stage's own keys, with [data]'s for those that it leaves out."""
     own = dataclasses.asdict(stage.data)
     values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
@@ -23,8 +23,8 @@ def stage_activation(activation: Activation, stage: Stage) -> Activation:
     return dataclasses.replace(activation, **own)
 
 
-# Of a stage's [data]: what decides which text its sequences are.
-PLACED_BY = ("mixture", "packing", "packing_window")
+# The keys of a stage's data that decide which text a step reads.
+TEXT_KEYS = ("mixture", "packing", "packing_window")
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class StagePlan:
     """One stage, ready to run.
 
     Attributes:
-        index: place in the curriculum, from 0.
+        index: in the curriculum, from 0.
         seq_len: S, tokens of a sequence.
         cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
-        strategy: exchange by name; all_to_all_ranks: ranks that trade heads, for hybrid.
+        strategy: exchange by name; all_to_all_ranks: ranks that exchange heads, for hybrid.
         steps: optimizer steps, at most.
         micro_batch_sequences: sequences of one forward on one data-parallel rank.
         micro_batches: forwards of one optimizer step on one rank.
         tp, pp: tensor- and pipeline-parallel degrees.
         activation: what is kept between forward and backward.
         global_batch_tokens: tokens of one optimizer step over all ranks.
-        data: how it takes its text.
-        resets_optimizer: its moments begin at zero.
-        until: conditions that end it before its last step; see gate.judge.
+        data: how it reads its text.
+        resets_optimizer: the optimizer's moments start at zero.
+        until: conditions that end it before its last step; see gate.
     """
 
     index: int
@@ -69,13 +69,13 @@ class StagePlan:
 
     @property
     def text_recipe(self) -> dict[str, Any]:
-        """What says where in the text a step of the stage reads, as plain JSON."""
-        text = {name: getattr(self.data, name) for name in PLACED_BY}
+        """The settings that decide which text a step of the stage reads, as JSON values."""
+        text = {name: getattr(self.data, name) for name in TEXT_KEYS}
         return {"seq_len": self.seq_len, "global_batch_tokens": self.global_batch_tokens, **text}
 
 
 def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
-    """Work out every stage of a config that has passed `check_config` for so many ranks."""
+    """Resolve every stage of a config that has passed `check_config` for this number of ranks."""
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)

@@ -1,19 +1,11 @@
-"""Noticing a step that is not finite or far off, on every rank, before the optimizer sees it; and what follows.
+"""Bad steps: a step that is not finite, or whose numbers spike, is noticed on every rank before the optimizer sees it.
 
-Imports `config` and `attention` at most.
+`monitor` detects it, `recovery` decides what follows, `diagnosis` names the module, rank and token it begins with,
+`replay` runs that module again on one process, `inject` makes faults for drills. The model, the loop and the text come
+in as modules, callables and plain values. Imports `config` and `attention` at most.
 """
 
-from torchtitan_cp.health.inject import Injector
-from torchtitan_cp.health.monitor import BlockWatch, StepReport, all_gather_report
-from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
-from torchtitan_cp.health.spikes import SpikeDetector
+from torchtitan_cp.health.monitor import StepReport
+from torchtitan_cp.health.recovery import NonFiniteError
 
-__all__ = [
-    "BlockWatch",
-    "Injector",
-    "RecoveryPolicy",
-    "NonFiniteError",
-    "SpikeDetector",
-    "StepReport",
-    "all_gather_report",
-]
+__all__ = ["NonFiniteError", "StepReport"]

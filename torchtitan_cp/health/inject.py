@@ -1,10 +1,9 @@
-"""Faults made on purpose, for drills: the same detection, replay and ladder answer them as answer real ones."""
+"""Faults made on purpose, for drills: detection, diagnosis and recovery answer them as they answer real ones."""
 
-import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Inject
-from torchtitan_cp.health.trace import modules_that_run
+from torchtitan_cp.health.diagnosis import modules_that_run
 
 logger = logging.getLogger(__name__)
 
@@ -22,165 +21,144 @@ SPIKE = 1e4
 
 
 class Injector:
-    """Strikes one rank in the steps that [health.inject] names, and is nothing at all in the others. Collective.
+    """Makes the fault of [health.inject] in the steps it names, and does nothing in the others. Collective to make.
 
     Args:
         settings: [health.inject].
-        parts: of this rank.
-        rank: this one.
-        ranks: of the job.
-        vocabulary: V; ids from it on are no tokens.
+        parts: the model's modules on this rank.
+        vocabulary: V; ids from V on are not tokens.
+        shares_batch_with: whether a rank reads the same tokens as this one.
 
     Raises:
-        ConfigError: on all ranks, if the rank it names does not exist or does not have the module.
+        ConfigError: on all ranks, if the rank does not exist or does not have the module.
     """
 
-    def __init__(self, settings: Inject, parts: Iterable[nn.Module], rank: int, ranks: int, vocabulary: int) -> None:
-        self.settings, self.rank, self.vocabulary = settings, rank, vocabulary
+    def __init__(
+        self,
+        settings: Inject,
+        parts: Iterable[nn.Module],
+        vocabulary: int,
+        shares_batch_with: Callable[[int], bool],
+    ) -> None:
+        self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
         self.modules = modules_that_run(parts)
-        self.strikes_here = settings.step > 0 and rank == settings.rank
         if settings.step:
-            problems: list[Any] = [None] * ranks
-            dist.all_gather_object(problems, self._problem() if self.strikes_here else None)
-            if settings.rank >= ranks:
-                problems.append(f"there is no rank {settings.rank} among {ranks}")
+            problems: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, self._problem() if settings.rank == dist.get_rank() else None)
+            if settings.rank >= len(problems):
+                problems.append(f"there is no rank {settings.rank} among {len(problems)}")
             for problem in filter(None, problems):
                 raise ConfigError(f"[health.inject]: {problem}", fix="name a rank, layer and module that exist")
 
     @property
     def module(self) -> str:
-        """Name of the module that is struck."""
+        """Name of the module the fault is made in."""
         settings = self.settings
         if settings.where == "embedding":
             return "tok_embeddings"
         return ".".join(filter(None, ("layers", str(settings.layer), settings.module)))
 
     def _problem(self) -> str | None:
-        """Why this rank cannot be struck, if it cannot."""
-        where = self.settings.where
-        if where == "data":
+        """Why the fault cannot be made on this rank, if it cannot."""
+        if self.settings.where == "data":
             return None
         if self.module not in self.modules:
             known = ", ".join(name for name in self.modules if name)
-            return f"rank {self.rank} has no module {self.module}; it has {known}"
-        if where in ("gradient", "weight") and self._weight() is None:
+            return f"rank {dist.get_rank()} has no module {self.module}; it has {known}"
+        if self.settings.where in ("gradient", "weight") and not _own_weight(self.modules[self.module]):
             return f"{self.module} has no weight of its own"
         return None
 
-    def _weight(self) -> str | None:
-        """Name of the module's own parameter that is struck."""
-        return next((name for name, _ in self.modules[self.module].named_parameters(recurse=False)), None)
-
-    def due(self, step: int) -> bool:
-        """Whether a step is struck."""
+    def is_due(self, step: int, *, again: bool = False) -> bool:
+        """Whether the fault is made in a step, or when the step is run again."""
         settings = self.settings
-        return 0 < settings.step <= step < settings.step + settings.steps
+        return 0 < settings.step <= step < settings.step + settings.steps and not (again and settings.transient)
 
     @contextmanager
-    def armed(self, step: int, *, again: bool = False) -> Iterator[None]:
-        """Strike what runs within, if the step is due and the rank this one.
-
-        Args:
-            again: the step is run a second time.
-        """
-        settings = self.settings
-        if not self.due(step) or (again and settings.transient):
+    def fault(self, step: int, *, again: bool = False) -> Iterator[None]:
+        """Make the fault in what runs within, if it is due in this step and on this rank."""
+        settings, due = self.settings, self.is_due(step, again=again)
+        if due and not again and dist.get_rank() == 0:
+            logger.warning("FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, asdict(settings))
+        with ExitStack() as stack:
+            if due and settings.rank == dist.get_rank() and settings.where != "data":
+                # In a whole block before its other hooks, which have to see the fault; in other modules after the
+                # hooks of tensor parallelism.
+                block = self.module.startswith("layers") and not settings.module
+                stack.enter_context(fault_in(self.modules[self.module], settings, prepend=block))
             yield
-            return
-        if self.rank == 0 and not again:
-            logger.warning(
-                "FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, dataclasses.asdict(settings)
-            )
-        strike = Strike(settings.kind)
-        if self.strikes_here and settings.where != "data":
-            # A whole block is struck before its other hooks, which are to see it; of others, after those of tensor
-            # parallelism.
-            strike.at(
-                self.modules[self.module],
-                settings.where,
-                self._weight(),
-                prepend=self.module.startswith("layers") and not settings.module,
-            )
-        try:
-            yield
-        finally:
-            strike.end()
 
-    def corrupt(self, step: int, labels: Tensor, *, again: bool = False) -> Tensor:
-        """The labels `[B, s]` of a step's first micro-batch, with a fault where = data in them if the step is due.
+    def corrupt(self, step: int, micro_batches: Sequence[Any], *, again: bool = False) -> tuple[Any, ...]:
+        """The micro-batches of a step, with a fault where = data in the labels of the first if it is due.
 
-        Every rank that reads these tokens is to call. A NaN or infinity is one label that is no token, which makes its
-        loss infinite; a spike makes every label another token.
+        NaN and infinity are made by one label outside the vocabulary, which makes its loss infinite; a spike by
+        replacing every label with another token.
         """
-        settings = self.settings
-        if settings.where != "data" or not self.due(step) or (again and settings.transient):
-            return labels
-        labels = labels.clone()
-        if settings.kind == "spike":
-            return torch.where(labels < 0, labels, (labels + self.vocabulary // 2) % self.vocabulary)
-        labels[0, labels.shape[1] // 2] = self.vocabulary + 1
-        return labels
+        settings, (first, *others) = self.settings, micro_batches
+        if settings.where == "data" and self.is_due(step, again=again) and self.shares_batch_with(settings.rank):
+            labels = first.labels.clone()
+            if settings.kind == "spike":
+                labels = torch.where(labels < 0, labels, (labels + self.vocabulary // 2) % self.vocabulary)
+            else:
+                labels[0, labels.shape[1] // 2] = self.vocabulary + 1
+            first = replace(first, labels=labels)
+        return first, *others
 
 
-class Strike:
-    """One fault in one run of a step: the first value that passes the place is spoiled.
+def _own_weight(module: nn.Module) -> str | None:
+    """Name of the parameter of a module that a fault is made in."""
+    return next((name for name, _ in module.named_parameters(recurse=False)), None)
+
+
+@contextmanager
+def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> Iterator[None]:
+    """Corrupt the first tensor that passes the place the settings name.
 
     Args:
-        kind: nan, inf or spike.
+        prepend: run before the other hooks of the module.
     """
+    waiting, weight = True, _own_weight(module)
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.waiting = kind, True
-        self.handles: list[Any] = []
+    def corrupted(x: Tensor) -> Tensor:
+        copy = x.clone()
+        corrupt_(copy, settings.kind)
+        return copy
 
-    def at(self, module: nn.Module, where: str, weight: str | None, *, prepend: bool) -> None:
-        """Lie in wait at a module, before its other hooks or after them."""
-        if where == "weight":
-            corrupt_(getattr(module, str(weight)), self.kind)
-        elif where == "backward":
-            self.handles.append(module.register_forward_pre_hook(self._corrupt_input_gradient, prepend=prepend))
-        elif where == "gradient":
-            self.handles.append(module.register_forward_pre_hook(partial(self._corrupt_weight_gradient, str(weight))))
-        else:
-            self.handles.append(module.register_forward_hook(self._corrupt_output, prepend=prepend))
-
-    def end(self) -> None:
-        """Wait no longer."""
-        for handle in self.handles:
-            handle.remove()
-
-    def _first(self) -> bool:
-        first, self.waiting = self.waiting, False
+    def is_first() -> bool:
+        nonlocal waiting
+        first = waiting and torch.is_grad_enabled()
+        waiting = waiting and not first
         return first
 
-    def _corrupt_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled() or not self._first():
+    def corrupt_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not is_first():
             return output
-        return (self._corrupted(output[0]), *output[1:]) if isinstance(output, tuple) else self._corrupted(output)
+        return (corrupted(output[0]), *output[1:]) if isinstance(output, tuple) else corrupted(output)
 
-    def _corrupt_input_gradient(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and self._first():
-            self.handles.append(inputs[0].register_hook(self._corrupted))
+    def corrupt_gradient(module: nn.Module, inputs: Any) -> None:
+        if is_first():
+            # In the forward the weight is the gathered one, whose gradient no other rank has touched yet.
+            x = inputs[0] if settings.where == "backward" else getattr(module, str(weight))
+            hooks.enter_context(x.register_hook(corrupted))
 
-    def _corrupt_weight_gradient(self, weight: str, module: nn.Module, inputs: Any) -> None:
-        # Within the forward it is the gathered weight, whose gradient no other rank has touched yet.
-        if torch.is_grad_enabled() and self._first():
-            self.handles.append(getattr(module, weight).register_hook(self._corrupted))
-
-    def _corrupted(self, x: Tensor) -> Tensor:
-        copy = x.clone()
-        corrupt_(copy, self.kind)
-        return copy
+    with ExitStack() as hooks:
+        if settings.where == "weight":
+            corrupt_(getattr(module, str(weight)), settings.kind)
+        elif settings.where in ("backward", "gradient"):
+            hooks.enter_context(module.register_forward_pre_hook(corrupt_gradient, prepend=prepend))
+        else:
+            hooks.enter_context(module.register_forward_hook(corrupt_output, prepend=prepend))
+        yield
 
 
 @torch.no_grad()
 def corrupt_(x: Tensor, kind: str) -> None:
-    """Make the middle value of a tensor (of this rank's part) NaN or infinite, or all of them large, in place."""
+    """Make the middle value of a tensor (of this rank's shard) NaN or infinite, or all of them large, in place."""
     own, place, ranks = x, 0, 1
     if isinstance(x, DTensor):
         own = x.to_local()
         if x.device_mesh.ndim == 1 and x.placements[0].is_replicate():
-            # Of what tensor-parallel ranks have alike each goes on with its share of the tokens.
+            # Each tensor-parallel rank goes on with its own share of the tokens of a replicated tensor.
             place, ranks = x.device_mesh.get_local_rank(), x.device_mesh.size()
     if kind == "spike":
         own.mul_(SPIKE)

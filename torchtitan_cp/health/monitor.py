@@ -1,7 +1,8 @@
-"""One small vector a rank, exchanged once a step, before any reduction hides who is ill."""
+"""Detecting bad steps: one vector a rank, gathered before a reduction hides which rank is at fault."""
 
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,79 +12,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Of a rank's vector; the blocks' largest outputs and then their squared gradient norms follow.
+from torchtitan_cp.config.sections import Health
+
+logger = logging.getLogger(__name__)
+
+# Entries of a rank's vector. The blocks' largest outputs and then their squared gradient norms follow.
 LOSS, TOKENS, GRADIENT, LOGIT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(8)
 
-
-class BlockWatch:
-    """Largest absolute output of each block here, and gradient at the input of each part, of one step.
-
-    A non-finite value anywhere in a rank's backward flows down the residual stream to its first block, while the
-    parameters' gradients are summed over ranks before anybody can look at them. Only forwards that are to be
-    differentiated are watched.
-
-    Args:
-        parts: of this rank; their `layers` are named by their number in the whole model.
-    """
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self.outputs: dict[int, Tensor] = {}
-        self.gradient: Tensor | None = None
-        for part in parts:
-            blocks: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]
-            for number, block in blocks.items():
-                block.register_forward_hook(partial(self._see_output, int(number)))
-            next(iter(blocks.values())).register_forward_pre_hook(self._watch_input, prepend=True)
-
-    def _see_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            value = largest(output[0] if isinstance(output, tuple) else output)
-            before = self.outputs.get(number)
-            # maximum() passes NaN on.
-            self.outputs[number] = value if before is None else torch.maximum(before, value)
-
-    def _watch_input(self, block: nn.Module, inputs: Any) -> None:
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(self._see_gradient)
-
-    def _see_gradient(self, gradient: Tensor) -> None:
-        value = largest(gradient)
-        self.gradient = value if self.gradient is None else torch.maximum(self.gradient, value)
-
-    def take(self, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What was seen since the last call.
-
-        Args:
-            blocks: of the whole model.
-
-        Returns:
-            (largest outputs `[blocks]`, 0 for those that are not here; largest gradient, 0 if none came).
-        """
-        outputs, gradient, none = self.outputs, self.gradient, torch.zeros((), device=device)
-        self.outputs, self.gradient = {}, None
-        return torch.stack(
-            [outputs.get(number, none) for number in range(blocks)]
-        ), none if gradient is None else gradient
-
-
-def largest(x: Tensor) -> Tensor:
-    """Largest absolute value, fp32 scalar, read in one pass; NaN if there is one."""
-    return torch.stack(torch.aminmax(x.detach())).abs().amax().float()
+MAD_TO_STD = 1.4826  # median absolute deviations (MAD) of a normal distribution in a standard deviation
+MIN_STD_FRACTION = 0.05  # of the median: a number that hardly varies still has this standard deviation
+MIN_STEPS = 8  # a median of fewer steps says nothing
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step was on every rank, known to every rank.
+    """The numbers of a step over all ranks; every rank has the same report.
 
     Attributes:
         loss: mean over all unmasked tokens of the step.
         grad_norm: global norm before clipping; block_grad_norms: of each block's parameters.
+        peak_memory_bytes: the most that any rank has used so far.
+        findings: a line for each non-finite number, naming the rank.
+        spikes: a line for each number far above its recent values.
         largest_logit: over all tokens.
         block_outputs: largest absolute output of each block.
-        stop, save: some rank wishes to, after the step.
-        peak_memory_bytes: the most that any rank has used so far.
-        findings: a line for each number that is not finite, naming the rank.
-        spikes: a line for each number that is far above what it was lately.
+        stop, save: a rank asks to stop, or to save, after the step.
     """
 
     loss: float
@@ -97,16 +50,107 @@ class StepReport:
     stop: bool = False
     save: bool = False
 
-    def judged(self, spikes: Callable[["StepReport"], tuple[str, ...]]) -> "StepReport":
-        """The report with the spikes that are found in it, if it is finite."""
-        return self if self.findings else replace(self, spikes=spikes(self))
+    @property
+    def summary(self) -> str:
+        """Why the step is bad."""
+        what = "is not finite" if self.findings else "has spiked"
+        return f"{what}: {'; '.join(self.findings or self.spikes)}"
+
+
+class HealthMonitor:
+    """Checks every step before the optimizers see it.
+
+    It watches the largest absolute output of each block here, and the largest gradient at the input of each part. A
+    non-finite value in a rank's backward reaches that rank's first block through the residual stream, whereas the
+    parameters' gradients are summed over ranks before they can be read. Forwards without gradients are ignored.
+
+    Args:
+        settings: [health].
+        parts: the model's modules on this rank; the keys of their `layers` are block numbers of the whole model.
+        blocks: of the whole model.
+
+    Attributes:
+        spikes: finds spikes; its `recent` numbers belong to the run's state.
+    """
+
+    def __init__(self, settings: Health, parts: Iterable[nn.Module], blocks: int) -> None:
+        self.settings, self.blocks = settings, blocks
+        self.spikes = SpikeDetector(settings.spike_threshold, settings.spike_window)
+        self._outputs: dict[int, Tensor] = {}
+        self._gradient: Tensor | None = None
+        for part in parts:
+            layers: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]
+            for number, block in layers.items():
+                block.register_forward_hook(partial(self._see_output, int(number)))
+            next(iter(layers.values())).register_forward_pre_hook(self._watch_input, prepend=True)
+
+    def _see_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            value = largest(output[0] if isinstance(output, tuple) else output)
+            # maximum() passes NaN on.
+            self._outputs[number] = torch.maximum(self._outputs.get(number, value), value)
+
+    def _watch_input(self, block: nn.Module, inputs: Any) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(self._see_gradient)
+
+    def _see_gradient(self, gradient: Tensor) -> None:
+        value = largest(gradient)
+        self._gradient = value if self._gradient is None else torch.maximum(self._gradient, value)
+
+    def pop_seen(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What was seen since the last call.
+
+        Returns:
+            (largest outputs `[blocks]`, 0 for blocks of other ranks; largest gradient, 0 if none came).
+        """
+        outputs, gradient, none = self._outputs, self._gradient, torch.zeros((), device=device)
+        self._outputs, self._gradient = {}, None
+        table = torch.stack([outputs.get(number, none) for number in range(self.blocks)])
+        return table, none if gradient is None else gradient
+
+    def check_step(
+        self,
+        loss_sum: Tensor,
+        tokens: Tensor,
+        largest_logit: Tensor,
+        square_norms: Tensor,
+        peak_memory_bytes: int,
+        stop_and_save_requests: tuple[bool, bool],
+    ) -> StepReport:
+        """Gather what the forward and backward just run gave on every rank. Collective.
+
+        Args:
+            loss_sum: summed loss of this rank's tokens, scalar.
+            tokens: unmasked tokens of the step over all ranks, scalar.
+            largest_logit: of this rank, scalar.
+            square_norms: this rank's share of the squared gradient norm of each block and of the parameters in none,
+                `[blocks + 1]`.
+            peak_memory_bytes: of this rank.
+            stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
+        """
+        outputs, gradient = self.pop_seen(loss_sum.device)
+        scalars = (loss_sum, tokens, gradient, largest_logit)
+        report = all_gather_report(scalars, outputs, square_norms, peak_memory_bytes, stop_and_save_requests)
+        if report.findings or not self.settings.spike_threshold:
+            return report
+        return replace(report, spikes=self.spikes.find(report))
+
+    def is_bad(self, report: StepReport) -> bool:
+        """Whether the optimizer must not see the step. Spikes that are trained on are logged."""
+        trips = self.settings.on_spike == "trip"
+        if report.spikes and not trips and dist.get_rank() == 0:
+            logger.warning("spike: %s", "; ".join(report.spikes))
+        return bool(report.findings or (report.spikes and trips))
+
+
+def largest(x: Tensor) -> Tensor:
+    """Largest absolute value, fp32 scalar, read in one pass; NaN if there is one."""
+    return torch.stack(torch.aminmax(x.detach())).abs().amax().float()
 
 
 def all_gather_report(
-    loss_sum: Tensor,
-    tokens: Tensor,
-    gradient: Tensor,
-    logit: Tensor,
+    scalars: Sequence[Tensor],
     outputs: Tensor,
     square_norms: Tensor,
     peak_memory_bytes: int,
@@ -115,62 +159,95 @@ def all_gather_report(
     """Gather a vector from every rank, with one collective and one wait of the host.
 
     Args:
-        loss_sum: summed loss of this rank's tokens, scalar.
-        tokens: unmasked tokens of the step over all ranks, scalar.
-        gradient, outputs: from BlockWatch, a scalar and `[blocks]`.
-        logit: largest of this rank's, scalar.
-        square_norms: of this rank's gradient shards, of each block and of what is in none: `[blocks + 1]`.
-        peak_memory_bytes: of this rank.
-        wishes: to stop, and to save, after the step.
+        scalars: summed loss of this rank's tokens, unmasked tokens over all ranks, largest gradient, largest logit.
+        outputs: largest of each block, `[blocks]`.
     """
-    device = loss_sum.device
-    scalars = torch.stack([x.to(device, non_blocking=True).double() for x in (loss_sum, tokens, gradient, logit)])
-    of_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64).to(
-        device, non_blocking=True
-    )
-    own = torch.cat([scalars, of_host, outputs.double(), square_norms.to(device, non_blocking=True).double()])
+    device = scalars[0].device
+    on_device = torch.stack([x.to(device, non_blocking=True).double() for x in scalars])
+    on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
+    parts = (on_device, on_host, outputs, square_norms)
+    own = torch.cat([x.to(device, non_blocking=True).double() for x in parts])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    return read(torch.stack(gathered).cpu().numpy())
+    return read_report(torch.stack(gathered).cpu().numpy())
 
 
-def read(rows: np.ndarray) -> StepReport:
+def read_report(rows: np.ndarray) -> StepReport:
     """The report that the ranks' vectors, `[ranks, 8 + 2 blocks]`, make."""
     blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
     outputs, squares = np.split(rows[:, FIRST_BLOCK:], [blocks], axis=1)
-    norms = np.sqrt(squares.sum(0))
     return StepReport(
         loss=float(rows[:, LOSS].sum() / max(1.0, rows[0, TOKENS])),
         grad_norm=math.sqrt(squares.sum()),
         peak_memory_bytes=int(rows[:, MEMORY].max()),
-        findings=tuple(diagnose(rows)),
+        findings=tuple(_nonfinite(rows, outputs, squares)),
         largest_logit=float(rows[:, LOGIT].max()),
-        block_grad_norms=tuple(norms[:blocks].tolist()),
+        block_grad_norms=tuple(np.sqrt(squares.sum(0))[:blocks].tolist()),
         block_outputs=tuple(outputs.max(0).tolist()),
         stop=bool(rows[:, STOP].any()),
         save=bool(rows[:, SAVE].any()),
     )
 
 
-def diagnose(rows: np.ndarray) -> list[str]:
-    """A line for each number that is not finite, nearest to its cause first."""
-    blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
+def _nonfinite(rows: np.ndarray, outputs: np.ndarray, squares: np.ndarray) -> list[str]:
+    """A line for each rank with a non-finite number; for weight gradients only if nothing before them is non-finite."""
     findings = []
     for rank, row in enumerate(rows):
-        outputs = row[FIRST_BLOCK : FIRST_BLOCK + blocks]
-        bad = np.flatnonzero(~np.isfinite(outputs))
+        bad = np.flatnonzero(~np.isfinite(outputs[rank]))
         if bad.size:
-            findings.append(f"rank {rank}: the output of block {bad[0]} is {outputs[bad[0]]}")
+            findings.append(f"rank {rank}: the output of block {bad[0]} is {outputs[rank, bad[0]]}")
         elif not math.isfinite(row[LOSS]):
             findings.append(f"rank {rank}: the loss is {row[LOSS]}")
         elif not math.isfinite(row[GRADIENT]):
             findings.append(f"rank {rank}: the gradient at its first block is {row[GRADIENT]}, the loss is finite")
-    squares = rows[:, FIRST_BLOCK + blocks :]
-    if not findings:
-        for rank, block in np.argwhere(~np.isfinite(squares)):
-            where = f"block {block}" if block < blocks else "the embedding, last norm or output"
-            findings.append(
-                f"rank {rank}: a weight's gradient in {where} is {squares[rank, block]}, while losses and the "
-                "gradients at the first blocks are finite"
-            )
+    for rank, block in () if findings else np.argwhere(~np.isfinite(squares)):
+        where = f"block {block}" if block < outputs.shape[1] else "the embedding, last norm or output"
+        findings.append(
+            f"rank {rank}: a weight's gradient in {where} is {squares[rank, block]}, while losses and the "
+            "gradients at the first blocks are finite"
+        )
     return findings
+
+
+class SpikeDetector:
+    """Compares a step's loss, gradient norm, largest logit and block outputs with those of the healthy steps before it.
+
+    Median and median absolute deviation (MAD), because the outliers to be found do not move them. Only values above
+    the median are spikes.
+
+    Args:
+        threshold: standard deviations (estimated by the MAD, at least 5 % of the median) above the median.
+        window: how many healthy steps to look back on; nothing is a spike before a quarter of them, at least 8.
+
+    Attributes:
+        recent: numbers of the last healthy steps, oldest first; plain JSON.
+    """
+
+    def __init__(self, threshold: float, window: int) -> None:
+        self.threshold, self.window = threshold, window
+        self.recent: list[list[float]] = []
+
+    def find(self, report: StepReport) -> tuple[str, ...]:
+        """A line for each number of a finite step that is a spike."""
+        if len(self.recent) < max(MIN_STEPS, self.window // 4):
+            return ()
+        past, now = np.array(self.recent), np.array(_numbers(report))
+        median = np.median(past, axis=0)
+        deviation = MAD_TO_STD * np.median(np.abs(past - median), axis=0)
+        deviation = np.maximum(deviation, MIN_STD_FRACTION * np.abs(median))
+        far = (now - median) / np.maximum(deviation, np.finfo(float).tiny)
+        names = ["the loss", "the gradient norm", "the largest logit"]
+        names += [f"the largest output of block {block}" for block in range(len(report.block_outputs))]
+        return tuple(
+            f"{names[index]} is {now[index]:.4g}, {far[index]:.0f} standard deviations above its median "
+            f"{median[index]:.4g}"
+            for index in np.flatnonzero(far > self.threshold).tolist()
+        )
+
+    def record_healthy_step(self, report: StepReport) -> None:
+        """Remember a step that was taken."""
+        self.recent = [*self.recent, _numbers(report)][-self.window :]
+
+
+def _numbers(report: StepReport) -> list[float]:
+    return [report.loss, report.grad_norm, report.largest_logit, *report.block_outputs]

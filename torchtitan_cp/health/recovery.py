@@ -1,27 +1,32 @@
-"""What follows a bad step: skip it, go back to a checkpoint, lower the learning rate, halt."""
+"""What follows a bad step: skip it, roll back to a checkpoint, lower the learning rate, halt."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config.sections import Health
 
+# (step or None) -> path and progress of the newest good checkpoint, older than that step if one is given.
+FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]
+
 
 class NonFiniteError(RuntimeError):
-    """A step was bad, and the job is to halt."""
+    """A step was bad, and the job has to halt."""
 
 
 @dataclass(frozen=True)
 class RecoveryState:
-    """How far up the ladder a run is, as plain JSON in its checkpoints.
+    """What bad steps have led to so far, as plain JSON in checkpoints.
 
     Attributes:
-        skips: bad steps in a row since a healthy one or the last rung; all_skips: of the run.
-        bad_steps: in a row since a healthy one or a rollback: a checkpoint with any is not to be gone back to.
-        rollbacks, lr_cuts: taken in the run.
-        lr_steps_left: healthy steps until the learning rate is as scheduled again; 0: it is.
+        skips: bad steps in a row, since a healthy step or the last rollback or cut; all_skips: of the run.
+        bad_steps: in a row, since a healthy step or a rollback; a checkpoint with any is not rolled back to.
+        rollbacks, lr_cuts: of the run.
+        lr_steps_left: healthy steps until the learning rate is as scheduled again.
         healthy_steps: since the last rollback, or the run's start.
-        rolled_back_to: step of the checkpoint that was loaded last; -1: none was.
-        replays: of which the tensors were kept.
+        rolled_back_to: step of the checkpoint that was loaded last; -1: none.
+        replays: bad steps whose tensors were kept.
     """
 
     skips: int = 0
@@ -35,24 +40,39 @@ class RecoveryState:
     replays: int = 0
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """What the run does about a bad step.
+
+    Attributes:
+        action: skip, rollback or lower_lr.
+        message: for the log.
+        checkpoint: path and progress of the checkpoint to load; None leaves the weights as they are.
+    """
+
+    action: str
+    message: str
+    checkpoint: tuple[Path, Any] | None = None
+
+
 class RecoveryPolicy:
-    """Counts bad steps and says what is to be done about them.
+    """Counts bad steps and decides what is done about each.
 
     Args:
         settings: [health].
-        state: carried over from a checkpoint, as its fields by name.
+        state: from a checkpoint, the fields of RecoveryState by name.
     """
 
-    def __init__(self, settings: Health, state: dict[str, Any] | None = None) -> None:
-        self.settings, self.state = settings, RecoveryState(**(state or {}))
+    def __init__(self, settings: Health, state: dict[str, Any]) -> None:
+        self.settings, self.state = settings, RecoveryState(**state)
 
     @property
     def lr_factor(self) -> float:
         """What the learning rate is multiplied with now."""
         return self.settings.lr_factor**self.state.lr_cuts if self.state.lr_steps_left else 1.0
 
-    def healthy(self) -> None:
-        """A step was taken: a row of bad ones has ended."""
+    def record_healthy_step(self) -> None:
+        """A step was taken, which ends a row of bad ones."""
         state = self.state
         self.state = replace(
             state,
@@ -62,60 +82,51 @@ class RecoveryPolicy:
             lr_steps_left=max(0, state.lr_steps_left - 1),
         )
 
-    def trip(self, what: str, *, halts: bool, recoverable: bool = True) -> str | None:
-        """A step was bad, and no weight was changed.
+    def decide(self, what: str, find_checkpoint: FindCheckpoint, *, recoverable: bool = True) -> Recovery:
+        """What follows a bad step, which has changed no weight.
 
         Args:
-            what: the step and stage, and what was bad.
-            halts: at the first bad step, whatever the policy is.
-            mends_itself: the next step may be well; not where a weight is ill.
-
-        Returns:
-            what to log where skipping it is enough; None where it is time to climb.
+            what: the step and stage, and what is wrong with it.
+            recoverable: the next step may be healthy, which it cannot with a non-finite weight.
 
         Raises:
-            NonFiniteError: the job is to halt at once.
+            NonFiniteError: the job has to halt.
         """
-        state, limit = self.state, self.settings.max_consecutive_skips
-        self.state = replace(state, skips=state.skips + 1, all_skips=state.all_skips + 1, bad_steps=state.bad_steps + 1)
-        if halts:
+        state, settings, limit = self.state, self.settings, self.settings.max_consecutive_skips
+        state = replace(state, skips=state.skips + 1, all_skips=state.all_skips + 1, bad_steps=state.bad_steps + 1)
+        self.state = state
+        if settings.on_nonfinite == "halt":
             raise NonFiniteError(
                 f"{what}. No weight was changed.\n  fix: look at the data and the learning rate of "
-                'this step; health.on_nonfinite = "skip" passes over such steps'
+                'this step; health.on_nonfinite = "skip" skips such steps'
             )
-        if self.state.skips > limit or not recoverable:
-            return None
-        return f"{what}. Skipped: no weight was changed ({self.state.skips} of at most {limit} in a row)"
-
-    @property
-    def steps_too_new(self) -> int | None:
-        """Checkpoints of this step or a later one are no use: the run fell ill at once after going back to it."""
-        state = self.state
-        return state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
-
-    def climb(self, what: str, *, can_roll_back: bool) -> str:
-        """Take the next rung: `rollback` or `lower_lr`.
-
-        Args:
-            what: as for `trip`.
-            can_roll_back: there is a checkpoint to go back to.
-
-        Raises:
-            NonFiniteError: there is none left.
-        """
-        settings, state = self.settings, replace(self.state, skips=0)
-        if "rollback" in settings.policy and can_roll_back and state.rollbacks < settings.max_rollbacks:
-            self.state = replace(state, rollbacks=state.rollbacks + 1)
-            return "rollback"
-        if "lower_lr" in settings.policy and state.lr_cuts < settings.max_lr_cuts:
-            self.state = replace(state, lr_cuts=state.lr_cuts + 1, lr_steps_left=settings.lr_steps)
-            return "lower_lr"
-        raise NonFiniteError(
-            f"{what}. It comes after {self.state.skips - 1} skipped steps in a row, {state.rollbacks} rollbacks and "
-            f"{state.lr_cuts} cuts of the learning rate, and health.policy = {list(settings.policy)} goes no further. "
-            "No weight was changed.\n  fix: resume from the last checkpoint with a lower learning rate"
-        )
-
-    def rolled_back(self, step: int) -> None:
-        """The checkpoint of a step was loaded."""
-        self.state = replace(self.state, bad_steps=0, healthy_steps=0, rolled_back_to=step)
+        if state.skips <= limit and recoverable:
+            return Recovery(
+                "skip", f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)"
+            )
+        # If the last rollback was followed by no healthy step, its checkpoint is no use.
+        too_new = state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
+        checkpoint = find_checkpoint(too_new) if settings.policy else None
+        if "rollback" in settings.policy and checkpoint and state.rollbacks < settings.max_rollbacks:
+            action, state = "rollback", replace(state, skips=0, rollbacks=state.rollbacks + 1)
+        elif "lower_lr" in settings.policy and state.lr_cuts < settings.max_lr_cuts:
+            action, state = (
+                "lower_lr",
+                replace(state, skips=0, lr_cuts=state.lr_cuts + 1, lr_steps_left=settings.lr_steps),
+            )
+        else:
+            raise NonFiniteError(
+                f"{what}. It follows {state.skips - 1} skipped steps in a row, {state.rollbacks} rollbacks and "
+                f"{state.lr_cuts} cuts of the learning rate, and health.policy = {list(settings.policy)} allows no "
+                "more. No weight was changed.\n  fix: resume from the last checkpoint with a lower learning rate"
+            )
+        message = f"{what}. There is no checkpoint to roll back to"
+        if checkpoint:
+            path, progress = checkpoint
+            state = replace(state, bad_steps=0, healthy_steps=0, rolled_back_to=progress.step)
+            message = f"{what}. ROLLED BACK to {path}, and the text since is skipped"
+        self.state = state
+        if action == "lower_lr":
+            message += f"; the learning rate is LOWERED to {self.lr_factor:g} of it for {settings.lr_steps} steps"
+        message += f" ({state.rollbacks} rollbacks, {state.lr_cuts} cuts so far)"
+        return Recovery(action, message, checkpoint)

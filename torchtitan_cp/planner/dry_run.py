@@ -84,7 +84,7 @@ class DryModel(ParallelModel):
             self.pipeline.release()  # what an earlier stage left
             gc.collect()  # torch's schedule and its pipeline stages refer to each other
         with real_tensors():
-            batch_layout = self.enter(stage)
+            batch_layout = self.configure_stage(stage)
         self.tracker.messages.clear()
         self.tracker.storages.start_peak()
         with real_tensors():
@@ -95,7 +95,7 @@ class DryModel(ParallelModel):
         positions = torch.empty(rows[1], dtype=torch.int64)
         batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
         batches = (batch,) * self._walked(stage)
-        self.gradients(batches)
+        self.forward_backward(batches)
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()

@@ -1,4 +1,4 @@
-"""Devices, the start of ranks, the watchdog, stop signals, and agreement between ranks.
+"""Devices, the launcher, the start of ranks, the watchdog, stop signals, and consistency between ranks.
 
 Imports `config` at most.
 """

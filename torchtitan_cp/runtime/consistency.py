@@ -1,4 +1,4 @@
-"""Ranks that would not run the same thing are refused before they begin."""
+"""Refuses ranks whose config, code or versions differ, before they begin."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
     """Compare config, code and versions over all ranks. Collective.
 
     Args:
-        sources: files and folders of Python files that the run is made of.
+        sources: Python files, and folders of them, that the run consists of.
 
     Raises:
         ConfigError: on every rank, naming the first rank that differs, its host, and what differs.
@@ -40,13 +40,13 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
             lines = [f"{name}: {other.get(name)!r}, on rank 0 {first.get(name)!r}" for name in names[:MOST_SHOWN]]
             more = f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
             raise ConfigError(
-                f"rank {rank} on {host} would run something else than rank 0 on {first_host}: {'; '.join(lines)}{more}",
+                f"rank {rank} on {host} differs from rank 0 on {first_host}: {'; '.join(lines)}{more}",
                 fix="start every node from the same files and with the same arguments",
             )
 
 
 def code_version(sources: Iterable[Path]) -> str:
-    """A short digest of Python files by name and content, whatever folder they lie in."""
+    """A short digest of Python files by name and content, independent of the folder they are in."""
     digest = hashlib.sha256()
     for source in sources:
         files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
@@ -56,7 +56,7 @@ def code_version(sources: Iterable[Path]) -> str:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested tables and lists as dotted names, as the command line has them."""
+    """Nested tables and lists with dotted names, as on the command line."""
     if isinstance(value, dict) and value:
         entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)) and value:

@@ -1,4 +1,4 @@
-"""Every question about the device, asked in one place; the rest of the code is the same on CPU and GPU."""
+"""All questions about the device; the rest of the code is the same on CPU and GPU."""
 
 import ctypes
 import gc
@@ -26,43 +26,43 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As its maker calls it; for a CPU, its threads."""
+        """The maker's name of a GPU; the threads of a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"cpu, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a rank"
 
     def peak_memory_bytes(self) -> int:
-        """Most memory used since the last reset: allocated on a GPU, resident in the process on a CPU."""
+        """Peak since the last reset: allocated on a GPU, resident in the process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak = _from_proc("/proc/self/status", "VmHWM")
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
     def reset_peak_memory(self) -> None:
-        """Count the peak from what is used now; where a CPU's system cannot, it goes on from the start."""
+        """Count the peak from now on; on a CPU without Linux it stays that of the process."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         gc.collect()
         with suppress(OSError, AttributeError):
-            # Freed memory that the process still holds would hide what is taken next.
+            # Freed memory that the process still holds would hide the next allocations.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
 
     def free_memory_bytes(self) -> int:
-        """Memory that could still be taken: of the GPU, or of the machine."""
+        """Memory that is still available on the GPU, or on the machine."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         free = _from_proc("/proc/meminfo", "MemAvailable")
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
 
     def move(self, x: Tensor) -> Tensor:
-        """A host tensor on the device, without waiting for the copy."""
+        """Copy a host tensor to the device, without waiting for it."""
         return x.to(self.device, non_blocking=True)
 
 
 def _from_proc(path: str, name: str) -> int | None:
-    """A line of Linux's process files in bytes; None where there are none."""
+    """A value of Linux's process files, in bytes; None on other systems."""
     with suppress(OSError):
         for line in Path(path).read_text().splitlines():
             if line.startswith(name + ":"):
@@ -71,7 +71,7 @@ def _from_proc(path: str, name: str) -> int | None:
 
 
 def find_device(local_rank: int = 0) -> Device:
-    """One GPU a rank where there are GPUs, else the CPU."""
+    """The GPU of this rank if there are GPUs, else the CPU."""
     if torch.cuda.is_available():
         return Device(torch.device("cuda", local_rank), "nccl")
     return Device(torch.device("cpu"), "gloo")
@@ -79,7 +79,7 @@ def find_device(local_rank: int = 0) -> Device:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of the job."""
+    """This rank, among all ranks of the job."""
 
     rank: int
     size: int
@@ -103,7 +103,7 @@ def start_ranks(timeout_seconds: float) -> World:
 
 
 def use_deterministic_kernels() -> None:
-    """Have torch refuse every kernel that may give other bits the next time, before the first is chosen.
+    """Make torch refuse every kernel whose results may differ between runs.
 
     Attention on CUDA then runs FlashAttention's deterministic backward, matrix products a fixed workspace.
     """
@@ -113,12 +113,12 @@ def use_deterministic_kernels() -> None:
 
 
 def seed_step(seed: int, stage: int, step: int, role: tuple[int, ...]) -> None:
-    """Random numbers of an optimizer step from what the step is, whatever ran before it or elsewhere.
+    """Seed the random numbers of an optimizer step from its place alone, whatever ran before it.
 
     Args:
-        seed: the run's.
-        stage, step: numbers of both, in the curriculum and in the run.
-        role: this rank's place in the axes along which ranks must draw numbers of their own.
+        seed: training.seed.
+        stage, step: their numbers in the curriculum and in the run.
+        role: coordinates of this rank along the axes whose ranks must draw different numbers.
     """
     digest = hashlib.sha256(repr((seed, stage, step, role)).encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "big"))

@@ -12,13 +12,13 @@ from torch.distributed import distributed_c10d
 
 
 def use_one_thread() -> None:
-    """Have every gloo group that is made from here on run its collectives in one thread."""
+    """Make every gloo group created from now on run its collectives in one thread."""
     made_by_torch: Any = distributed_c10d.ProcessGroupGloo
     if getattr(made_by_torch, "one_thread", False):
         return
 
     class Maker(type(made_by_torch)):  # type: ignore[misc]
-        """Makes torch's own groups, with other options."""
+        """Creates torch's own groups, with other options."""
 
         def __call__(cls, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> Any:
             options = made_by_torch._Options()

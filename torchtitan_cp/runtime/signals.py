@@ -20,11 +20,12 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._mask: set[int | signal.Signals] = set()
 
     def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._remember) for number in STOP}
         # A launcher starts ranks with both signals blocked, so that one that came earlier arrives now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return self
 
     def __exit__(
@@ -32,6 +33,7 @@ class StopSignals:
     ) -> None:
         if kind is None:
             # After a failure the launcher sends SIGTERM, and the failure must still be reported.
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # one that comes now waits for the next context
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
@@ -40,7 +42,7 @@ class StopSignals:
 
 
 def any_rank(*flags: bool, device: torch.device) -> list[bool]:
-    """For each flag, whether any rank has it set. Collective, and the same answer everywhere."""
+    """For each flag, whether it is set on any rank. Collective; every rank gets the same answer."""
     raised = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(raised, dist.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]

@@ -1,17 +1,78 @@
 """What a run reads: the sources as streams, a stage's sequences, and the held-out text."""
 
-from collections.abc import Iterator, Mapping
+import os
+import pickle
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.data import PreparedCorpus, SeparatedStore, TokenStream
+from torchtitan_cp.data import CacheBuilder, PreparationStoppedError, PreparedCorpus, open_cache
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
 from torchtitan_cp.data.batches.samples import StageSamples, held_out_samples
+from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+
+POLL_SECONDS = 0.5
+
+
+def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> PreparedCorpus:
+    """The corpus: one rank of each node lists its files and makes what is missing, the others open it. Collective.
+
+    Args:
+        stop_requested: whether this rank was asked to stop, which then stops all ranks.
+
+    Raises:
+        UserError: the corpus cannot be prepared, or ranks have different tokens.
+        PreparationStoppedError: a rank was asked to stop; raised on all ranks.
+    """
+    call = [uuid.uuid4().hex]
+    dist.broadcast_object_list(call)
+    store, node = dist.PrefixStore(call[0], distributed_c10d._get_default_store()), socket.gethostname()
+    next_poll_seconds = 0.0
+
+    def any_rank_stops() -> bool:
+        nonlocal next_poll_seconds
+        if time.monotonic() < next_poll_seconds:
+            return False
+        next_poll_seconds = time.monotonic() + POLL_SECONDS
+        if stop_requested():
+            store.set("stop", "")
+        return store.check(["stop"])
+
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            result: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops).build()
+        except Exception as error:
+            result = error
+        store.set(node, pickle.dumps(result).hex())
+    else:
+        while not store.check([node]):
+            any_rank_stops()
+            time.sleep(POLL_SECONDS)
+        result = pickle.loads(bytes.fromhex(store.get(node).decode()))
+    if isinstance(result, Exception) and not isinstance(result, PreparationStoppedError):
+        raise result
+    corpus = open_cache(result, config.tokenizer) if isinstance(result, dict) else None
+    fingerprints: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, corpus and corpus.fingerprint)
+    if corpus is None or None in fingerprints:
+        raise result if corpus is None else PreparationStoppedError("stopped while another node prepared the corpus")
+    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if others:
+        raise ConfigError(
+            f"rank {', '.join(map(str, others))} has other tokens than rank 0: corpora {sorted(set(fingerprints))}",
+            fix="give every node the same files under data.path, and delete data.cache_folder where it is older",
+        )
+    return corpus
 
 
 class DataPipeline:
@@ -110,7 +171,8 @@ class DataPipeline:
             notes.append("mixture " + ", ".join(f"{name} {weight / total:.0%}" for name, weight in mixture.items()))
         for name, step in self.samples.last_steps().items():
             if step <= stage.steps:
-                notes.append(f"{name} reaches max_epochs in step {step} of the stage, then the others take its share")
+                when = f"reaches max_epochs in step {step} of" if step else "reached max_epochs before"
+                notes.append(f"{name} {when} the stage; the other sources take its share")
         if data.packing != "concat":
             largest = max(self.samples.packed.values(), key=lambda packed: packed.samples or 0)
             notes.append(

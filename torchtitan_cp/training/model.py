@@ -1,7 +1,8 @@
 """The model on this rank: its parts, sharded and filled, their optimizers, and what a stage of the curriculum sets."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strate
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics import layer_costs
@@ -22,6 +24,7 @@ from torchtitan_cp.optim import (
     build_optimizer,
     scale_gradients,
     set_learning_rates,
+    square_norms,
     wrong_answers,
 )
 from torchtitan_cp.parallel import (
@@ -38,19 +41,19 @@ from torchtitan_cp.parallel import (
 from torchtitan_cp.runtime import World
 from torchtitan_cp.training import registry
 
-# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> what it finds
+# (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
 Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
 Observe = Callable[[MicroBatch, Tensor], None]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
 class LayerAttention:
-    """What the model is handed, with the plan of each window that a layer has."""
+    """The attention that the model calls, with a plan for each window that its layers have."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of a layer that has this window."""
+        """Attention of a layer with this window."""
         return attend(q, k, v, plans[window], sinks=sinks)
 
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
@@ -59,7 +62,7 @@ class LayerAttention:
 
 
 class StepSums(NamedTuple):
-    """What a step's forwards gave on this rank, scalars.
+    """Sums over a step's forwards on this rank, scalars.
 
     Attributes:
         loss: summed loss of the tokens that this rank counts.
@@ -73,26 +76,26 @@ class StepSums(NamedTuple):
 
 
 class ParallelModel:
-    """This rank's parts of the model: all of it, or its stages of the pipeline. Collective to make.
+    """This rank's parts of the model: all of it, or its pipeline stages. Collective to make.
 
     Args:
         config: of the run.
         world: this process among the ranks.
         meshes: of the run.
         args: sizes of the model.
-        begins: the stage whose tp, pp and activation the parts are made with.
-        longest: tokens of the longest stage's sequences; the pipeline is split by what layers cost there.
+        begins: the stage of the curriculum whose tp, pp and activation the parts are made with.
+        longest: sequence length of the longest stage, in tokens; the pipeline is split by the layers' cost at it.
 
     Attributes:
         parts: modules, in order of their layers.
         optimizers: of each part.
         pipeline: None on one pipeline rank.
         token_loss: the last part's loss.
-        mesh: (pp, dp, cp, tp) of the stage entered.
-        observe: told of each micro-batch of a step and the losses of its tokens, on ranks with the last part.
-        watches: time what is launched; see `take_seconds`.
-        role: this rank's place in pp, dp and cp of the stage entered; tensor-parallel peers share it, as they share
-            what they compute and so their random numbers.
+        mesh: (pp, dp, cp, tp) of the current stage.
+        observe: called with each micro-batch of a step and the losses of its tokens, on ranks with the last part.
+        watches: stopwatches by name; see `pop_timings`.
+        role: this rank's place in pp, dp and cp of the current stage. Tensor-parallel peers share it and so draw the
+            same random numbers.
     """
 
     def __init__(
@@ -126,24 +129,24 @@ class ParallelModel:
             tied = args.tie_embeddings
             self.pipeline = Pipeline(list(self.parts), self.layers, mesh, settings.pp_schedule, self.device, tied=tied)
             self.watches |= self.pipeline.watches
+        self.norm_groups = self._group_parameters()
 
     def reset_optimizers(self) -> None:
-        """Optimizers without any state."""
+        """Make optimizers without state."""
         self.optimizers = [
             build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=self.parameter_names)
             for part in self.parts
         ]
 
-    def enter(self, stage: StagePlan) -> BatchLayout:
-        """Make the stage's groups and frequencies, and its policy of what is kept. Collective.
+    def configure_stage(self, stage: StagePlan) -> BatchLayout:
+        """Set what the stage changes: process groups, RoPE frequencies, activation checkpointing. Collective.
 
         Returns:
-            how its steps are dealt out.
+            which sequences of its steps this rank reads.
         """
         if stage.activation != self.activation:
             self.activation = stage.activation
-            for part in self.parts:
-                wrap_blocks(part, stage.activation, self.config.compile, self.device.type)
+            self._wrap_blocks(self.config.compile)
         self.mesh = mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
         self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
@@ -165,8 +168,25 @@ class ParallelModel:
             tuple(sorted({0, *self.args.windows})),
         )
 
-    def gradients(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
-        """Forward and backward of a step. The loss is divided once, by the tokens of all ranks."""
+    def _wrap_blocks(self, compiling: Compile) -> None:
+        for part in self.parts:
+            wrap_blocks(part, self.activation, compiling, self.device.type)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Run the blocks without torch.compile, as hooks inside compiled blocks would not run."""
+        layers = [layer for part in self.parts for layer in part.layers.values()]  # type: ignore[operator]
+        kept = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
+        if self.config.compile.enable:
+            self._wrap_blocks(Compile(enable=False))
+        try:
+            yield
+        finally:
+            for layer, replaced in zip(layers, kept, strict=True):
+                vars(layer).update(replaced)
+
+    def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
+        """Forward and backward of a step. The loss is divided once, by the unmasked tokens of all ranks."""
         tokens = self.count_tokens(micro_batches)
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
@@ -195,19 +215,19 @@ class ParallelModel:
 
     def token_losses(self, batch: MicroBatch) -> Tensor | None:
         """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
-        result = self._look(batch, self.token_loss)
+        result = self._measure(batch, self.token_loss)
         return None if result is None else result[1]
 
     def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
-        """How many labels of each sequence are not the likeliest token, `[B]` int64, of the tokens on this rank.
+        """How many labels of each sequence are not the likeliest token, `[B]` int64, counted on this rank's tokens.
 
         None on a rank without the last part. Collective.
         """
-        return self._look(batch, wrong_answers)
+        return self._measure(batch, wrong_answers)
 
     @torch.no_grad()
-    def _look(self, batch: MicroBatch, measure: Measure) -> Any:
-        """What `measure` finds in a micro-batch, without gradients."""
+    def _measure(self, batch: MicroBatch, measure: Measure) -> Any:
+        """The result of `measure` on a micro-batch, without gradients."""
         run = partial(self._forward, measure=measure)
         if self.pipeline:
             return self.pipeline.evaluate(batch, self._hidden(batch), run)
@@ -224,10 +244,14 @@ class ParallelModel:
     def _forward(
         self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
     ) -> Any:
-        """A part's forward on a micro-batch, from the hidden states before it or from the tokens.
+        """Forward of one part on a micro-batch.
+
+        Args:
+            state: hidden states of the part before it; None for the first part, which reads the tokens.
+            measure: what the last part computes from its hidden states; by default the loss.
 
         Returns:
-            of the last part what `measure` makes of its hidden states, by default the loss; else hidden states.
+            the result of `measure` from the last part, hidden states from the others.
         """
         move = self.world.device.move
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
@@ -240,12 +264,12 @@ class ParallelModel:
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
     def _hidden(self, batch: MicroBatch) -> HiddenSpec:
-        """What travels between pipeline stages."""
+        """Shape and dtype of what pipeline stages send each other."""
         sequences, length = batch.tokens.shape
         return HiddenSpec((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
 
     def update(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, let the optimizers run, and forget the gradients.
+        """Clip the gradients, run the optimizers, and free the gradients.
 
         Args:
             grad_norm: global norm of the gradients.
@@ -258,13 +282,15 @@ class ParallelModel:
             self.zero_grad()
 
     def pop_timings(self) -> dict[str, float]:
-        """Seconds since the last call: `forward`, `backward` and `optimizer`, and in them `cp_wait`, for which messages
-        of context parallelism were waited for, and `cp_flight`, from their posting until then; with a pipeline
-        `pipeline`, the whole of its steps."""
+        """Seconds since the last call, by name.
+
+        `forward`, `backward` and `optimizer`; within them `cp_wait`, spent waiting for messages of context parallelism,
+        and `cp_flight`, from posting these messages until then; with a pipeline `pipeline`, its steps as a whole.
+        """
         return {name: watch.take() for name, watch in self.watches.items()}
 
     def memory_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's weights, gradients (which are there from backward to update) and optimizer state."""
+        """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
         weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
         states = [
             value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
@@ -273,31 +299,39 @@ class ParallelModel:
         return {"weights": weights, "gradients": weights, "optimizer": kept}
 
     def zero_grad(self) -> None:
-        """Free them."""
+        """Free the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def grad_norm_groups(self) -> list[list[nn.Parameter]]:
-        """This rank's parameters, each counted once over the pipeline: of every block of the model, and the others."""
+    def square_norms(self) -> Tensor:
+        """This rank's share of the squared gradient norm of each block and of the other parameters, `[blocks + 1]`."""
+        return square_norms(self.norm_groups, self.world.size // self.meshes.pp.size())
+
+    def _group_parameters(self) -> list[list[nn.Parameter]]:
+        """This rank's parameters by block, and last those of no block; each counted once over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
         for name, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
             pieces = name.split(".")
             groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
         return groups
 
+    def numbered_parts(self) -> list[tuple[int, nn.Module]]:
+        """This rank's parts, each with the number of its pipeline stage."""
+        return list(zip(self.layers.of_rank(self.meshes.pp.get_local_rank()), self.parts, strict=True))
+
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         (place,) = (self.mesh.mesh == rank).nonzero().tolist()
         return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
 
-    def exchange_of(self, batch_layout: BatchLayout) -> str:
-        """The strategy, and for `auto` what it came to."""
+    def resolve_strategy(self, batch_layout: BatchLayout) -> str:
+        """The name of the exchange between ranks; what was chosen for `auto`."""
         plan, tp = batch_layout.plans()[0], self.meshes.degrees.tp
         heads = (self.args.n_heads // tp, self.args.n_kv_heads // tp)
         return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
 
-    def describe_pipeline(self, stage: StagePlan) -> str:
-        """Its schedule, layers and bubble in words; empty without one."""
+    def pipeline_summary(self, stage: StagePlan) -> str:
+        """Schedule, layers and bubble of the pipeline, for the log; empty without one."""
         if self.pipeline is None:
             return ""
         settings = self.config.parallel

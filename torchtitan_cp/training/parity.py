@@ -160,7 +160,7 @@ def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
     trainer.device.reset_peak_memory()
     before = trainer.device.peak_memory_bytes()
     with _record_attention(trainer.model.parts) as outputs:
-        report = trainer.gradients(batches)
+        report = trainer.forward_backward(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     own = {key: batch_layout.plans()[0].unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}

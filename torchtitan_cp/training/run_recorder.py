@@ -144,7 +144,7 @@ class RunRecorder:
             stage_index=stage.index,
             seq_len=stage.seq_len,
             cp=stage.cp,
-            tokens=progress.cursor,
+            tokens=progress.trained_tokens,
             loss=None if skipped else report.loss,
             grad_norm=None if skipped else report.grad_norm,
             lr=lr,

@@ -40,7 +40,7 @@ def make(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def save(checkpoints: CheckpointManager, step: int, value: float = 1.0, *, stage_end: bool = False) -> None:
     model, optimizer = make(value)
-    checkpoints.save(Progress(step=step, cursor=7), [model], [optimizer], stage_end=stage_end)
+    checkpoints.save(Progress(step=step, trained_tokens=7), [model], [optimizer], stage_end=stage_end)
     checkpoints.wait()
 
 
@@ -68,7 +68,7 @@ def run_round(folder: Path, asynchronous: bool) -> list[str]:
     found = checkpoints.find_newest()
     assert found is not None
     path, progress = found
-    assert (path.name, progress.step, progress.cursor) == ("step-20", 20, 7)
+    assert (path.name, progress.step, progress.trained_tokens) == ("step-20", 20, 7)
     (model, optimizer), (other, other_optimizer) = make(1.0), make(5.0)
     checkpoints.load(path, [other], [other_optimizer])
     assert torch.equal(other.weight, model.weight)

@@ -47,7 +47,7 @@ def observed(path: Path, *overrides: str) -> tuple[State, list[float]]:
     trainer = prepared(path, *overrides)
     states: list[State] = []
     found: list[float] = []
-    save, load, gradients = trainer.checkpoints.save, trainer.checkpoints.load, trainer.gradients
+    save, load, forward_backward = trainer.checkpoints.save, trainer.checkpoints.load, trainer.forward_backward
 
     def saving(progress: Progress, *arguments: Any, **settings: Any) -> None:
         if progress.step == SAVED:
@@ -59,11 +59,11 @@ def observed(path: Path, *overrides: str) -> tuple[State, list[float]]:
         states.append(whole_state(trainer))
 
     def recorded(batches: Any) -> Any:
-        report = gradients(batches)
+        report = forward_backward(batches)
         found.append(report.loss)
         return report
 
-    trainer.checkpoints.save, trainer.checkpoints.load, trainer.gradients = saving, loading, recorded  # type: ignore[method-assign]
+    trainer.checkpoints.save, trainer.checkpoints.load, trainer.forward_backward = saving, loading, recorded  # type: ignore[method-assign]
     trainer.run()
     return states[0], found[-AFTER:]
 

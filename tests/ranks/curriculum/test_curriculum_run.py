@@ -36,13 +36,13 @@ def train_on(path: Path, stop_after: int, *overrides: str) -> tuple[Read, list[f
     trainer = prepared(path, "--checkpoint.interval=1", *overrides)
     read: Read = []
     losses: list[float] = []
-    gradients, step = trainer.gradients, trainer._step
+    forward_backward, step = trainer.forward_backward, trainer._step
 
     def recorded(batches: Any) -> Any:
         for batch in batches:
             spans = [trainer.data_pipeline.samples.sequence(number).spans for number in batch.numbers]
             read.append((trainer.progress.stage, trainer.progress.stage_step, batch.numbers, spans))
-        report = gradients(batches)
+        report = forward_backward(batches)
         losses.append(report.loss)
         return report
 
@@ -52,7 +52,7 @@ def train_on(path: Path, stop_after: int, *overrides: str) -> tuple[Read, list[f
             raise Stopped
         step(*arguments)
 
-    trainer.gradients, trainer._step = recorded, stopping  # type: ignore[method-assign]
+    trainer.forward_backward, trainer._step = recorded, stopping  # type: ignore[method-assign]
     try:
         trainer.run()
     except Stopped:
@@ -115,7 +115,7 @@ def documents_alone(path: Path, strategy: str) -> tuple[float, float, int]:
     weights = {name: p.full_tensor().detach() for name, p in trainer.model.parts[0].named_parameters()}  # type: ignore[attr-defined]
     model.load_state_dict(weights, strict=False)
     model.set_rope(*rope_frequencies(stage.rope, trainer.model.args.head_dim, stage.seq_len), torch.device("cpu"))  # type: ignore[operator]
-    loss = trainer.gradients(read_step(trainer.data_pipeline.samples, shape, 0)).loss
+    loss = trainer.forward_backward(read_step(trainer.data_pipeline.samples, shape, 0)).loss
     total, tokens, documents = 0.0, 0, 0
     for number in range(shape.sequences):
         sequence = trainer.data_pipeline.samples.sequence(number)
@@ -186,13 +186,13 @@ def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]
     """On a rank: steps of the whole run, the (stage, step) of each that is taken now, and what is said."""
     trainer = prepared(path, "--evaluation.interval=2", *overrides)
     taken: list[tuple[int, int]] = []
-    gradients = trainer.gradients
+    forward_backward = trainer.forward_backward
 
     def recorded(batches: Any) -> Any:
         taken.append((trainer.progress.stage, trainer.progress.stage_step))
-        return gradients(batches)
+        return forward_backward(batches)
 
-    trainer.gradients = recorded  # type: ignore[method-assign]
+    trainer.forward_backward = recorded  # type: ignore[method-assign]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConsoleSink, "print", lambda console, text: said.append(text))
@@ -276,7 +276,7 @@ def test_a_gate_without_held_out_text_and_a_checkpoint_of_a_stage_that_is_gone_a
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     path = write_run(tmp_path, GATED)
-    with pytest.raises(RankFailure, match="looks at held-out text, and none of its sources holds any out"):
+    with pytest.raises(RankFailure, match="needs held-out text, but none of the stage"):
         ranks(1)(gated, path, "--data.validation_fraction=0.0")
     ranks(1)(gated, path)
     first = path.read_text().rpartition("[[curriculum.stages]]")[0]

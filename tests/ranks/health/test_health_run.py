@@ -21,13 +21,14 @@ from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
 from torchtitan_cp.checkpoint import CheckpointManager
 from torchtitan_cp.checkpoint.weights import open_saved_model
-from torchtitan_cp.cli.replay import main, replay
+from torchtitan_cp.cli.replay import build, main
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.data.batches.loader import read_step
 from torchtitan_cp.health import NonFiniteError, StepReport
-from torchtitan_cp.health.bundle import Bundle
+from torchtitan_cp.health.diagnosis import Diagnoser
+from torchtitan_cp.health.replay import Bundle, replay
 from torchtitan_cp.runtime import watchdog as failure
-from torchtitan_cp.training.health_monitor import HealthMonitor
+from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.trainer import Trainer
 
 TWO_STAGES_A_RANK = ("--parallel.pp=2", "--training.micro_batch_sequences=1", "--model.overrides.n_layers=4")
@@ -82,7 +83,7 @@ class Seen:
     bad: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     findings: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    studies: dict[int, dict[str, Any]] = field(default_factory=dict)
+    diagnoses: dict[int, dict[str, Any]] = field(default_factory=dict)
     logged: list[str] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -112,16 +113,15 @@ def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     """On a rank: a run with a fault in each of these steps."""
     trainer = prepared(path, "--health.on_nonfinite=skip", *overrides)
-    seen, health_monitor = Seen(trainer.world.rank), trainer.health_monitor
+    seen = Seen(trainer.world.rank)
     handler = logging.Handler()
     handler.emit = lambda record: seen.logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchtitan_cp").addHandler(handler)
-    gradients, recover, study = health_monitor.gradients, trainer._recover, health_monitor.study
+    take, recover, diagnose = trainer._step, trainer._recover, trainer._diagnose
 
-    def with_fault(step: int, *arguments: Any, **options: Any) -> Any:
-        health_monitor.injector.settings = faults.get(step, Inject())
-        health_monitor.injector.strikes_here = trainer.world.rank == health_monitor.injector.settings.rank
-        return gradients(step, *arguments, **options)
+    def with_fault(*arguments: Any) -> bool:
+        trainer.injector.settings = faults.get(trainer.progress.step + 1, Inject())
+        return take(*arguments)
 
     def recovering(*arguments: Any) -> None:
         step, before = trainer.progress.step + 1, state_of(trainer)
@@ -130,14 +130,12 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
         recover(*arguments)
         seen.changed += [f"{name} in step {step}" for name in differing(before, state_of(trainer))]
 
-    def studying(step: int, *arguments: Any) -> Any:
-        found = study(step, *arguments)
-        seen.studies[step] = found.as_json()
+    def diagnosing(step: int, *arguments: Any) -> Any:
+        found = diagnose(step, *arguments)
+        seen.diagnoses[step] = found.as_json()
         return found
 
-    health_monitor.study = studying  # type: ignore[method-assign]
-    health_monitor.gradients = with_fault  # type: ignore[method-assign]
-    trainer._recover = recovering  # type: ignore[method-assign]
+    trainer._step, trainer._recover, trainer._diagnose = with_fault, recovering, diagnosing  # type: ignore[method-assign]
     trainer.run()
     dist.barrier()
     logging.getLogger("torchtitan_cp").removeHandler(handler)
@@ -166,7 +164,7 @@ def faults_of(layout: str) -> dict[int, Inject]:
 
 
 def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
-    """The study names what was struck, and whom."""
+    """The diagnosis names the module and rank of the fault."""
     culprit = found["culprit"]
     named = (culprit["module"], culprit["what"], culprit["direction"], list(found["ranks"]))
     block, rank = f"layers.{fault.layer}", fault.rank
@@ -197,33 +195,28 @@ def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank
         assert len(values) == 12
         assert values[-1] < values[0]
         for step, fault in faults.items():
-            check_culprit(layout, fault, seen.studies[step])
+            check_culprit(layout, fault, seen.diagnoses[step])
 
 
 def poisoned_shard(path: Path, *overrides: str) -> Seen:
-    """On a rank: a run in which rank 1's shard of one gradient is ill in step 3, when all ranks have summed it."""
-    original = Trainer.gradients
+    """On a rank: a run in which rank 1's shard of one gradient is NaN in step 3, after all ranks have summed it."""
+    original = ParallelModel.forward_backward
+    steps = 0
 
-    def gradients(trainer: Trainer, batches: Any) -> Any:
-        compute = trainer.model.gradients
+    def poisoned(model: ParallelModel, micro_batches: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        sums = original(model, micro_batches)
+        # The fourth is the third again.
+        if steps in (3, 4) and dist.get_rank() == 1:
+            local(model.parts[0].layers["0"].attention.wq.weight.grad)[1, 2] = torch.nan  # type: ignore[union-attr, index]
+        return sums
 
-        def poisoned(micro_batches: Any) -> Any:
-            sums = compute(micro_batches)
-            if trainer.progress.step == 2 and trainer.world.rank == 1:
-                local(trainer.model.parts[0].layers["0"].attention.wq.weight.grad)[1, 2] = torch.nan  # type: ignore[union-attr, index]
-            return sums
-
-        trainer.model.gradients = poisoned  # type: ignore[method-assign]
-        try:
-            return original(trainer, batches)
-        finally:
-            trainer.model.gradients = compute  # type: ignore[method-assign]
-
-    Trainer.gradients = gradients  # type: ignore[method-assign]
+    ParallelModel.forward_backward = poisoned  # type: ignore[method-assign]
     try:
         return watched_run(path, {}, *overrides)
     finally:
-        Trainer.gradients = original  # type: ignore[method-assign]
+        ParallelModel.forward_backward = original  # type: ignore[method-assign]
 
 
 @deep_rows("implementation", ["fused", "foreach"], default=["fused"])
@@ -240,16 +233,17 @@ def healthy_steps(path: Path, faults: dict[int, Inject], *overrides: str) -> tup
     """On a rank: losses of the healthy steps, which text they read, and their learning rates."""
     read: list[int] = []
     trainer = prepared(path, "--health.on_nonfinite=skip", *overrides)
-    gradients = trainer.health_monitor.gradients
+    take = trainer._step
 
-    def remembered(step: int, batches: Any, **options: Any) -> Any:
-        trainer.health_monitor.injector.settings = faults.get(step, Inject())
-        report = gradients(step, batches, **options)
-        if not report.findings:
-            read.append(batches[0].numbers[0])
-        return report
+    def remembered(stage: Any, batches: Any) -> bool:
+        trainer.injector.settings = faults.get(trainer.progress.step + 1, Inject())
+        batch = next(batches)
+        healthy = take(stage, iter([batch]))
+        if healthy:
+            read.append(batch[0].numbers[0])
+        return healthy
 
-    trainer.health_monitor.gradients = remembered  # type: ignore[method-assign]
+    trainer._step = remembered  # type: ignore[method-assign]
     trainer.run()
     dist.barrier()
     lines = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
@@ -275,29 +269,29 @@ def test_a_skipped_step_leaves_the_schedule_alone_and_its_text_out(
     assert len(skipping[0]) == 6
 
 
-# What the study says of other faults ---------------------------------------------------------------------------
+# What the diagnosis says of other faults ---------------------------------------------------------------------------
 
 
 def overflowing_run(path: Path, scales: dict[str, float], *overrides: str) -> str:
     """On a rank: a run in which weights are suddenly huge, and finite, in step 3. What it halts with."""
     trainer = prepared(path, *overrides)
-    gradients = trainer.health_monitor.gradients
+    forward_backward = trainer.forward_backward
 
-    def scaled(step: int, *arguments: Any, **options: Any) -> Any:
-        if step == 3 and not options:
+    def scaled(batches: Any) -> Any:
+        if trainer.progress.step == 2:
             for part in trainer.model.parts:
                 for name, parameter in part.named_parameters():
                     local(parameter.detach()).mul_(scales.get(name, 1.0))
-        return gradients(step, *arguments, **options)
+        return forward_backward(batches)
 
-    trainer.health_monitor.gradients = scaled  # type: ignore[method-assign]
+    trainer.forward_backward = scaled  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError) as halted:
         trainer.run()
     dist.barrier()
     return str(halted.value)
 
 
-# Layout, what the weights are multiplied with, the first ill value (module, what), and the module that made it.
+# Layout, what the weights are multiplied with, the first bad value (module, what), and the module that made it.
 OVERFLOWS = {
     "between layers": (
         "tp 2",
@@ -336,7 +330,7 @@ def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     assert "it comes again when the step is repeated; its tensors are in " in said
     bundle = Bundle.read(folder / "health" / "step-3")
     assert (bundle.report["unit"], bundle.report["reproduces"], bundle.report["injected"]) == (unit, True, False)
-    event = replay(bundle)
+    event = replay(bundle, build)
     assert event is not None
     assert (event.module, event.what, event.value) == (*named, bundle.report["culprit"]["value"])
     # Whole sequences, whatever ranks they were spread over.
@@ -353,10 +347,8 @@ def test_a_fault_that_is_gone_when_repeated_speaks_of_the_hardware(
     for seen in ranks(2)(watched_run, run_toml, {3: fault}, f"--job.dump_folder={folder}", *SHORT):
         assert (seen.bad, seen.changed) == ([3], [])
         assert seen.findings[3] == ("rank 1: the output of block 1 is nan",)
-        assert (seen.studies[3]["reproduces"], seen.studies[3]["culprit"]) == (False, None)
-        assert seen.studies[3]["said"].startswith(
-            "repeated, the step is finite: a fault of the hardware, or a race; its"
-        )
+        assert (seen.diagnoses[3]["reproduces"], seen.diagnoses[3]["culprit"]) == (False, None)
+        assert seen.diagnoses[3]["said"].startswith("repeated, the step is finite: a hardware fault, or a race; its")
     report = Bundle.read(folder / "health" / "step-3").report
     assert (report["unit"], report["findings"]) == (None, ["rank 1: the output of block 1 is nan"])
 
@@ -369,7 +361,7 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
     fault = Inject(step=3, rank=1, layer=0, module="feed_forward.w1")
     packed = ("--data.document_mask=true", "--context_parallel.layout=zigzag")
     for seen in ranks(2)(watched_run, run_toml, {3: fault}, folder, *SHORT, *LAYOUTS["cp 2"][1], *packed):
-        found = seen.studies[3]
+        found = seen.diagnoses[3]
         assert found["culprit"]["module"] == "layers.0.feed_forward.w1"
         assert (list(found["ranks"]), found["row"], found["local_token"], found["global_token"]) == ([1], 0, 32, 64)
         assert (found["sequence"], found["document"]) == (8, 0)
@@ -379,7 +371,7 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
 
 
 @deep_rows("layout", LAYOUTS, default=["pp 2", "8-bit moments, fsdp 2"])
-def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
+def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
     size, overrides = LAYOUTS[layout]
@@ -391,14 +383,14 @@ def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     named = f"layers.{fault.layer}.attention.wk"
     for seen in ranks(size)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings, *overrides):
         assert seen.bad == [5]
-        culprit = seen.studies[5]["culprit"]
+        culprit = seen.diagnoses[5]["culprit"]
         assert (culprit["module"], culprit["what"]) == (named, "parameter weight")
-        assert list(seen.studies[5]["ranks"]) == [1]
+        assert list(seen.diagnoses[5]["ranks"]) == [1]
         # The struck weight alone is another than before the repair: it is well again.
         assert seen.changed == ([f"{named}.weight in step 5"] if seen.rank == 1 else [])
         assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
         assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
-    event = replay(Bundle.read(folder / "health" / "step-5"))
+    event = replay(Bundle.read(folder / "health" / "step-5"), build)
     assert event is not None
     assert (event.module, event.what, event.value) == (named, "parameter weight", "nan")
     straight = ranks(size)(train, run_toml, f"--job.dump_folder={folder}-straight", *SHORT, *overrides)[0]
@@ -406,7 +398,7 @@ def test_an_ill_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     assert (folder / "checkpoints" / "step-5").is_dir()
 
 
-def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
+def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     fault = Inject(step=12, rank=1, layer=0, kind="spike")
@@ -422,7 +414,7 @@ def test_a_spike_is_left_out_where_it_is_to_trip_and_only_told_by_default(
         assert (seen.bad, seen.changed) == ([12], [])
         assert [line["step"] for line in seen.lines if line["spikes"]] == [12]
         assert len(seen.lines) == 14
-        assert (seen.studies[12]["culprit"]["module"], list(seen.studies[12]["ranks"])) == ("layers.0", [1])
+        assert (seen.diagnoses[12]["culprit"]["module"], list(seen.diagnoses[12]["ranks"])) == ("layers.0", [1])
     for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, f"--job.dump_folder={folder}-warn"):
         assert seen.bad == []
         assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
@@ -456,14 +448,14 @@ def test_the_module_in_which_a_spike_arises_is_named_and_reproduced_offline(
     settings = (*SPIKES_TRIP, f"--job.dump_folder={folder}")
     for seen in ranks(size)(watched_run, run_toml, {12: fault}, *settings, *overrides):
         assert (seen.bad, seen.changed) == ([12], [])
-        study = seen.studies[12]
-        assert study["culprit"]["module"] == f"layers.1.{module}"
-        assert (study["culprit"]["direction"], list(study["ranks"]), study["reproduces"]) == (direction, on, True)
-        assert study["times"] > 4
-        assert f"the {study['culprit']['what']} of layers.1.{module} is {study['culprit']['value']}, " in study["said"]
-        assert "times what it was in a healthy step" in study["said"]
+        found = seen.diagnoses[12]
+        assert found["culprit"]["module"] == f"layers.1.{module}"
+        assert (found["culprit"]["direction"], list(found["ranks"]), found["reproduces"]) == (direction, on, True)
+        assert found["times"] > 4
+        assert f"the {found['culprit']['what']} of layers.1.{module} is {found['culprit']['value']}, " in found["said"]
+        assert "times its value in a healthy step" in found["said"]
     assert main([str(folder / "health" / "step-12")]) == 0
-    assert f"REPRODUCED: the {study['culprit']['what']} of layers.1.{module}" in capsys.readouterr().out
+    assert f"REPRODUCED: the {found['culprit']['what']} of layers.1.{module}" in capsys.readouterr().out
 
 
 @pytest.mark.deep
@@ -473,25 +465,23 @@ def test_a_spike_that_is_gone_when_repeated_speaks_of_the_hardware(
     gone = Inject(step=12, rank=1, layer=1, kind="spike", transient=True)
     folder = f"--job.dump_folder={run_toml.parent / 'spike-gone'}"
     for seen in ranks(2)(watched_run, run_toml, {12: gone}, *SPIKES_TRIP, folder):
-        assert seen.studies[12]["said"].startswith(
-            "repeated, the step has no spike: a fault of the hardware, or a race"
-        )
-        assert seen.studies[12]["culprit"] is None
+        assert seen.diagnoses[12]["said"].startswith("repeated, the step has no spike: a hardware fault, or a race")
+        assert seen.diagnoses[12]["culprit"] is None
 
 
 def spike_after_a_start(path: Path, fault: Inject, *overrides: str) -> Seen:
     """On a rank: a run that knows what is usual and has taken no healthy step itself, as after a resume."""
-    record_healthy_step = HealthMonitor.record_healthy_step
+    update = Trainer._update
 
-    def forgetting(health_monitor: HealthMonitor, report: StepReport) -> None:
-        record_healthy_step(health_monitor, report)
-        health_monitor.healthy = ()
+    def forgetting(trainer: Trainer, *arguments: Any) -> None:
+        update(trainer, *arguments)
+        trainer.config = replace(trainer.config, health=replace(trainer.config.health, on_spike="warn"))
 
-    HealthMonitor.record_healthy_step = forgetting  # type: ignore[method-assign]
+    Trainer._update = forgetting  # type: ignore[method-assign]
     try:
         return watched_run(path, {fault.step: fault}, *overrides)
     finally:
-        HealthMonitor.record_healthy_step = record_healthy_step  # type: ignore[method-assign]
+        Trainer._update = update  # type: ignore[method-assign]
 
 
 @pytest.mark.deep
@@ -502,7 +492,7 @@ def test_a_spike_with_no_healthy_step_before_it_is_skipped_and_said_to_be_unknow
     folder = f"--job.dump_folder={run_toml.parent / 'spike-first'}"
     for seen in ranks(2)(spike_after_a_start, run_toml, fault, *SPIKES_TRIP, folder, *LAYOUTS["pp 2"][1]):
         assert (seen.bad, seen.changed) == ([12], [])
-        assert seen.studies[12]["said"].startswith("no healthy step was taken since the start or the rollback")
+        assert seen.diagnoses[12]["said"].startswith("there is no healthy step to compare it with yet")
 
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:
@@ -517,7 +507,7 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
 STOPS = ("--health.max_consecutive_skips=2", "--checkpoint.interval=2", "--checkpoint.keep=99")
 
 
-def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
+def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     """Bad text in steps 6, 7 and 8: the third sends it back to step 4, and text 5 to 8 is never trained on."""
@@ -531,8 +521,8 @@ def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
     rates = [line["lr"] for line in schedule]
     assert found[2] == [*rates[:5], *rates[4:]]
     progress = json.loads((folder / "checkpoints" / "step-8" / "progress.json").read_text())
-    assert progress["passed_over"] == [[0, 4, 8]]
-    assert (progress["step"], progress["stage_step"], progress["cursor"]) == (8, 4, 4 * 512)
+    assert progress["skipped_ranges"] == [[0, 4, 8]]
+    assert (progress["step"], progress["stage_step"], progress["trained_tokens"]) == (8, 4, 4 * 512)
     assert (progress["health"]["rollbacks"], progress["health"]["rolled_back_to"]) == (1, 4)
     before, after = (saved_tensors(folder / "checkpoints" / f"step-{step}") for step in (4, 8))
     assert any("exp_avg" in name for name in before)
@@ -547,7 +537,7 @@ def test_a_run_is_rolled_back_passes_over_the_text_and_goes_on_so_when_resumed(
 
 
 @deep_rows(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")], default=[(0.01, "trained")])
-def test_a_run_that_diverges_climbs_the_ladder_and_ends_as_the_file_says(
+def test_a_run_that_diverges_is_skipped_rolled_back_and_slowed_and_ends_as_the_file_says(
     ranks: Callable[[int], RankPool], run_toml: Path, factor: float, ends: str
 ) -> None:
     """The learning rate is 100 times too high once it is warm."""
@@ -605,7 +595,7 @@ def test_halt_names_step_stage_rank_and_number_and_saves_what_was_before(
     assert not (folder / "health").exists()
 
 
-def test_a_halt_over_an_ill_weight_saves_none_and_the_last_checkpoint_goes_on(
+def test_a_halt_over_a_nonfinite_weight_saves_none_and_the_last_checkpoint_goes_on(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     folder = run_toml.parent / "halt-weight"
@@ -625,22 +615,22 @@ def test_a_halt_over_an_ill_weight_saves_none_and_the_last_checkpoint_goes_on(
 
 
 def lowered(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]], list[float]]:
-    """On a rank: how a run ends, its records, and how long it may study a bad step and look for a checkpoint."""
-    limits, study, load = list[float](), HealthMonitor.study, CheckpointManager.load
+    """On a rank: how a run ends, its records, and how long it may diagnose a bad step and look for a checkpoint."""
+    limits, diagnose, load = list[float](), Diagnoser.diagnose, CheckpointManager.load
 
-    def studied(*arguments: Any) -> Any:
+    def diagnosed(*arguments: Any) -> Any:
         limits.append(failure._now.limit_seconds)
-        return study(*arguments)
+        return diagnose(*arguments)
 
     def loaded(*arguments: Any) -> None:
         limits.append(failure._now.limit_seconds)
         load(*arguments)
 
-    HealthMonitor.study, CheckpointManager.load = studied, loaded  # type: ignore[method-assign]
+    Diagnoser.diagnose, CheckpointManager.load = diagnosed, loaded  # type: ignore[method-assign]
     try:
         return *ending(path, *overrides), limits
     finally:
-        HealthMonitor.study, CheckpointManager.load = study, load  # type: ignore[method-assign]
+        Diagnoser.diagnose, CheckpointManager.load = diagnose, load  # type: ignore[method-assign]
 
 
 @pytest.mark.deep
@@ -682,8 +672,8 @@ def test_a_fault_inside_a_compiled_block_is_refused(ranks: Callable[[int], RankP
         ranks(1)(train, run_toml, *inject)
 
 
-def study_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
-    """On a rank: what a study of compiled blocks says, and whether they are as they were after it."""
+def diagnose_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
+    """On a rank: what the diagnosis of compiled blocks says, and whether they are as they were after it."""
     trainer = prepared(path, "--compile.enable=true", *overrides)
     shape = trainer.enter_stage(trainer.stages[0])
     layers = list(trainer.model.parts[0].layers.values())  # type: ignore[operator, union-attr]
@@ -692,9 +682,9 @@ def study_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
     local(layers[1].feed_forward.w2.weight.detach()).mul_(1e30)
     batches = read_step(trainer.data_pipeline.samples, shape, 0)
     report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=("rank 0: the loss is nan",))
-    found = trainer.health_monitor.study(1, batches, report, lambda: None)
+    found = trainer.diagnoser.diagnose(1, batches, report, ())
     assert all(parameter.grad is None for parameter in trainer.model.parts.parameters())
-    return found.said, [vars(layer)["forward"] for layer in layers] == compiled
+    return found.summary, [vars(layer)["forward"] for layer in layers] == compiled
 
 
 @pytest.mark.deep
@@ -703,7 +693,7 @@ def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_
 ) -> None:
     folder = f"--job.dump_folder={run_toml.parent / 'compiled'}"
     for checkpoint in ("none", "full"):
-        said, restored = ranks(1)(study_compiled, run_toml, folder, f"--activation.checkpoint={checkpoint}")[0]
+        said, restored = ranks(1)(diagnose_compiled, run_toml, folder, f"--activation.checkpoint={checkpoint}")[0]
         assert restored
         assert "the output of layers.1.feed_forward.w2 is " in said
         assert "it comes again when the step is repeated without torch.compile" in said
@@ -731,7 +721,7 @@ def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int]
     assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
 
 
-def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_passes_over_the_seconds_text(
+def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_skips_the_seconds_text(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
     """The first three steps of the second stage are bad; the newest checkpoint is the first stage's end."""
@@ -745,5 +735,5 @@ def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_passe
     assert [number // 2 for number in text[4:]] == [3, 4, 5, 6]
     assert len(set(rates)) == 8
     progress = json.loads((folder / "checkpoints" / "step-11" / "progress.json").read_text())
-    assert progress["passed_over"] == [[1, 0, 3]]
+    assert progress["skipped_ranges"] == [[1, 0, 3]]
     assert (progress["stage"], progress["stage_step"], progress["health"]["rolled_back_to"]) == (1, 4, 4)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.rank_pool import RankPool
+from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Inject
-from torchtitan_cp.health import Injector
+from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.health.inject import Injector
 
 
 class Net(nn.Module):
@@ -28,13 +30,13 @@ class Net(nn.Module):
 
 
 def strikes(step: int = 3, again: bool = False, **settings: object) -> dict[str, int]:
-    """On a rank: how many values are ill of the output, of each gradient, and of each weight."""
+    """On a rank: how many values are not finite of the output, of each gradient, and of each weight."""
     torch.manual_seed(0)
-    net, rank = Net(), torch.distributed.get_rank()
+    net = Net()
     tokens = torch.arange(8).view(1, 8)
     expected = net(tokens)
-    injector = Injector(Inject(step=3, rank=1, **settings), [net], rank, 2, 10)  # type: ignore[arg-type]
-    with injector.armed(step, again=again):
+    injector = Injector(Inject(step=3, rank=1, **settings), [net], 10, lambda rank: True)  # type: ignore[arg-type]
+    with injector.fault(step, again=again):
         out = net(tokens)
         out.sum().backward()
     found = {"output": out} | {f"grad {n}": p.grad for n, p in net.named_parameters()} | dict(net.named_parameters())
@@ -86,16 +88,21 @@ def test_each_place_spoils_what_lies_behind_it_and_nothing_before_it(ranks: Call
     assert struck["transient"] == {}
 
 
-def spoil_labels(kind: str) -> tuple[Tensor, Tensor]:
+def corrupt_labels(kind: str) -> tuple[Tensor, Tensor]:
     labels = torch.tensor([[1, 2, -100, 9]])
-    return labels, Injector(Inject(step=1, where="data", kind=kind), [], 0, 1, 10).corrupt(1, labels)
+    plan = make_plan(4)
+    batch = MicroBatch(labels, labels, plan.positions, {0: plan})
+    injector = Injector(Inject(step=1, where="data", kind=kind), [], 10, lambda rank: True)
+    corrupted, second = injector.corrupt(1, (batch, batch))
+    assert second is batch
+    return labels, corrupted.labels
 
 
 def test_data_is_a_label_that_is_no_token_or_every_label_another(ranks: Callable[[int], RankPool]) -> None:
-    labels, spoiled = ranks(1)(spoil_labels, "nan")[0]
-    assert spoiled.tolist() == [[1, 2, 11, 9]]
-    labels, spoiled = ranks(1)(spoil_labels, "spike")[0]
-    assert spoiled.tolist() == [[6, 7, -100, 4]]
+    labels, corrupted = ranks(1)(corrupt_labels, "nan")[0]
+    assert corrupted.tolist() == [[1, 2, 11, 9]]
+    labels, corrupted = ranks(1)(corrupt_labels, "spike")[0]
+    assert corrupted.tolist() == [[6, 7, -100, 4]]
     assert labels.tolist() == [[1, 2, -100, 9]]
 
 
@@ -108,7 +115,7 @@ def refusals() -> list[str]:
     said = []
     for case in cases:
         with pytest.raises(ConfigError) as error:
-            Injector(case, [Net()], torch.distributed.get_rank(), 2, 10)
+            Injector(case, [Net()], 10, lambda rank: True)
         said.append(str(error.value))
     return said
 
@@ -126,9 +133,9 @@ def warn() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchtitan_cp.health.inject").addHandler(handler)
-    injector = Injector(Inject(step=2), [Net()], torch.distributed.get_rank(), 1, 10)
+    injector = Injector(Inject(step=2), [Net()], 10, lambda rank: True)
     for step in range(1, 4):
-        with injector.armed(step):
+        with injector.fault(step):
             pass
     return said
 

@@ -1,5 +1,6 @@
 """What FlashAttention makes of a window, by its own rules, against what a band means."""
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -22,11 +23,27 @@ def read_by_flash(queries: int, keys: int, left: int, right: int) -> Tensor:
     return everything if left < 0 and right < 0 else (distance >= -left) & (distance <= right)
 
 
-@given(st.integers(1, 24), st.integers(1, 24), *2 * [st.none() | st.integers(-30, 30)])
-@settings(max_examples=2000, deadline=None)
-def test_flash_takes_the_bands_that_it_reads_as_they_are_meant(
+BANDS = (st.integers(1, 24), st.integers(1, 24), *2 * [st.none() | st.integers(-30, 30)])
+
+
+@given(*BANDS)
+@settings(max_examples=300, deadline=None)
+def test_flash_takes_the_bands_that_it_computes_correctly(
     queries: int, keys: int, low: int | None, high: int | None
 ) -> None:
+    check_band(queries, keys, low, high)
+
+
+@pytest.mark.deep
+@given(*BANDS)
+@settings(max_examples=2000, deadline=None)
+def test_flash_takes_many_more_bands_that_it_computes_correctly(
+    queries: int, keys: int, low: int | None, high: int | None
+) -> None:
+    check_band(queries, keys, low, high)
+
+
+def check_band(queries: int, keys: int, low: int | None, high: int | None) -> None:
     band = Band(low, high)
     distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1)
     meant = torch.ones(queries, keys, dtype=torch.bool)

@@ -297,8 +297,21 @@ def test_a_kernel_asked_for_that_cannot_names_those_that_can() -> None:
     assert choose_kernel("auto", x, x) is KERNELS["cpu"]
 
 
+def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _choose.cache_clear()
+    x = torch.zeros(1, 8, 2, 16)
+    with caplog.at_level("DEBUG", "torchtitan_cp.attention.kernels"):
+        choose_kernel("auto", x, x)
+    [(_, _, chosen), (_, _, others)] = caplog.record_tuples
+    assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
+    assert chosen == "attention kernel cpu for float32 on cpu"
+    assert "flash: it runs on cuda, not cpu" in others
+
+
 def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told no other stride of them; all_gather hands over the heads of a group."""
+    """It takes no other stride of them; all_gather passes slices of the heads."""
     strides = []
 
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *_: Any, **__: Any) -> Any:

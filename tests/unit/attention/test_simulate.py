@@ -12,6 +12,7 @@ from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, PlanError
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
 from torchtitan_cp.attention.kernels.kernel import any_band
+from torchtitan_cp.attention.strategies import STRATEGIES
 
 
 def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
@@ -19,12 +20,13 @@ def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
     return [torch.randn(1, seq_len, count, 8, dtype=torch.float64) for count in counts]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "hybrid"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(window=(40, -1), document_lengths=((100, 3, 409),))])
-def test_64_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask) -> None:
+@pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=pytest.mark.deep)])
+def test_many_ranks_equal_the_full_sequence(strategy: str, mask: AttentionMask, ranks: int) -> None:
     q, k, v, dout = inputs(512)
     inner = 4 if strategy == "hybrid" else 1
-    result = simulate(q, k, v, ranks=64, mask=mask, strategy=strategy, all_to_all_ranks=inner, dout=dout)
+    result = simulate(q, k, v, ranks=ranks, mask=mask, strategy=strategy, all_to_all_ranks=inner, dout=dout)
     expected = attention_with_gradients(q, k, v, dout, mask)
     for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
         assert got is not None
@@ -121,7 +123,7 @@ def test_bytes_sent_are_those_of_the_documented_formulas(strategy: str, inner: i
     assert sum(map(sum, result.backward_bytes)) / 4 == pytest.approx(2 * backward + 4 * wide)
 
 
-@given(cases(), st.sampled_from(["ring", "all_gather", "all_to_all", "hybrid"]), st.sampled_from(["cpu", "reference"]))
+@given(cases(), st.sampled_from(list(STRATEGIES)), st.sampled_from(["cpu", "reference"]))
 @settings(max_examples=120, deadline=None)
 def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
     case: tuple[int, int, AttentionMask, str], strategy: str, kernel: str

@@ -1,6 +1,7 @@
 """Which checkpoint is found, and what keeps a run from going on with one."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,36 @@ def test_what_was_cut_short_is_not_found_and_no_checkpoint_is_no_error(tmp_path:
     assert CheckpointManager(tmp_path).find_newest() is None
 
 
-def test_passed_over_text_is_counted_by_stage_and_a_rollback_covers_all_since_its_checkpoint() -> None:
-    saved = Progress(step=4, stage=1, stage_step=4, passed_over=[[0, 3, 9]], cursor=7)
-    assert (saved.passed(0), saved.passed(1)) == (6, 0)
-    skipped = saved.skipping().skipping()
-    assert (skipped.step, skipped.stage_step, skipped.passed_over) == (6, 4, [[0, 3, 9], [1, 4, 5], [1, 5, 6]])
+def test_skipped_text_is_counted_by_stage_and_a_rollback_covers_all_since_its_checkpoint() -> None:
+    saved = Progress(step=4, stage=1, stage_step=4, skipped_ranges=[[0, 3, 9]], trained_tokens=7)
+    assert (saved.skipped_steps(0), saved.skipped_steps(1)) == (6, 0)
+    skipped = saved.after_skip().after_skip()
+    assert (skipped.step, skipped.stage_step, skipped.skipped_ranges) == (6, 4, [[0, 3, 9], [1, 4, 5], [1, 5, 6]])
     # A healthy step reads text 6, and the step on text 7 is bad.
-    later = dataclasses.replace(skipped, step=7, stage_step=5, cursor=8)
-    back = later.back_to(saved)
-    assert (back.step, back.stage_step, back.cursor, back.passed_over) == (8, 4, 7, [[0, 3, 9], [1, 4, 8]])
-    assert back.stage_step + back.passed(1) == 8
+    later = dataclasses.replace(skipped, step=7, stage_step=5, trained_tokens=8)
+    back = later.after_rollback(saved)
+    assert (back.step, back.stage_step, back.trained_tokens, back.skipped_ranges) == (8, 4, 7, [[0, 3, 9], [1, 4, 8]])
+    assert back.text_step == back.stage_step + back.skipped_steps(1) == 8
     # Once more, to the same checkpoint, after two steps.
-    again = dataclasses.replace(back, step=10, stage_step=6).back_to(saved)
-    assert again.passed_over == [[0, 3, 9], [1, 4, 11]]
-    # To a checkpoint of the stage before: this stage's text is passed over from its beginning.
-    earlier = later.back_to(Progress(step=2, stage=0, stage_step=2))
-    assert (earlier.stage, earlier.stage_step, earlier.passed_over) == (0, 2, [[1, 0, 8]])
+    again = dataclasses.replace(back, step=10, stage_step=6).after_rollback(saved)
+    assert again.skipped_ranges == [[0, 3, 9], [1, 4, 11]]
+    # To a checkpoint of the stage before: this stage's text is skipped from its beginning.
+    earlier = later.after_rollback(Progress(step=2, stage=0, stage_step=2))
+    assert (earlier.stage, earlier.stage_step, earlier.skipped_ranges) == (0, 2, [[1, 0, 8]])
+
+
+def test_a_progress_written_before_its_keys_were_renamed_is_read() -> None:
+    written = json.loads("""{
+        "step": 9, "cursor": 2048, "stage": 1, "stage_step": 4, "stage_done": false, "source_tokens": {"corpus": 512},
+        "identity": {"seed": 1}, "block_tokens": 256, "short_loss": 2.5, "passed_over": [[0, 1, 3], [1, 2, 4]],
+        "health": {"skips": 1, "all_skips": 4}, "recent": [[2.0, 1.0]], "recipe": {"seq_len": 256},
+        "stage_losses": {"0": [5.0, 3.0, 4.0]}
+    }""")
+    progress = Progress.from_json(written)
+    assert (progress.trained_tokens, progress.text_recipe) == (2048, {"seq_len": 256})
+    assert (progress.skipped_ranges, progress.text_step) == ([[0, 1, 3], [1, 2, 4]], 6)
+    # As it is written now it comes back too.
+    assert Progress.from_json(json.loads(json.dumps(dataclasses.asdict(progress)))) == progress
 
 
 def test_going_on_with_another_model_or_other_data_names_what_differs() -> None:

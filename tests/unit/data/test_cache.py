@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from tests.support.corpus_cache import BYTES, assert_is_the_corpus, contents, data_of, finished, only, partial
-from tests.support.texts import text_corpus, warnings, write_files
+from tests.support.texts import read, text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import DataError, prepare
-from torchtitan_cp.data.corpus import cache, progress, tokenizing
+from torchtitan_cp.data import CacheBuilder, DataError, PreparationStoppedError, open_cache, prepare
+from torchtitan_cp.data.corpus import cache, progress, tokenization
+from torchtitan_cp.data.corpus.documents import key_hash
 from torchtitan_cp.data.corpus.store import TokenWriter
 
 
@@ -46,7 +47,7 @@ def test_every_document_of_each_split_is_kept_with_its_end(
 def test_a_prepared_corpus_is_found_and_not_made_again(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TokenizerConfig(vocab_size=300)
     first = prepare(data, tokenizer)
-    monkeypatch.setattr(cache, "write_splits", None)
+    monkeypatch.setattr(cache, "Tokenization", None)
     again = prepare(data, tokenizer)
     assert again.fingerprint == first.fingerprint
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -58,8 +59,8 @@ def test_a_long_document_is_cut_for_the_tokenizer_and_whole_on_disk(
     data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(data, TokenizerConfig(vocab_size=300))
-    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 50)
-    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 120)
+    monkeypatch.setattr(tokenization, "FRAGMENT_CHARACTERS", 50)
+    monkeypatch.setattr(tokenization, "BATCH_CHARACTERS", 120)
     finished(data)[0].rename(Path(data.cache_folder) / "elsewhere")
     assert prepare(data, TokenizerConfig(vocab_size=300)).fingerprint == whole.fingerprint
 
@@ -134,8 +135,8 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, data: Da
     assert "fix: give data.cache_folder a folder that can be written and locked" in message
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(self: TokenWriter, ids: np.ndarray) -> None:
+def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: TokenWriter, ids: np.ndarray, group: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TokenWriter, "append", append)
@@ -144,7 +145,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(data: Data, monkeypatch: pytest.
     assert not finished(data)
 
 
-def test_a_file_system_without_locks_is_told(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_named(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -152,12 +153,29 @@ def test_a_file_system_without_locks_is_told(data: Data, monkeypatch: pytest.Mon
     assert "cannot be written: No locks available" in refuse(data)
 
 
-def test_a_validation_split_that_would_be_empty_is_refused(data: Data) -> None:
-    few = data_of(Path(data.path), Path(data.cache_folder), validation_fraction=1e-9)
-    message = refuse(few)
-    assert "data.validation_fraction = 1e-09 holds out none of the 40 documents" in message
-    assert "fix: raise data.validation_fraction" in message
-    assert not finished(few)
+@pytest.mark.parametrize("document", ["file", "folder"])
+def test_where_the_hash_holds_out_nothing_the_document_with_the_lowest_hash_is_held_out(
+    tmp_path: Path, document: str
+) -> None:
+    corpus = text_corpus(tmp_path / "corpus", files=120)
+    fewest = data_of(corpus, tmp_path / "cache", validation_fraction=1e-9, document=document)
+    prepared = prepare(fewest, BYTES)
+    whole = read(replace(fewest, validation_fraction=0.0))
+    [held_out] = [prepared.tokenizer.decode(ids) for ids in contents(only(prepared).validation)]
+    lowest = min(whole, key=lambda document: key_hash(document.key)).key
+    assert held_out == (corpus / lowest).read_text()
+    rest = "".join(prepared.tokenizer.decode(ids) for ids in contents(only(prepared).train))
+    assert len(rest) + len(held_out) == sum(len(str(document.content)) for document in whole)
+    assert prepare(fewest, BYTES).fingerprint == prepared.fingerprint
+    assert only(prepared).statistics.train.documents == only(prepared).train.documents
+
+
+def test_a_corpus_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    one = data_of(write_files(tmp_path / "corpus", {"a.txt": "the only one"}), tmp_path / "cache", 1e-9)
+    message = refuse(one)
+    assert "data.validation_fraction = 1e-09 holds out no document: 1 are too few to split" in message
+    assert "fix: split the text into more files, or set data.validation_fraction to 0" in message
+    assert not finished(one)
 
 
 def test_a_training_split_that_would_be_empty_is_refused(data: Data) -> None:
@@ -178,7 +196,7 @@ def test_without_a_fraction_nothing_is_held_out(data: Data) -> None:
     assert only(prepared).train.documents == 40
 
 
-def test_what_was_skipped_is_named_once_and_told_in_one_line_now_and_when_it_is_found_again(
+def test_what_was_skipped_is_logged_once_and_summed_up_at_every_start(
     data: Data, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -197,7 +215,7 @@ def test_what_was_skipped_is_named_once_and_told_in_one_line_now_and_when_it_is_
     assert line.endswith("; skipped: 2 x not UTF-8")
 
 
-def test_the_manifest_tells_what_the_folder_holds(data: Data) -> None:
+def test_the_manifest_lists_what_the_folder_holds(data: Data) -> None:
     prepared = only(prepare(data, BYTES))
     [folder] = finished(data)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -216,3 +234,54 @@ def test_progress_goes_to_the_log_where_there_is_no_terminal(
     monkeypatch.setattr(progress, "LOG_INTERVAL_SECONDS", 0.0)
     prepare(data, BYTES)
     assert "tokenizing: 0 of 0 MB" in [record.getMessage() for record in caplog.records]
+
+
+def test_a_cache_of_an_earlier_version_still_opens(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(data, BYTES)
+    [folder] = finished(data)
+    statistics = (folder / "statistics.json").read_text()
+    assert '"skipped_records"' in statistics
+    (folder / "statistics.json").write_text(statistics.replace('"skipped_records"', '"rejects"'))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["file_bytes"]["statistics.json"] = (folder / "statistics.json").stat().st_size
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(cache, "Tokenization", None)
+    again = prepare(data, BYTES)
+    assert again.fingerprint == first.fingerprint
+    assert only(again).statistics == only(first).statistics
+
+
+def test_who_opens_the_cache_lists_no_file_of_the_corpus(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    locations = CacheBuilder(data, TokenizerConfig(vocab_size=300), lambda: False).build()
+    monkeypatch.setattr(cache, "Corpus", None)
+    opened = open_cache(json.loads(json.dumps(locations)), TokenizerConfig(vocab_size=300))
+    monkeypatch.undo()
+    assert opened.fingerprint == prepare(data, TokenizerConfig(vocab_size=300)).fingerprint
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig(vocab_size=300)], ids=["bytes", "trained"])
+def test_a_stop_is_heard_and_the_next_start_gives_the_same(
+    data: Data, tmp_path: Path, tokenizer: TokenizerConfig
+) -> None:
+    asked = 0
+
+    def stop_requested() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 20
+
+    message = r"stopped while (tokenizing: [0-9,]+ tokens are in|reading text to train)"
+    with pytest.raises(PreparationStoppedError, match=message):
+        prepare(data, tokenizer, stop_requested)
+    assert asked == 21, "it stops at once"
+    assert not finished(data)
+    elsewhere = replace(data, cache_folder=str(tmp_path / "elsewhere"))
+    assert prepare(data, tokenizer).fingerprint == prepare(elsewhere, tokenizer).fingerprint
+
+
+def test_a_stop_is_heard_while_another_process_holds_the_lock(data: Data) -> None:
+    Path(data.cache_folder).mkdir()
+    with open(Path(data.cache_folder) / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(PreparationStoppedError, match="stopped while waiting for another process"):
+            prepare(data, BYTES, lambda: True)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.texts import read, text_corpus, texts, warnings, write_files
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import Corpus, DataError, check_corpus
-from torchtitan_cp.data.corpus.documents import JOINED_BYTES, is_held_out
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data import DataError, check_corpus
+from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, is_held_out
+from torchtitan_cp.data.corpus.records import SkippedRecords
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
@@ -179,7 +179,7 @@ def test_what_is_held_out_stays_so_when_the_fraction_grows(key: str, fraction: f
     assert is_held_out(key, fraction) <= is_held_out(key, min(1, fraction * 1.5))
 
 
-def test_about_the_fraction_of_passages_is_held_out() -> None:
+def test_about_the_fraction_of_records_is_held_out() -> None:
     count = sum(is_held_out(f"folder/{index}.txt", 0.1) for index in range(10_000))
     assert abs(count - 1000) < 5 * 30  # five standard deviations
 
@@ -187,12 +187,12 @@ def test_about_the_fraction_of_passages_is_held_out() -> None:
 def test_the_fingerprint_follows_files_and_settings(tmp_path: Path) -> None:
     path = write_files(tmp_path, {"a.txt": "1"}) / "a.txt"
     data = text_data(tmp_path)
-    first = Corpus(data).fingerprint()
-    assert Corpus(data).fingerprint() == first
-    assert Corpus(text_data(tmp_path, "folder")).fingerprint() != first
-    assert Corpus(text_data(tmp_path, "file", 0.5)).fingerprint() != first
+    first = Corpus(data).fingerprint
+    assert Corpus(data).fingerprint == first
+    assert Corpus(text_data(tmp_path, "folder")).fingerprint != first
+    assert Corpus(text_data(tmp_path, "file", 0.5)).fingerprint != first
     os.utime(path, ns=(0, 0))
-    touched = Corpus(data).fingerprint()
+    touched = Corpus(data).fingerprint
     path.write_text("12")
     os.utime(path, ns=(0, 0))
-    assert len({first, touched, Corpus(data).fingerprint()}) == 3
+    assert len({first, touched, Corpus(data).fingerprint}) == 3

@@ -9,7 +9,7 @@ import zstandard
 
 from tests.support.texts import read, texts, warnings, write_files
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.corpus.records import SkippedRecords
 
 LINES = [f"line {index} of the corpus ä\nwith a newline in it" for index in range(3000)]
 CONTENT = "".join(json.dumps({"text": line, "other": 1}) + "\n" for line in LINES).encode()

@@ -12,9 +12,8 @@ from tests.support.memory import MemoryStore
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
 from torchtitan_cp.config.sections import ResolvedStageData
-from torchtitan_cp.data import TokenStream
 from torchtitan_cp.data.batches.packing import PackedSequence, PackedStream
-from torchtitan_cp.data.batches.stream import SeparatedStore
+from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
 from torchtitan_cp.data.batches.windows import PACKINGS
 
 LENGTHS = [5, 1, 17, 0, 30, 2, 9, 40, 3, 3, 11]
@@ -135,7 +134,7 @@ def test_a_separator_is_a_token_of_the_document_before_it() -> None:
     assert sequence.document_lengths == (4, 3, 6)
 
 
-def test_lengths_are_told_without_reading_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_known_without_reading_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = PackedStream(stream_of(), 16, BEST_FIT)
     expected = [packed.sequence(number).document_lengths for number in range(9)]
     monkeypatch.setattr(MemoryStore, "read", None)

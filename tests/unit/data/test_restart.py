@@ -1,4 +1,4 @@
-"""A pass over a corpus that is stopped goes on from its last commit, and half-made tokens that do not fit are named."""
+"""A pass over a corpus that is stopped continues from its last commit, and damaged partial tokens are named."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from tests.support.half_made import BYTES, data_of, files, rows, shrink_until_th
 from tests.support.texts import text_corpus, warnings
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.data import prepare
-from torchtitan_cp.data.corpus import tokenizing
+from torchtitan_cp.data.corpus.documents import Document
+from torchtitan_cp.data.corpus.tokenization import Tokenization
 
 
 @pytest.fixture
@@ -21,9 +22,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, data: Data, last: int) -> Path:
     """Prepare, and stop after so many documents. Returns the half-made folder."""
-    write, written = tokenizing._SplitsWriter.write, 0
+    write, written = Tokenization._write, 0
 
-    def write_or_stop(self: tokenizing._SplitsWriter, document: tokenizing.Document, ids: np.ndarray) -> None:
+    def write_or_stop(self: Tokenization, document: Document, ids: np.ndarray) -> None:
         nonlocal written
         write(self, document, ids)
         written += 1
@@ -31,7 +32,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, data: Data, last: int) -> Path:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizing._SplitsWriter, "write", write_or_stop)
+        patch.setattr(Tokenization, "_write", write_or_stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(data, BYTES)
     [left] = Path(data.cache_folder).glob("*.partial")
@@ -53,17 +54,18 @@ def test_a_pass_that_is_stopped_anywhere_gives_the_same_files(
 
 def lose(path: Path) -> str:
     path.unlink()
-    return f"{path.name} is shorter than"
+    return f"{path.name} is missing"
 
 
-def overwrite(path: Path) -> str:
-    path.write_bytes(bytes(path.stat().st_size))
-    return "the last file of train was changed"
+def shorten(path: Path) -> str:
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    return f"{path.name} has {size - 1} bytes instead of "
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [("train-00000.bin", lose), ("groups.jsonl", lose), ("train.groups.bin", lose), ("last", overwrite)],
+    [("train-00000.bin", lose), ("groups.jsonl", lose), ("train.groups.bin", lose), ("train-00000.bin", shorten)],
 )
 def test_half_made_tokens_that_are_damaged_are_named_and_made_again(
     tmp_path: Path,
@@ -78,10 +80,10 @@ def test_half_made_tokens_that_are_damaged_are_named_and_made_again(
     data = data_of(corpus, tmp_path / "cache", "jsonl")
     left = stop_after(monkeypatch, data, 200)
     caplog.clear()
-    what = damage(left / name if name != "last" else sorted(left.glob("train-*.bin"))[-1])
+    what = damage(left / name)
     prepare(data, BYTES)
     [line] = [line for line in warnings(caplog) if "damaged" in line]
-    assert line.startswith(f"the half-made tokens in {left} are damaged ({what}")
+    assert line.startswith(f"the partial tokens in {left} are damaged ({what}")
     assert line.endswith("; they are made again")
     assert files(tmp_path / "cache") == files(tmp_path / "straight")
 

@@ -17,7 +17,7 @@ from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data import DataError, check_corpus, prepare
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.corpus.records import SkippedRecords
 
 LINES = [f"row {index} ä" for index in range(700)]
 BYTES = TokenizerConfig(kind="bytes")
@@ -119,7 +119,7 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     data = rows_data("jsonl", tmp_path / "corpus", token_field="ids", cache_folder=str(tmp_path / "cache"))
     with pytest.raises(DataError) as caught:
         prepare(data, BYTES)
-    assert "a.jsonl:2 holds the token id 257, and the tokenizer has 257 pieces" in str(caught.value)
+    assert "a.jsonl:2 holds the token id 257, but the tokenizer has 257 pieces" in str(caught.value)
     assert "fix: set tokenizer.kind and tokenizer.path to the tokenizer that made the ids" in str(caught.value)
 
 

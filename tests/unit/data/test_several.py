@@ -2,6 +2,8 @@
 
 import json
 import logging
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 from tests.support.texts import text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data, DataSource
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import DataError, PreparedSource, TokenStore, prepare, statistics_table
-from torchtitan_cp.data.corpus import tokenizing
+from torchtitan_cp.data import DataError, prepare, statistics_table
+from torchtitan_cp.data.corpus.cache import PreparedSource
 from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
+from torchtitan_cp.data.corpus.store import TokenStore
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
+from torchtitan_cp.data.prefetch import prefetch
 
 BYTES = TokenizerConfig(kind="bytes")
 
@@ -157,7 +161,7 @@ def test_documents_are_split_evenly_or_counted_and_never_lost(
     assert statistics.split_documents == sum(0 < longest < len(text) + 1 for text in kept)
 
 
-def test_what_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     source = jsonl_source(tmp_path / "corpus", ["a", "bb", "c" * 30], min_document=4)
     only(data_of(tmp_path / "cache", source))
@@ -232,7 +236,8 @@ def test_statistics_lie_beside_the_tokens_and_make_a_table_of_all_sources(tmp_pa
     for source in prepared.sources.values():
         assert source.statistics.train == LengthStatistics.of(source.train.document_lengths)
         assert source.statistics.validation == LengthStatistics.of(source.validation.document_lengths)
-    kept = [SourceStatistics.read(path.parent) for path in (tmp_path / "cache").glob("*/statistics.json")]
+    written = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("*/statistics.json")]
+    kept = [SourceStatistics.from_json(values) for values in written]
     assert all(statistics in kept for statistics in found.values())
     lines = statistics_table(found).splitlines()
     assert all(len(line) < 140 for line in lines)
@@ -261,23 +266,30 @@ def test_empty_files_among_others_change_nothing(tmp_path: Path, caplog: pytest.
     assert not warnings(caplog)
 
 
-def test_reading_goes_on_while_a_batch_is_tokenized() -> None:
+def test_the_next_item_is_read_while_one_is_worked_on() -> None:
     begun: list[int] = []
+    second = threading.Event()
 
-    def items() -> Any:
+    def items() -> Iterator[int]:
         for item in range(4):
             begun.append(item)
+            if item == 1:
+                second.set()
             yield item
 
-    results = tokenizing._ahead(lambda item: item * 10, items())
+    results = prefetch(items(), 1)
     assert next(results) == 0
+    assert second.wait(60)
     assert begun == [0, 1]
-    assert list(results) == [10, 20, 30]
+    assert list(results) == [1, 2, 3]
 
 
-def test_an_error_in_the_thread_that_tokenizes_is_the_callers() -> None:
-    def fail(item: int) -> int:
-        raise DataError(f"item {item}")
+def test_an_error_in_the_thread_that_reads_is_the_callers() -> None:
+    def fail() -> Iterator[int]:
+        yield 0
+        raise DataError("item 1")
 
-    with pytest.raises(DataError, match="item 0"):
-        list(tokenizing._ahead(fail, iter(range(3))))
+    results = prefetch(fail(), 2)
+    assert next(results) == 0
+    with pytest.raises(DataError, match="item 1"):
+        next(results)

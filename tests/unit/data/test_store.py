@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cp.data import DataError, TokenStore
-from torchtitan_cp.data.corpus.store import TokenWriter, token_dtype
+from torchtitan_cp.data import DataError
+from torchtitan_cp.data.corpus.store import TokenStore, TokenWriter, token_dtype
 
+FINGERPRINT = "847eb13461b09f29c8dd2e3a7c8802f1fdf0102411a437a05a55457fe38d92d0"
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 
 
@@ -24,12 +25,13 @@ def write(
     folder.mkdir(exist_ok=True)
     writer = TokenWriter(folder, "train", vocab_size, shard_bytes)
     for index, document in enumerate(documents):
-        for part in (document[:2], document[2:]):
-            writer.append(np.array(part, dtype=np.int32))
-        writer.end_document(groups[index] if groups else None)
+        writer.append(np.array(document, dtype=np.int32), groups[index] if groups else index)
+        if index % 3 == 1:
+            writer.commit()
+    writer.commit()
     assert writer.documents == len(documents)
     assert writer.tokens == sum(map(len, documents)) == writer.unigram_counts.sum()
-    return writer.close()
+    return writer.fingerprint()
 
 
 @settings(deadline=None)
@@ -100,8 +102,11 @@ def test_an_index_that_is_cut_short_is_named(tmp_path: Path, size: int, wanted: 
         TokenStore(tmp_path, "train", 100)
 
 
-def test_documents_without_a_group_are_groups_of_their_own(tmp_path: Path) -> None:
-    write(tmp_path / "none", DOCUMENTS)
-    write(tmp_path / "given", DOCUMENTS, groups=[3, 1, 3, 0, 1])
-    assert TokenStore(tmp_path / "none", "train", 100).groups.tolist() == [0, 1, 2, 3, 4]
-    assert TokenStore(tmp_path / "given", "train", 100).groups.tolist() == [3, 1, 3, 0, 1]
+def test_groups_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, DOCUMENTS, groups=[3, 1, 3, 0, 1])
+    assert TokenStore(tmp_path, "train", 100).groups.tolist() == [3, 1, 3, 0, 1]
+
+
+def test_the_fingerprint_of_a_format_never_changes(tmp_path: Path) -> None:
+    """It is part of a checkpoint's identity: a run begun before must resume."""
+    assert write(tmp_path, DOCUMENTS, groups=[3, 1, 3, 0, 1]) == FINGERPRINT

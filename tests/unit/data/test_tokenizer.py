@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import DataError, Tokenizer, check_tokenizer, load_tokenizer, train_sentencepiece
-from torchtitan_cp.data.corpus.vocabulary import LINE_CHARACTERS, sample_lines
+from torchtitan_cp.data import DataError, check_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_cp.data.corpus.vocabulary import LINE_CHARACTERS, sample_lines, train_sentencepiece
 
 SAMPLE = [Path(sentencepiece.__file__).read_text(), Path(__file__).read_text()]
 ODD_TEXTS = [
@@ -147,7 +148,7 @@ def test_lines_are_thinned_evenly_to_the_limit() -> None:
         (
             "".join(map(chr, range(0x4E00, 0x4F00))),
             300,
-            "is less than the characters",
+            "is less than the number of characters",
             "fix: set tokenizer.vocab_size to ",
         ),
         (" \n\t\n", 300, "the corpus holds only whitespace", "fix: check data.path"),

@@ -40,18 +40,23 @@ def check_kernel(name: str) -> str:
     return name
 
 
-def choose_kernel(name: str, q: Tensor, v: Tensor, softcap: float = 0.0, alibi: bool = False) -> Kernel:
+def choose_kernel(
+    name: str, q: Tensor, v: Tensor, softcap: float = 0.0, alibi: bool = False, merged: bool = False
+) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
         softcap: above 0, the kernel returned caps scores.
         alibi: whether the kernel must be able to take linear biases.
+        merged: whether its outputs will be merged; if it can, the kernel then returns them unrounded.
 
     Raises:
         PlanError: an unknown kernel, or one that cannot run them; the message says why and which can.
     """
     kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, alibi))
-    return kernel.softcapped(softcap) if softcap and kernel.softcapped else kernel
+    if softcap and kernel.softcapped:
+        return kernel.softcapped(softcap)
+    return kernel.merging if merged and kernel.merging else kernel
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torchtitan_cp.attention.kernels.heads import same_dims
 from torchtitan_cp.attention.kernels.kernel import Case, Kernel
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.tiles import FULL
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,4 +37,10 @@ def refusal(case: Case) -> str | None:
     return None if case.dtype in _DTYPES else f"it does not take {case.dtype}"
 
 
-KERNEL = Kernel(forward, backward, refusal)
+def forward_wide(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    """In the accumulation dtype: as fast as bf16, where the backward would be a third slower."""
+    dtype = accumulation_dtype(q.dtype)
+    return forward(q.to(dtype), k.to(dtype), v.to(dtype), band, scale)
+
+
+KERNEL = Kernel(forward, backward, refusal, merging=Kernel(forward_wide, backward, refusal))

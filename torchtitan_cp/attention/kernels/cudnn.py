@@ -22,7 +22,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    # Without dropout the kernel never reads the random state, but the schema wants one.
+    # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     packed = (None, None, q.shape[1], k.shape[1])
     lse = lse.transpose(1, 2).unsqueeze(-1).contiguous()

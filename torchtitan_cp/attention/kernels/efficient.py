@@ -11,7 +11,7 @@ from torchtitan_cp.attention.tiles import FULL
 
 _FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-LSE_ROWS = 32  # the log-sum-exp is stored in whole blocks of so many queries
+LSE_ROWS = 32  # the log-sum-exp is stored in whole blocks of 32 queries
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
@@ -27,10 +27,10 @@ def backward(
     heads = k.shape[2]
     k, v = (x.repeat_interleave(q.shape[2] // heads, 2) for x in (k, v))
     rows = [x.transpose(1, 2) for x in (dout, q, k, v)]
-    # Without dropout the kernel never reads the random state, but the schema wants one.
+    # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     lse = F.pad(lse.transpose(1, 2), (0, -q.shape[1] % LSE_ROWS)).contiguous()
-    # Of out it is told the strides of B and H alone, and counts on rows that lie side by side.
+    # The operator takes only the B and H strides of out, and assumes that its rows are contiguous.
     kept = (out.contiguous().transpose(1, 2), lse, seed, offset)
     dq, dk, dv, _ = _BACKWARD(*rows, None, *kept, 0.0, [True, True, True, False], band != FULL, scale=scale)
     return dq.transpose(1, 2), sum_groups(dk.transpose(1, 2), heads), sum_groups(dv.transpose(1, 2), heads)

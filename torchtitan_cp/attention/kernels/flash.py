@@ -25,7 +25,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, dout, out = same_dims(q, k, v, dout, out)
-    # Without dropout the kernel never reads the random state, but the schema wants one.
+    # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     lengths = (*_DENSE, q.shape[1], k.shape[1])
     window = _window(q.shape[1], k.shape[1], band)
@@ -35,7 +35,7 @@ def backward(
 
 
 def _window(queries: int, keys: int, band: Band) -> dict[str, int]:
-    """A band in the kernel's words: its window is aligned at the last query and the last key."""
+    """A band as the kernel's window, which is aligned at the last query and the last key."""
     corner = keys - queries
     return {
         "window_size_left": -1 if band.low is None else corner - band.low,
@@ -44,10 +44,10 @@ def _window(queries: int, keys: int, band: Band) -> dict[str, int]:
 
 
 def takes_band(queries: int, keys: int, band: Band) -> bool:
-    """Whether the kernel reads this band as it is meant.
+    """Whether the kernel computes this band correctly.
 
-    It takes a side that is negative or at least as long as the keys for unbounded, and an unbounded right
-    side beside a bounded left one for as long as the keys: with more queries than keys, too short.
+    It treats a side that is negative or at least as long as the keys as unbounded. Beside a bounded left side,
+    it treats an unbounded right side as long as the keys, which is too short if there are more queries than keys.
     """
     window = _window(queries, keys, band)
     left, right = window["window_size_left"], window["window_size_right"]

@@ -1,13 +1,13 @@
 """flex_attention, compiled: all tiles of a step in one call, whatever the mask.
 
-The block mask is made in closed form from the tiles, for the rows of one step: of each block of queries and
-keys it is known on the host whether it is empty, full or partial, and a partial one is decided by each
-query's intervals of keys. Nothing of the size of the full sequence squared exists.
+The block mask is made in closed form from the tiles, for the rows of one step: the host computes whether each
+block of queries and keys is empty, full or partial, and each query's intervals of keys decide a partial one.
+Nothing of the size of the full sequence squared exists.
 
-flex_attention's own backward uses the log-sum-exp of its own call, and not one merged over steps. But the
-merge is differentiable, and flex passes gradients through the log-sum-exp: with w = exp(lse_step - lse), a
-step's output gets w dout and its log-sum-exp gets w (dout . (out_step - out)). So the step is run forward
-again and differentiated so; a backward costs a forward more than other kernels'.
+flex_attention's own backward uses the log-sum-exp of its own call, not one merged over steps. But the merge
+is differentiable, and flex passes gradients through the log-sum-exp: with w = exp(lse_step - lse), a step's
+output gets w dout and its log-sum-exp gets w (dout . (out_step - out)). So the step runs forward again and is
+differentiated with these; a backward costs one forward more than other kernels'.
 
 Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
@@ -73,13 +73,13 @@ def step_backward(
 
 
 def _above_autograd() -> Any:
-    """A context in which autograd and vmap work: an operator of torch.library runs with both switched off."""
+    """A context in which autograd and vmap work; torch.library runs its operators with both switched off."""
     return torch._C._ForceDispatchKeyGuard(*_dispatch_keys_of_a_new_thread())
 
 
 @lru_cache(maxsize=1)
 def _dispatch_keys_of_a_new_thread() -> tuple[Any, Any]:
-    """Which dispatch keys are included and excluded where nothing has been switched yet."""
+    """The dispatch keys that are included and excluded by default."""
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(
             lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
@@ -120,7 +120,7 @@ def _attend(*rows: Tensor, **options: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _compile() -> Any:
-    # What it would fall back to holds every score.
+    # Its uncompiled fallback holds every score.
     return compile_whole(flex.flex_attention)
 
 
@@ -131,7 +131,7 @@ def block_mask(
     """The mask of a step's tiles, and which query rows see nothing `[1 or B, Sq]`.
 
     Args:
-        batch: B; one row of the mask stands for all of them where no tile says otherwise.
+        batch: B; the mask has one row if every tile is of all batch rows.
         queries, keys: rows of the step's q and k.
     """
     rows = 1 if all(tile.row == ALL_ROWS for tile in tiles) else batch

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:
-    """Zeros appended to the head dim until all are as wide as the widest.
+    """Pad the head dims with zeros to the largest of them.
 
     A zero in a query or key adds nothing to a score, and a zero column of values gives a zero column of
-    output, so attention with Dqk != Dv (multi-head latent attention) runs on a kernel that wants them equal.
+    output, so attention with Dqk != Dv (multi-head latent attention) runs on a kernel that needs them equal.
     """
     widest = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]

@@ -68,6 +68,8 @@ class Kernel:
             rectangles and causal squares; other tiles are split into these shapes for it.
         step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
             any mask; rows that no tile reaches have out 0 and lse -inf.
+        merging: the same kernel with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
+            returns q's dtype only.
         softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it cannot.
         biased: linear biases of a step's rows -> the same kernel with them; None if it cannot.
         for_tile: of a biased kernel that runs tile by tile: tile -> the kernel with the biases of its rows.
@@ -79,6 +81,7 @@ class Kernel:
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     step_forward: StepForward | None = None
     step_backward: StepBackward | None = None
+    merging: "Kernel | None" = None
     softcapped: "Callable[[float], Kernel] | None" = None
     biased: "Callable[[Alibi], Kernel] | None" = None
     for_tile: "Callable[[Tile], Kernel] | None" = None

@@ -1,9 +1,8 @@
 """Exchanges: how the ranks of a group see each other's keys and values, one file each.
 
 To add one: write a file here with a `STRATEGY` (see strategy.py for the interface), add its line to
-`STRATEGIES`, its name to config's list (tests/unit/attention/test_registries.py holds the two equal), and its
-bytes and waits to the planner (planner/exchange.py). Its name in tests/support/plan_cases.py puts it through the
-conformance tests.
+`STRATEGIES`, its name to STRATEGIES of config/sections.py (test_registries.py holds the two equal), and its bytes
+and waits to planner/exchange.py. The conformance tests run every strategy of this registry.
 """
 
 from torchtitan_cp.attention.errors import PlanError
@@ -40,17 +39,11 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) ->
 
 
 def explain_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:
-    """Why `choose_strategy` chooses what it does."""
-    if ranks == 1:
-        return "one rank has nothing to exchange"
-    if band.low is not None:
-        return f"a window of {-band.low} tokens leaves the ring little to carry"
-    if query_heads % ranks or key_heads % ranks:
-        return f"{query_heads} and {key_heads} heads do not divide by {ranks} ranks"
+    """What `choose_strategy` decides by, for the log."""
+    window = "no window" if band.low is None else f"a window of {-band.low} tokens"
     share = _traded_share(query_heads, key_heads, ranks)
-    if share < 0.5:
-        return f"it carries {share:.0%} of the ring's volume"
-    return f"all_to_all would carry {share:.0%} of the ring's volume, without overlap"
+    heads = f"{query_heads} query and {key_heads} key heads"
+    return f"{heads}, {window}; all_to_all (if heads divide, without a window) carries {share:.0%} of the ring's volume"
 
 
 def _traded_share(query_heads: int, key_heads: int, ranks: int) -> float:

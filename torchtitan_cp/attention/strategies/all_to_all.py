@@ -68,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
     q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _trade(parts, call))
     out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_own_heads(sinks, heads, call))
-    # The log-sum-exp rides along, bit for bit, as more columns of the output's dtype.
+    # The log-sum-exp travels with the output as further columns of its dtype, bit for bit.
     columns = lse.unsqueeze(-1).view(out.dtype)
     outs, sums = _trade([_split_rows(out, call), _split_rows(columns, call)], call)
     lse_local = _join_queries(sums, heads).view(lse.dtype).squeeze(-1)
@@ -84,14 +84,12 @@ def backward(
     dout_rows = _join_rows(_trade([_queries_by_rank(dout, heads)], call)[0], call)
     *gradients, dsinks = ring.backward(dout_rows, residuals, *_own_heads(sinks, heads, call))
     del dout_rows
-    # No other name holds the gradients, so that they are gone once they are in the message.
+    # Nothing else refers to the gradients, so that they are freed once they are in the message.
     parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
     dq, dk, dv = _trade(parts, call)
     if dsinks is not None:
-        first = call.trade.rank * heads.share
-        everyone = dsinks.new_zeros(heads.query_heads + heads.padding)
-        everyone[first : first + heads.share] = dsinks
-        dsinks = everyone[: heads.query_heads]
+        before, after = (rank * heads.share for rank in (call.trade.rank, call.trade.ranks - 1 - call.trade.rank))
+        dsinks = F.pad(dsinks, (before, after))[: heads.query_heads]
     return _join_queries(dq, heads), _sum_keys(dk, heads, call), _sum_keys(dv, heads, call), dsinks
 
 

@@ -48,6 +48,7 @@ class PackedSequence:
         return np.concatenate([np.arange(span.stop - span.start) for span in self.spans])
 
 
+@dataclass(eq=False)
 class PackedStream:
     """A stage's sequences from one source, by number. Each depends only on the arguments and its number.
 
@@ -65,19 +66,15 @@ class PackedStream:
             text is left unread. A stage that is lengthened later must keep the number that its last window began with.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        seq_len: int,
-        data: ResolvedStageData,
-        *,
-        source: str = "",
-        first_token: int = 0,
-        samples: int | None = None,
-    ) -> None:
-        self.stream, self.seq_len, self.data, self.source = stream, seq_len, data, source
-        self.first_token, self.samples = first_token, samples
-        self.window_sequences = 1 if data.packing == "concat" else data.packing_window
+    stream: TokenStream
+    seq_len: int
+    data: ResolvedStageData
+    source: str = ""
+    first_token: int = 0
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        self.window_sequences = 1 if self.data.packing == "concat" else self.data.packing_window
         self._window = lru_cache(maxsize=2)(self._make_window)
 
     def sequence(self, number: int) -> PackedSequence:

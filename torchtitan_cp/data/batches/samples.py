@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torchtitan_cp.config.sections import ResolvedStageData
@@ -14,6 +14,7 @@ from torchtitan_cp.data.errors import DataError
 GOLDEN = 0.6180339887498949  # its multiples spread evenly over [0, 1): they choose the short sequences
 
 
+@dataclass(eq=False)
 class StageSamples:
     """The sequences of a stage. Each depends only on the arguments and its number.
 
@@ -33,48 +34,38 @@ class StageSamples:
         DataError: the sources end before the stage does.
     """
 
-    def __init__(
-        self,
-        streams: Mapping[str, TokenStream],
-        seq_len: int,
-        data: ResolvedStageData,
-        seed: int,
-        stage: int,
-        step_sequences: int,
-        first_tokens: Mapping[str, int],
-        steps: int,
-        skipped_steps: int = 0,
-    ) -> None:
-        self._arguments = (streams, seq_len, data, seed, stage, step_sequences, first_tokens, steps, skipped_steps)
-        self.seq_len, self.data, self.step_sequences = seq_len, data, step_sequences
-        self.first_tokens = dict(first_tokens)
+    streams: Mapping[str, TokenStream]
+    seq_len: int
+    data: ResolvedStageData
+    seed: int
+    stage: int
+    step_sequences: int
+    first_tokens: Mapping[str, int]
+    steps: int
+    skipped_steps: int = 0
+
+    def __post_init__(self) -> None:
+        first = {name: self.first_tokens.get(name, 0) for name in self.streams}
         limits = {
-            name: samples_within(epochs, streams[name].store.tokens, seq_len, self.first_tokens.get(name, 0))
-            for name, epochs in data.max_epochs.items()
-            if data.mixture.get(name)
+            name: samples_within(epochs, self.streams[name].store.tokens, self.seq_len, first[name])
+            for name, epochs in self.data.max_epochs.items()
+            if self.data.mixture.get(name)
         }
-        self.mixture = Mixture(data.mixture, seed, stage, limits)
-        samples = steps * step_sequences
+        self.mixture = Mixture(self.data.mixture, self.seed, self.stage, limits)
+        samples = self.steps * self.step_sequences
         if samples > self.mixture.samples:
             raise DataError(
-                f"data.max_epochs leaves stage {stage + 1} {self.mixture.samples:,} sequences of {seq_len:,} tokens, "
-                f"but the stage has {samples:,}",
+                f"data.max_epochs leaves stage {self.stage + 1} {self.mixture.samples:,} sequences of "
+                f"{self.seq_len:,} tokens, but the stage has {samples:,}",
                 fix="raise it, leave a source without one, or make the stage shorter",
             )
         self.packed = {
-            name: PackedStream(
-                streams[name],
-                seq_len,
-                data,
-                source=name,
-                first_token=self.first_tokens.get(name, 0),
-                samples=count,
-            )
-            for name, count in self._counts(steps + skipped_steps).items()
+            name: PackedStream(self.streams[name], self.seq_len, self.data, name, first[name], count)
+            for name, count in self._counts(self.steps + self.skipped_steps).items()
         }
 
     def __reduce__(self) -> Any:
-        return StageSamples, self._arguments
+        return StageSamples, tuple(getattr(self, argument.name) for argument in fields(self))
 
     def sequence(self, number: int) -> PackedSequence:
         """Sequence `number` of the stage."""
@@ -90,7 +81,7 @@ class StageSamples:
     def tokens_after(self, steps: int) -> dict[str, int]:
         """How much of each source's stream this stage and earlier ones took, after so many steps of the stage."""
         counts = self._counts(steps)
-        return self.first_tokens | {name: self.packed[name].cursor_after(count) for name, count in counts.items()}
+        return {**self.first_tokens, **{name: self.packed[name].cursor_after(count) for name, count in counts.items()}}
 
     def epochs_after(self, steps: int) -> dict[str, float]:
         """How often each of the stage's sources was read after so many steps of the stage."""

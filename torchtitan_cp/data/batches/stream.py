@@ -1,6 +1,7 @@
 """An endless order of a store's tokens that can be read from any cursor."""
 
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +63,7 @@ class _EpochOrder(NamedTuple):
     blocks: np.ndarray
 
 
+@dataclass(eq=False)
 class TokenStream:
     """The store's tokens, epoch after epoch. A read depends only on the arguments and the cursor.
 
@@ -85,17 +87,18 @@ class TokenStream:
         order: what shuffling permutes, `shuffled` or `related`.
     """
 
-    def __init__(
-        self, store: Documents, block_tokens: int, seed: int, *, shuffle: bool = True, order: str = "shuffled"
-    ) -> None:
-        assert store.tokens > 0, "a stream needs a token"
-        self.store, self.block_tokens, self.seed = store, block_tokens, seed
-        self.shuffle, self.order = shuffle, order
+    store: Documents
+    block_tokens: int
+    seed: int
+    shuffle: bool = True
+    order: str = "shuffled"
+
+    def __post_init__(self) -> None:
+        assert self.store.tokens > 0, "a stream needs a token"
         self._order = lru_cache(maxsize=2)(self._make_order)  # a read may cross from one epoch into the next
 
     def __reduce__(self) -> Any:
-        make = partial(TokenStream, shuffle=self.shuffle, order=self.order)
-        return make, (self.store, self.block_tokens, self.seed)
+        return TokenStream, (self.store, self.block_tokens, self.seed, self.shuffle, self.order)
 
     def read(self, cursor: int, count: int) -> np.ndarray:
         """Tokens `[count]` int64 from `cursor` on, a number of tokens consumed; crosses blocks and epochs."""

@@ -1,8 +1,8 @@
-"""Preparing a corpus once: tokens in folders of the cache, made by one process and found by all others.
+"""Prepare a corpus once: tokens in folders of the cache, made by one process and read by all others.
 
-A folder is made under a `.partial` name and renamed when it is complete, so a build that was killed leaves nothing
-that looks finished; the next one goes on from its last commit. One lock per cache folder lets one process build at a
-time; the system frees it with the process.
+A folder is made under a `.partial` name and renamed when it is complete, so a killed build leaves nothing that looks
+finished; the next one continues from its last commit. A lock on the cache folder lets one process build at a time; the
+system releases it with the process.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,22 @@ import numpy as np
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.documents import Corpus
-from torchtitan_cp.data.corpus.manifest import FORMAT_VERSION, MANIFEST_FILE, find_damage, read_manifest
+from torchtitan_cp.data.corpus.progress import show_progress
+from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
-from torchtitan_cp.data.corpus.store import TokenStore
-from torchtitan_cp.data.corpus.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, trains_tokenizer
-from torchtitan_cp.data.corpus.tokenizing import UNIGRAM_FILE, read_journal, training_texts, write_splits
+from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
+from torchtitan_cp.data.corpus.tokenization import STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, trains_tokenizer
 from torchtitan_cp.data.corpus.vocabulary import RECIPE_VERSION, train_sentencepiece
-from torchtitan_cp.data.errors import DataError
+from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
 
+FORMAT_VERSION = 2
 LOCK_FILE = ".lock"
 PARTIAL = ".partial"
 KEY_CHARACTERS = 24
+LOCK_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,11 @@ class PreparedSource:
     """One source as tokens.
 
     Attributes:
-        train: what is learned from.
+        train: what is trained on.
         validation: what is held out; no document if validation_fraction is 0.
         statistics: lengths of its documents, and what was left out.
-        unigram_counts: `[V]` int64, how often each token stands in `train`.
-        fingerprint: sha256 (hex) of the tokens, document lengths and groups, the same on every machine that has the
-            same.
+        unigram_counts: `[V]` int64, how often each token occurs in `train`.
+        fingerprint: sha256 (hex) of the tokens, document lengths and groups; the same on every machine.
     """
 
     train: TokenStore
@@ -64,7 +68,7 @@ class PreparedCorpus:
 
     Attributes:
         sources: by name, in the config's order.
-        tokenizer: that made the tokens of all.
+        tokenizer: that made the tokens of all sources.
     """
 
     sources: dict[str, PreparedSource]
@@ -72,7 +76,7 @@ class PreparedCorpus:
 
     @property
     def unigram_counts(self) -> np.ndarray:
-        """`[V]` int64, how often each token stands in the training splits of all sources."""
+        """`[V]` int64, how often each token occurs in the training splits of all sources."""
         return np.sum([source.unigram_counts for source in self.sources.values()], axis=0)
 
     @property
@@ -82,52 +86,37 @@ class PreparedCorpus:
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
-def prepare(data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
-    """The corpus's tokens, from the cache where they are, made where they are not.
+def prepare(
+    data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool] = lambda: False
+) -> PreparedCorpus:
+    """The corpus's tokens; see `CacheBuilder.build` and `open_cache`."""
+    return open_cache(CacheBuilder(data, tokenizer, stop_requested).build(), tokenizer)
 
-    Every source has a folder of its own there. Every process of a job may call it: one builds, the others wait for it.
 
-    Raises:
-        DataError: a source or the tokenizer cannot be used, a split is empty, or the cache folder cannot be written.
-    """
-    root = Path(data.cache_folder).expanduser()
-    corpora = {name: Corpus(source) for name, source in data.by_name().items()}
-    found = _train_once(root, list(corpora.values()), tokenizer) if trains_tokenizer(tokenizer) else None
-    shared = found or load_tokenizer(tokenizer)
-    return PreparedCorpus(
-        {name: _prepare_source(_Build.plan(root, corpus, shared, tokenizer), name) for name, corpus in corpora.items()},
-        shared,
+def open_cache(locations: dict[str, Any], tokenizer: TokenizerConfig) -> PreparedCorpus:
+    """Open what `CacheBuilder.build` returned. `tokenizer` is `[tokenizer]`."""
+    shared = load_tokenizer(dataclasses.replace(tokenizer, path=locations["tokenizer"]))
+    sources = {name: _open_source(name, Path(folder)) for name, folder in locations["folders"].items()}
+    return PreparedCorpus(sources, shared)
+
+
+def _open_source(name: str, folder: Path) -> PreparedSource:
+    manifest, values = read_json(folder / MANIFEST_FILE), read_json(folder / STATISTICS_FILE)
+    assert manifest, "only finished folders are opened"
+    assert values, "only finished folders are opened"
+    statistics = SourceStatistics.from_json(values)
+    train, held_out, skipped = statistics.train, statistics.validation, statistics.skipped()
+    logger.info(
+        f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
+        f"{held_out.tokens} held out, in {folder}" + f"; skipped: {skipped}" * bool(skipped)
     )
-
-
-def _train_once(root: Path, corpora: list[Corpus], settings: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
-    recipe = [RECIPE_VERSION, settings.vocab_size, *(corpus.fingerprint() for corpus in corpora)]
-    model = root / f"tokenizer-{_digest(recipe)}.model"
-    if not model.exists():
-        with _exclusive(root):
-            if not model.exists():
-                logger.info("training a tokenizer of %d pieces on the corpus", settings.vocab_size)
-                try:
-                    train_sentencepiece(training_texts(corpora), settings.vocab_size, model)
-                except OSError as error:
-                    raise _cannot_write(root, error) from error
-    try:
-        return SentencePieceTokenizer(model)
-    except DataError as error:
-        raise DataError(f"the trained tokenizer {model} is damaged", fix="delete it: it is trained again") from error
-
-
-def _prepare_source(build: "_Build", name: str) -> PreparedSource:
-    if not build.is_finished():
-        with _exclusive(build.root):
-            if not build.is_finished():
-                build.run(name)
-    return build.open(name)
-
-
-def _digest(values: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:KEY_CHARACTERS]
+    return PreparedSource(
+        train=TokenStore(folder, "train", manifest["vocab_size"]),
+        validation=TokenStore(folder, "validation", manifest["vocab_size"]),
+        statistics=statistics,
+        unigram_counts=np.load(folder / UNIGRAM_FILE),
+        fingerprint=manifest["content_fingerprint"],
+    )
 
 
 def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
@@ -139,129 +128,147 @@ def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
     return prepare(data, tokenizer).tokenizer if trains_tokenizer(tokenizer) else load_tokenizer(tokenizer)
 
 
-@dataclass(frozen=True)
-class _Build:
-    """One folder of the cache, made or to be made.
+class CacheBuilder:
+    """Makes what the cache does not have yet.
 
-    Attributes:
-        root: the cache folder.
-        folder: in it, named for everything its content depends on.
-        corpus: what is read.
-        tokenizer: what makes tokens of it.
-        settings: the keys its content depends on, for the manifest.
+    Args:
+        data, tokenizer: the config's sections.
+        stop_requested: asked often; a stop loses nothing that was committed.
     """
 
-    root: Path
-    folder: Path
-    corpus: Corpus
-    tokenizer: Tokenizer
-    settings: dict[str, Any]
+    def __init__(self, data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool]) -> None:
+        self.root, self.sources = Path(data.cache_folder).expanduser(), data.by_name()
+        self.settings, self.stop_requested = tokenizer, stop_requested
 
-    @classmethod
-    def plan(cls, root: Path, corpus: Corpus, tokenizer: Tokenizer, asked: TokenizerConfig) -> "_Build":
-        """Name the folder for what its content depends on. `asked` is `[tokenizer]`."""
+    def build(self) -> dict[str, Any]:
+        """List the corpus's files, then make the tokens and the tokenizer that are missing.
+
+        Every source has a folder of its own. Any number of processes may do this: one builds, the others wait for it.
+
+        Returns:
+            where everything is, as JSON values, for `open_cache` in this process and others.
+
+        Raises:
+            DataError: a source or the tokenizer cannot be used, a split is empty, or the cache folder cannot be
+                written.
+            PreparationStoppedError: a stop was requested.
+        """
+        corpora = {name: Corpus(source) for name, source in self.sources.items()}
+        trains = trains_tokenizer(self.settings)
+        tokenizer = self._train_tokenizer(list(corpora.values())) if trains else load_tokenizer(self.settings)
+        folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
+        return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
+
+    def _train_tokenizer(self, corpora: list[Corpus]) -> Tokenizer:
+        """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
+        recipe = [RECIPE_VERSION, self.settings.vocab_size, *(corpus.fingerprint for corpus in corpora)]
+        model = self.root / f"tokenizer-{_digest(recipe)}.model"
+        if not model.exists():
+            with self._lock():
+                if not model.exists():
+                    logger.info("training a tokenizer of %d pieces on the corpus", self.settings.vocab_size)
+                    train_sentencepiece(self._training_texts(corpora), self.settings.vocab_size, model)
+        try:
+            return load_tokenizer(dataclasses.replace(self.settings, path=str(model)))
+        except DataError as error:
+            raise DataError(
+                f"the trained tokenizer {model} is damaged", fix="delete it: it is trained again"
+            ) from error
+
+    def _training_texts(self, corpora: list[Corpus]) -> Iterator[str]:
+        """The text of every document that is not held out. It logs no skipped record: the tokenizing pass does."""
+        for corpus in corpora:
+            with show_progress("reading text to train a tokenizer on", corpus.size_bytes) as update:
+                for document in corpus.documents(SkippedRecords(quiet=True)):
+                    update(document.read_bytes)
+                    self._check_stop("reading text to train a tokenizer on")
+                    if isinstance(document.content, str) and not document.held_out:
+                        yield document.content
+
+    def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+        """The folder of a source's tokens, named for everything that they depend on; made if it is not finished."""
         source = corpus.source
         lengths = [source.min_document, source.max_document]
-        key = _digest([FORMAT_VERSION, corpus.fingerprint(), lengths, tokenizer.fingerprint])
+        folder = self.root / _digest([FORMAT_VERSION, corpus.fingerprint, lengths, tokenizer.fingerprint])
+        if not _damage_of(folder):
+            return folder
         keys = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(SourceKeys)}
-        return cls(root, root / key, corpus, tokenizer, {"data": keys, "tokenizer": dataclasses.asdict(asked)})
-
-    def is_finished(self) -> bool:
-        """Whether the folder is there and as its manifest says."""
-        return self.folder.exists() and not find_damage(self.folder)
-
-    def open(self, name: str) -> PreparedSource:
-        """The finished folder's content. `name` is the source's."""
-        manifest = read_manifest(self.folder)
-        assert manifest is not None, "only finished folders are opened"
-        statistics = SourceStatistics.read(self.folder)
-        skipped = statistics.skipped()
-        logger.info(
-            "%s: %d documents and %d tokens to train on, %d and %d held out, in %s%s",
-            name,
-            *(counts[split] for split in ("train", "validation") for counts in (manifest.documents, manifest.tokens)),
-            self.folder,
-            f"; skipped: {skipped}" if skipped else "",
-        )
-        return PreparedSource(
-            train=TokenStore(self.folder, "train", manifest.vocab_size),
-            validation=TokenStore(self.folder, "validation", manifest.vocab_size),
-            statistics=statistics,
-            unigram_counts=np.load(self.folder / UNIGRAM_FILE),
-            fingerprint=manifest.content_fingerprint,
-        )
-
-    def run(self, name: str) -> None:
-        """Make the folder, from where a build that was killed left off. The caller holds the lock."""
-        self._tell_why(name)
-        partial = self.folder.with_name(self.folder.name + PARTIAL)
-        try:
-            self._remove_stale()
-            partial.mkdir(exist_ok=True)
-            write_splits(self.corpus, self.tokenizer, partial, self.settings).write(partial)
-            if self.is_finished():  # by another node meanwhile, as a folder on NFS may come late
-                return
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            os.rename(partial, self.folder)
-        except OSError as error:
-            raise _cannot_write(self.root, error) from error
-        finally:
-            if read_journal(partial) is None:
-                shutil.rmtree(partial, ignore_errors=True)
-
-    def _remove_stale(self) -> None:
-        """Clear away builds that no one can go on from: killed before their first commit, or of a corpus that changed.
-
-        No one makes them now, for the lock is ours.
-        """
-        for partial in self.root.glob("[0-9a-f]" * KEY_CHARACTERS + PARTIAL):
-            journal = read_journal(partial)
-            if journal is None or (journal.get("settings") == self.settings and partial.stem != self.folder.name):
-                shutil.rmtree(partial)
-
-    def _tell_why(self, name: str) -> None:
-        """Say what is done, and if a folder is damaged or an input changed since a build with the same settings."""
-        if self.folder.exists():
-            damage = find_damage(self.folder)
-            logger.warning("the prepared corpus in %s is damaged (%s); it is made again", self.folder, damage)
-        for path in self.root.glob(f"*/{MANIFEST_FILE}"):
-            earlier = read_manifest(path.parent)
-            if path.parent == self.folder or earlier is None or earlier.settings != self.settings:
-                continue
-            corpus_changed = earlier.corpus_fingerprint != self.corpus.fingerprint()
-            logger.warning(
-                "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)",
-                "corpus" if corpus_changed else "tokenizer",
-                path.parent,
-            )
-            break
-        megabytes = self.corpus.size_bytes / 1e6
-        logger.info("preparing %s: %d files, %.0f MB, in %s", name, len(self.corpus.files), megabytes, self.folder)
-
-
-@contextmanager
-def _exclusive(root: Path) -> Iterator[None]:
-    """Hold the cache folder's lock; wait for it, saying so once, if another process does."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = open(root / LOCK_FILE, "ab")  # noqa: SIM115
-    except OSError as error:
-        raise _cannot_write(root, error) from error
-    with lock:
-        try:
+        settings = {"data": keys, "tokenizer": dataclasses.asdict(self.settings)}
+        partial = folder.with_name(folder.name + PARTIAL)
+        with self._lock():
+            if not _damage_of(folder):
+                return folder
+            _log_reason(folder, name, corpus, settings)
+            _remove_stale(partial, settings)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("waiting for another process that prepares a corpus in %s", root)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                partial.mkdir(exist_ok=True)
+                made = Tokenization(corpus, tokenizer, partial, settings, self.stop_requested).run()
+                inputs = {"corpus_fingerprint": corpus.fingerprint, "tokenizer_fingerprint": tokenizer.fingerprint}
+                manifest = {"format_version": FORMAT_VERSION, "settings": settings, **inputs, **made}
+                write_json(partial / MANIFEST_FILE, manifest)
+                if _damage_of(folder):  # on NFS the finished folder of another node may appear late
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(partial, folder)
+            finally:
+                if read_journal(partial) is None:
+                    shutil.rmtree(partial, ignore_errors=True)
+        return folder
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Hold the cache folder's lock; while another process holds it, wait and say so once."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with open(self.root / LOCK_FILE, "ab") as lock:
+                for attempt in count():
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if attempt == 0:
+                            logger.info("waiting for another process that prepares a corpus in %s", self.root)
+                        self._check_stop("waiting for another process that prepares the corpus")
+                        time.sleep(LOCK_POLL_SECONDS)
+                yield
         except OSError as error:
-            raise _cannot_write(root, error) from error
-        yield
+            raise DataError(
+                f"data.cache_folder = {str(self.root)!r} cannot be written: {error.strerror or error}",
+                fix="give data.cache_folder a folder that can be written and locked, on a disk with room for the "
+                "tokens",
+            ) from error
+
+    def _check_stop(self, activity: str) -> None:
+        if self.stop_requested():
+            raise PreparationStoppedError(f"stopped while {activity}; the same command starts that again")
 
 
-def _cannot_write(root: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.cache_folder = {str(root)!r} cannot be written: {error.strerror or error}",
-        fix="give data.cache_folder a folder that can be written and locked, on a disk with room for the tokens",
-    )
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:KEY_CHARACTERS]
+
+
+def _damage_of(folder: Path) -> str:
+    """What is wrong with a folder of the cache; empty if it is as its manifest says."""
+    manifest = read_json(folder / MANIFEST_FILE)
+    return find_damage(folder, manifest["file_bytes"]) if manifest else f"{MANIFEST_FILE} is missing or unreadable"
+
+
+def _remove_stale(partial: Path, settings: dict[str, Any]) -> None:
+    """Delete builds that cannot continue: killed before their first commit, or of a corpus that has changed."""
+    for other in partial.parent.glob("[0-9a-f]" * KEY_CHARACTERS + PARTIAL):
+        journal = read_journal(other)
+        if journal is None or (journal["settings"] == settings and other != partial):
+            shutil.rmtree(other)
+
+
+def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any]) -> None:
+    """Log what is built, and why if the folder is damaged or an input changed since a build with the same settings."""
+    if folder.exists():
+        logger.warning("the prepared corpus in %s is damaged (%s); it is made again", folder, _damage_of(folder))
+    for path in folder.parent.glob(f"*/{MANIFEST_FILE}"):
+        earlier = read_json(path)
+        if path.parent != folder and earlier and earlier["settings"] == settings:
+            what = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
+            reason = f"the {what} changed since {path.parent} was made; the tokens are made again"
+            logger.warning("%s (that folder is no longer needed)", reason)
+            break
+    logger.info("preparing %s: %d files, %.0f MB, in %s", name, len(corpus.files), corpus.size_bytes / 1e6, folder)

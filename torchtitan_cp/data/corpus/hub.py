@@ -2,22 +2,21 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.record import Record, SourceFile
-from torchtitan_cp.data.corpus.rows import read_row
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, read_row
 from torchtitan_cp.data.errors import DataError
 
 
 def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
-    """The dataset as one file: a folder with the size of all its files and the newest mtime, a name with neither.
+    """The dataset as one file: a folder has the size of all its files and the newest mtime, a name has neither.
 
-    Nothing is fetched, so a dataset by name passes as it stands.
+    Nothing is fetched, so the name of a dataset is not checked.
     """
     _import_datasets(source)
     if not source.path:
@@ -32,20 +31,20 @@ def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
     yield SourceFile(name, folder, size_bytes, max((status.st_mtime_ns for status in statuses), default=0))
 
 
-def read_dataset(file: SourceFile, source: SourceKeys, skipped_records: SkippedRecords) -> Iterator[Record]:
+def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
     """The rows of a dataset.
 
     Raises:
-        DataError: it cannot be found or read; what is left of it is not skipped.
+        DataError: it cannot be found or read. The rest of a damaged dataset is not skipped.
     """
     number, read_bytes = 0, 0
     try:
         for number, row in enumerate(_open(file.path, source), start=1):
-            found = read_row(row, source, f"{source.path}:{number}", skipped_records)
-            if found:
-                content, group = found
+            where, key = f"{source.path}:{number}", f"{file.name}:{number}"
+            if record := read_row(row, source, skipped, where=where, key=key, position_bytes=0):
+                content = record.content
                 read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
-                yield Record(content, f"{file.name}:{number}", read_bytes, group)
+                yield replace(record, position_bytes=read_bytes)
     except UserError:
         raise
     except Exception as error:  # the package raises whatever its file systems and formats raise
@@ -57,7 +56,7 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped_records: SkippedR
 
 
 def _open(path: Path, source: SourceKeys) -> Any:
-    """The split's rows, whether it is a folder that `save_to_disk` wrote, one of data files, or a name."""
+    """The split's rows, from a folder that `save_to_disk` wrote, a folder of data files, or a name."""
     datasets = _import_datasets(source)
     if (path / "dataset_dict.json").exists():
         return datasets.load_from_disk(os.fspath(path))[source.split]

@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed. Whatever is wrong with a line or an archive is counted, named and skipped."""
+"""JSON lines, plain or compressed. A malformed line or a damaged archive is counted, logged and skipped."""
 
 import gzip
 import json
@@ -6,59 +6,49 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-import numpy as np
 import zstandard
 
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.record import Record, SourceFile
-from torchtitan_cp.data.corpus.rows import read_row
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, read_row
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 CHUNK_BYTES = 1 << 17
 
 
-def read_jsonl(file: SourceFile, source: SourceKeys, skipped_records: SkippedRecords) -> Iterator[Record]:
+def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
     """The text (or tokens) of each line of a file. Lines before a damaged part of an archive are kept."""
     number = 0
     try:
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
-                found = _read_line(line, source, f"{file.path}:{number}", skipped_records)
-                if found:
-                    yield Record(found[0], f"{file.name}:{number}", raw.tell(), found[1])
+                where = f"{file.path}:{number}"
+                try:
+                    text = line.decode("utf-8").strip()
+                    row = json.loads(text) if text else None
+                except UnicodeDecodeError:
+                    skipped.add("not UTF-8", where)
+                except (ValueError, RecursionError):
+                    skipped.add("malformed JSON", where)
+                else:
+                    key, position = f"{file.name}:{number}", raw.tell()
+                    if text and (
+                        record := read_row(row, source, skipped, where=where, key=key, position_bytes=position)
+                    ):
+                        yield record
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        skipped_records.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
+        skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
     except OSError as error:
-        skipped_records.add(f"unreadable file ({error.strerror})", str(file.path))
-
-
-def _read_line(
-    line: bytes, source: SourceKeys, where: str, skipped_records: SkippedRecords
-) -> tuple[str | np.ndarray, str | None] | None:
-    """See read_row. None for a blank line, too."""
-    try:
-        decoded = line.decode("utf-8").strip()
-        row = json.loads(decoded) if decoded else None
-    except UnicodeDecodeError:
-        skipped_records.add("not UTF-8", where)
-        return None
-    except (ValueError, RecursionError):
-        skipped_records.add("malformed JSON", where)
-        return None
-    return read_row(row, source, where, skipped_records) if decoded else None
+        skipped.add(f"unreadable file ({error.strerror})", str(file.path))
 
 
 def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
     if suffix == ".gz":
         return iter(gzip.GzipFile(fileobj=raw))
-    if suffix == ".zst":
-        return _split_lines(_decompress_zst(raw))
-    return iter(raw)
+    return _split_lines(_decompress_zst(raw)) if suffix == ".zst" else iter(raw)
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their ends; a line of many chunks is put together once, at its end."""
+    """Lines without their ends; the chunks of a long line are joined once, at its end."""
     parts: list[bytes] = []
     for chunk in chunks:
         first, *others = chunk.split(b"\n")
@@ -73,7 +63,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def _decompress_zst(raw: BinaryIO) -> Iterator[bytes]:
     """The content of all frames.
 
-    zstandard's own stream_reader takes a file that ends inside a frame for a whole one; here that is an EOFError.
+    zstandard's own stream_reader accepts a file that ends inside a frame as whole; here that is an EOFError.
     """
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
     frame = None

@@ -5,40 +5,36 @@ from typing import Any
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.record import Record, SourceFile
-from torchtitan_cp.data.corpus.rows import fields_of, read_row
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, fields_of, read_row
 
 BATCH_ROWS = 256
 
 
-def read_parquet(file: SourceFile, source: SourceKeys, skipped_records: SkippedRecords) -> Iterator[Record]:
+def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
     """The rows of a file, one row group after the other. Rows before a damaged part are kept."""
-    arrow = import_pyarrow(source)
-    number = 0
+    arrow, number = import_pyarrow(source), 0
     try:
         with arrow.parquet.ParquetFile(file.path) as parquet:
             wanted = fields_of(source)
             columns = [name for name in wanted if name in parquet.schema_arrow.names]
             if wanted[0] not in columns:
-                skipped_records.add(f"Parquet file without the column {wanted[0]!r}", str(file.path))
+                skipped.add(f"Parquet file without the column {wanted[0]!r}", str(file.path))
                 return
             for number, row in enumerate(_rows(parquet, columns), start=1):
-                where = f"{file.path}:{number}"
+                where, key = f"{file.path}:{number}", f"{file.name}:{number}"
+                position = file.size_bytes * number // parquet.metadata.num_rows
                 try:
-                    found = read_row(
-                        {name: _plain(value) for name, value in row.items()}, source, where, skipped_records
-                    )
+                    values = {name: _plain(value) for name, value in row.items()}
+                    record = read_row(values, source, skipped, where=where, key=key, position_bytes=position)
                 except UnicodeDecodeError:
-                    skipped_records.add("not UTF-8", where)
+                    skipped.add("not UTF-8", where)
                     continue
-                if found:
-                    position_bytes = file.size_bytes * number // parquet.metadata.num_rows
-                    yield Record(found[0], f"{file.name}:{number}", position_bytes, found[1])
+                if record:
+                    yield record
     except (arrow.ArrowException, OSError) as error:
         kind = "rest of a damaged Parquet file" if number else "no Parquet file"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        skipped_records.add(kind, f"{file.path}:{number + 1} ({reason})")
+        skipped.add(kind, f"{file.path}:{number + 1} ({reason})")
 
 
 def import_pyarrow(source: SourceKeys) -> Any:
@@ -60,7 +56,7 @@ def _rows(parquet: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """An arrow scalar as Python has it; a list as an array, for token ids come by the million."""
+    """An arrow scalar as a Python value; a list as an array, because token ids come by the million."""
     if hasattr(value, "values") and value.is_valid:
         return value.values.to_numpy(zero_copy_only=False)
     return value.as_py()

@@ -1,56 +1,42 @@
-"""How far a long pass over the corpus is: a bar on a terminal, a line in the log now and then elsewhere."""
+"""How far a long pass over the corpus is: a bar on a terminal, elsewhere a line in the log now and then."""
 
 import logging
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from rich import progress
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_SECONDS = 10.0
 
 
-class PassProgress:
-    """Progress of one pass, in bytes of the corpus. Use it as a context.
+@contextmanager
+def show_progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of one pass over the corpus.
 
     Args:
         title: what is being done, e.g. `tokenizing`.
-        total_bytes: of the corpus; 0 where it is not known.
+        total_bytes: of the corpus; 0 if unknown.
+
+    Returns:
+        a function to call with the bytes that are done, counted from the corpus's beginning.
     """
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(TextColumn(title), *columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task(title, total=total_bytes or None)
+    total = f" of {total_bytes / 1e6:.0f}" if total_bytes else ""
+    next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
 
-    def __init__(self, title: str, total_bytes: int) -> None:
-        self.title, self.total_bytes = title, total_bytes
-        console = Console(stderr=True)
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(title, total=total_bytes or None)
-        self._next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
+    def update(done_bytes: int) -> None:
+        nonlocal next_log_seconds
+        bar.update(task, completed=done_bytes)
+        if bar.disable and time.monotonic() >= next_log_seconds:
+            next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
+            logger.info("%s: %.0f%s MB", title, done_bytes / 1e6, total)
 
-    def update(self, done_bytes: int) -> None:
-        """`done_bytes` of the corpus are done, from its beginning."""
-        self._bar.update(self._task, completed=done_bytes)
-        if self._bar.disable and time.monotonic() >= self._next_log_seconds:
-            self._next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
-            megabytes, total_megabytes = done_bytes / 1e6, self.total_bytes / 1e6
-            if self.total_bytes:
-                logger.info("%s: %.0f of %.0f MB", self.title, megabytes, total_megabytes)
-            else:
-                logger.info("%s: %.0f MB", self.title, megabytes)
-
-    def __enter__(self) -> "PassProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+    with bar:
+        yield update

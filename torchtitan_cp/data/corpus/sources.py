@@ -1,4 +1,4 @@
-"""Where text comes from: the sources by name, each with its way to find files and to read one."""
+"""Where text comes from: for each value of `source`, how its files are found and read."""
 
 import glob
 import os
@@ -6,14 +6,14 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.hub import find_dataset, read_dataset
 from torchtitan_cp.data.corpus.jsonl import JSONL_SUFFIXES, read_jsonl
 from torchtitan_cp.data.corpus.parquet import import_pyarrow, read_parquet
-from torchtitan_cp.data.corpus.record import Record, SourceFile
-from torchtitan_cp.data.corpus.skipped_records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
 NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__")
@@ -24,23 +24,24 @@ class Source:
     """One value of `source`.
 
     Attributes:
-        find: the files, in an order that depends on their names alone; a folder's files follow each other.
-        read: the passages of a file; what cannot be read goes to the rejects.
-        joins: whether `document` applies. A row is a document whatever it says.
-        wants: what `path` is to lead to, for messages.
+        find: the files, in an order that depends only on their names; the files of a folder are neighbours.
+        read: the records of a file.
+        expects: what `path` should lead to, for messages.
+        joins: whether `document` applies. A row is always a document.
     """
 
     find: Callable[[SourceKeys], Iterator[SourceFile]]
     read: Callable[[SourceFile, SourceKeys, SkippedRecords], Iterator[Record]]
-    joins: bool
-    wants: str
+    expects: str
+    joins: bool = False
 
 
 def find_files(source: SourceKeys) -> Iterator[SourceFile]:
     """The corpus's files, found as they are asked for.
 
     Raises:
-        DataError: the path is missing, is set where nothing reads it, or leads to no file, or an extra is missing.
+        DataError: the path is missing, leads to no file, or is set although the source has none; or an extra is
+            missing.
     """
     found, kind = False, SOURCES[source.source]
     for file in kind.find(source):
@@ -49,13 +50,13 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
     if not found:
         raise DataError(
             f"{source.where}.source = {source.source!r} finds no file at {location(source)}",
-            fix=f"point {source.where}.path at {kind.wants}",
+            fix=f"point {source.where}.path at {kind.expects}",
         )
 
 
 def location(source: SourceKeys) -> str:
-    """Where the source looks, for messages: the folder, glob or name."""
-    return _stdlib_folder() if source.source == "python-stdlib" else source.path
+    """Where the source looks: a folder, glob or name."""
+    return sysconfig.get_paths()["stdlib"] if source.source == "python-stdlib" else source.path
 
 
 def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
@@ -64,30 +65,11 @@ def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
             f"{source.where}.path = {source.path!r} is set, but source = 'python-stdlib' reads no path",
             fix=f"set {source.where}.source = 'text' or 'jsonl', or leave path out",
         )
-    yield from _walk(
-        Path(_stdlib_folder()), wanted=lambda name: name.endswith(".py"), pruned=lambda name: name in NOT_STDLIB
-    )
+    return _walk(Path(location(source)), (".py",), pruned=lambda name: name in NOT_STDLIB)
 
 
-def _stdlib_folder() -> str:
-    return sysconfig.get_paths()["stdlib"]
-
-
-def _find_text(source: SourceKeys) -> Iterator[SourceFile]:
-    yield from _find_at_path(source, wanted=lambda name: not name.startswith("."))
-
-
-def _find_jsonl(source: SourceKeys) -> Iterator[SourceFile]:
-    yield from _find_at_path(source, wanted=lambda name: name.endswith(JSONL_SUFFIXES) and not name.startswith("."))
-
-
-def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
-    import_pyarrow(source)
-    yield from _find_at_path(source, wanted=lambda name: name.endswith(".parquet") and not name.startswith("."))
-
-
-def _find_at_path(source: SourceKeys, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
-    """Files below a folder that are `wanted` by name, or whatever a glob (or the path of one file) names."""
+def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[SourceFile]:
+    """Files with one of these suffixes below a folder; or what a glob or the path of a file matches."""
     if not source.path:
         raise DataError(
             f"{source.where}.source = {source.source!r} needs {source.where}.path",
@@ -95,7 +77,7 @@ def _find_at_path(source: SourceKeys, wanted: Callable[[str], bool]) -> Iterator
         )
     path = os.path.expanduser(source.path)
     if os.path.isdir(path):
-        yield from _walk(Path(path), wanted=wanted, pruned=lambda name: name.startswith("."))
+        yield from _walk(Path(path), suffixes, pruned=lambda name: name.startswith("."))
     elif os.path.exists(path):
         yield from _regular(Path(path), Path(path).parent)
     elif glob.has_magic(path):
@@ -109,17 +91,18 @@ def _find_at_path(source: SourceKeys, wanted: Callable[[str], bool]) -> Iterator
         )
 
 
+def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
+    import_pyarrow(source)
+    return _find_at_path(source, (".parquet",))
+
+
 def _root_of(pattern: str) -> Path:
-    """The folder that a glob's matches are named relative to: what stands before its first wildcard."""
-    fixed = []
-    for part in Path(pattern).parts:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed)
+    """The part of a glob before its first wildcard; the names of its matches are relative to it."""
+    parts = Path(pattern).parts
+    return Path(*parts[: [glob.has_magic(part) for part in parts].index(True)])
 
 
-def _walk(root: Path, *, wanted: Callable[[str], bool], pruned: Callable[[str], bool]) -> Iterator[SourceFile]:
+def _walk(root: Path, suffixes: tuple[str, ...], *, pruned: Callable[[str], bool]) -> Iterator[SourceFile]:
     """Files below `root` in sorted order. Links to folders are followed, each folder once."""
     seen: set[str] = set()
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
@@ -130,7 +113,7 @@ def _walk(root: Path, *, wanted: Callable[[str], bool], pruned: Callable[[str], 
             continue
         seen.add(real)
         for name in sorted(names):
-            if wanted(name):
+            if name.endswith(suffixes) and not pruned(name):
                 yield from _regular(Path(folder, name), root)
 
 
@@ -142,7 +125,7 @@ def _refuse_folder(error: OSError) -> None:
 
 
 def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
-    """The file as a SourceFile; nothing for folders and devices. A broken link passes, to be named when it is read."""
+    """The file as a SourceFile; nothing for folders and devices. A broken link is logged when it is read."""
     name = path.relative_to(root).as_posix()
     try:
         status = path.stat()
@@ -153,30 +136,27 @@ def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
         yield SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
-def _read_text(file: SourceFile, source: SourceKeys, skipped_records: SkippedRecords) -> Iterator[Record]:
-    """The whole file as one passage, strictly UTF-8; nothing for an empty file."""
+def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
+    """The whole file as one record, strictly UTF-8; nothing for an empty file."""
     try:
         raw = file.path.read_bytes()
         text = raw.decode("utf-8")
     except OSError as error:
-        skipped_records.add(f"unreadable file ({error.strerror})", str(file.path))
+        skipped.add(f"unreadable file ({error.strerror})", str(file.path))
     except UnicodeDecodeError as error:
-        skipped_records.add("not UTF-8", f"{file.path}:{raw.count(bytes([10]), 0, error.start) + 1}")
+        skipped.add("not UTF-8", f"{file.path}:{raw.count(bytes([10]), 0, error.start) + 1}")
     else:
         if text:
-            folders = file.folder.split("/")
-            group = "/".join(folders[: source.group_depth or None])
+            group = "/".join(file.folder.split("/")[: source.group_depth or None])
             yield Record(text, file.name, len(raw), group)
 
 
-TEXT_FILES = "a folder that holds text, or at a glob such as 'corpus/**/*.txt'"
-
+TEXT = "a folder of text files, or at a glob such as 'corpus/**/*.txt'"
+JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
 SOURCES = {
-    "python-stdlib": Source(_find_stdlib, _read_text, joins=True, wants=TEXT_FILES),
-    "text": Source(_find_text, _read_text, joins=True, wants=TEXT_FILES),
-    "jsonl": Source(
-        _find_jsonl, read_jsonl, False, "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
-    ),
-    "parquet": Source(_find_parquet, read_parquet, False, "*.parquet files: a folder, a file or a glob"),
-    "huggingface": Source(find_dataset, read_dataset, False, "a dataset by name, or a folder that holds one"),
+    "python-stdlib": Source(_find_stdlib, _read_text, TEXT, joins=True),
+    "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, joins=True),
+    "jsonl": Source(partial(_find_at_path, suffixes=JSONL_SUFFIXES), read_jsonl, JSONL),
+    "parquet": Source(_find_parquet, read_parquet, "*.parquet files: a folder, a file or a glob"),
+    "huggingface": Source(find_dataset, read_dataset, "a dataset by name, or a folder that holds one"),
 }

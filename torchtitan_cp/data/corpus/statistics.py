@@ -1,30 +1,27 @@
 """How long a source's documents are: what decides which context lengths it can teach."""
 
-import dataclasses
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-STATISTICS_FILE = "statistics.json"
 TABLE_COLUMNS = 140
 LONG_TOKENS = {"4K": 4096, "32K": 32768, "128K": 131072}
 
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Lengths of the documents of one split, in tokens with the one that ends each.
+    """Lengths of the documents of one split, in tokens, with the token that ends each.
 
     Attributes:
         documents, tokens: how many.
-        mean, p50, p90, p99, longest: tokens; a percentile is the length of a document there is. 0 without documents.
-        long_fraction: share of the tokens that stand in documents of at least 4K, 32K and 128K tokens.
+        mean, p50, p90, p99, longest: tokens; a percentile is the length of an existing document. 0 without documents.
+        long_fraction: fraction of the tokens that are in documents of at least 4K, 32K and 128K tokens.
     """
 
     documents: int
@@ -50,13 +47,13 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class SourceStatistics:
-    """What became of one source.
+    """What became of one source's text.
 
     Attributes:
-        train, validation: of the documents that are kept.
-        left_out_documents, left_out_tokens: those of less than min_document tokens.
-        split_documents: those of more than max_document tokens, before they were split.
-        rejects: what could not be read, by kind.
+        train, validation: lengths of the documents that are kept.
+        left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
+        split_documents: documents of more than max_document tokens, before they were split.
+        skipped_records: what could not be read, by kind.
     """
 
     train: LengthStatistics
@@ -66,20 +63,14 @@ class SourceStatistics:
     split_documents: int
     skipped_records: dict[str, int]
 
-    def write(self, folder: Path) -> None:
-        """Keep it beside the tokens."""
-        text = json.dumps(dataclasses.asdict(self), indent=2)
-        (folder / STATISTICS_FILE).write_text(text + "\n", encoding="utf-8")
-
     @classmethod
-    def read(cls, folder: Path) -> "SourceStatistics":
-        """What `write` kept."""
-        values = json.loads((folder / STATISTICS_FILE).read_text(encoding="utf-8"))
-        train, validation = (LengthStatistics(**values.pop(split)) for split in ("train", "validation"))
-        return cls(train, validation, **values)
+    def from_json(cls, values: dict[str, Any]) -> "SourceStatistics":
+        """The inverse of dataclasses.asdict, by position: caches of earlier versions name the last field otherwise."""
+        train, validation, *counts = values.values()
+        return cls(LengthStatistics(**train), LengthStatistics(**validation), *counts)
 
     def skipped(self) -> str:
-        """What is not as it stood in the corpus, in one line; empty if all of it is."""
+        """What of the corpus is not in the tokens, in one line; empty if all of it is."""
         parts = [f"{count} x {kind}" for kind, count in sorted(self.skipped_records.items())]
         if self.left_out_documents:
             parts.append(f"{self.left_out_documents} x shorter than min_document ({self.left_out_tokens} tokens)")
@@ -96,8 +87,8 @@ def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:
     for name, statistics in sources.items():
         train = statistics.train
         counts = (train.documents, train.tokens, round(train.mean), train.p50, train.p90, train.p99, train.longest)
-        shares = (f"{share:.1%}" for share in train.long_fraction.values())
-        table.add_row(name, *(f"{count:,}" for count in counts), *shares, f"{statistics.validation.tokens:,}")
+        fractions = (f"{fraction:.1%}" for fraction in train.long_fraction.values())
+        table.add_row(name, *(f"{count:,}" for count in counts), *fractions, f"{statistics.validation.tokens:,}")
     console = Console(file=io.StringIO(), width=TABLE_COLUMNS)
     with console.capture() as captured:
         console.print(table)

@@ -1,23 +1,24 @@
-"""Tokens on disk: flat files of token ids, memory-mapped, and an index of where documents begin.
+"""Tokens on disk: flat files of token ids, memory-mapped, an index of where documents begin, and what describes them.
 
-A split lies in
-- `<split>-00000.bin`, `<split>-00001.bin`, ...: token ids, each file full but the last;
-- `<split>.offsets.bin`: int64, tokens of a full file, then where each document begins and where the last one ends;
-- `<split>.groups.bin`: int64 `[documents]`, the number of the group each belongs to.
+The files of a split:
+- `<split>-00000.bin`, `<split>-00001.bin`, ...: token ids; every shard but the last is full;
+- `<split>.offsets.bin`: int64, tokens of a full shard, then where each document begins and where the last one ends;
+- `<split>.groups.bin`: int64 `[documents]`, the number of the group each document belongs to.
 """
 
 import hashlib
+import json
 import os
-from array import array
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from torchtitan_cp.data.errors import DataError
 
+JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
-PART_TOKENS = 1 << 20  # of a long document, worked on at one time
 INDEX_DTYPE = np.dtype("<i8")
 
 
@@ -26,151 +27,95 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-class TokenWriter:
-    """Writes one split. A class, because open files and counts live from one document to the next.
+def shard_path(folder: Path, split: str, number: int) -> Path:
+    """The file of a shard."""
+    return folder / f"{split}-{number:05d}.bin"
 
-    What was committed survives the process: another writer goes on from there by `restore`.
+
+def append_to(path: Path, content: bytes | memoryview) -> None:
+    """Append to a file and wait until the disk has it."""
+    with open(path, "ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class TokenWriter:
+    """Writes one split. Documents stay in memory until `commit`.
 
     Args:
         folder: where the files go.
         split: their name, `train` or `validation`.
         vocab_size: V; sets the dtype and the length of `unigram_counts`.
-        shard_bytes: size of a full file.
+        shard_bytes: size of a full shard.
 
     Attributes:
-        tokens: how many were written.
-        documents: how many were ended.
+        tokens, documents: how many were added.
+        unigram_counts: `[V]` int64, how often each id was committed.
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.split, self.dtype = folder, split, token_dtype(vocab_size)
         self.tokens = self.documents = 0
-        self._unigram_counts = np.zeros(vocab_size, dtype=np.int64)
-        self._uncounted: list[np.ndarray] = []  # counted together, for a count takes V steps however few the tokens
-        self._uncounted_tokens = 0
+        self.unigram_counts = np.zeros(vocab_size, dtype=np.int64)
         self._shard_tokens = shard_bytes // self.dtype.itemsize
-        self._offsets, self._groups = array("q", [self._shard_tokens, 0]), array("q")  # not yet in their files
-        self._shard: BinaryIO | None = None
         self._digests: list[str] = []  # of full shards
-        self._digest = hashlib.sha256()  # of the open one
+        self._documents: list[np.ndarray] = []  # not yet on disk; so are the next two
+        self._offsets, self._groups = [self._shard_tokens, 0], list[int]()
 
-    @property
-    def unigram_counts(self) -> np.ndarray:
-        """`[V]` int64, how often each id was written."""
-        self._count()
-        return self._unigram_counts
-
-    def _count(self) -> None:
-        if self._uncounted:
-            ids = np.concatenate(self._uncounted)
-            self._unigram_counts += np.bincount(ids, minlength=len(self._unigram_counts))
-            self._uncounted, self._uncounted_tokens = [], 0
-
-    def append(self, ids: np.ndarray) -> None:
-        """Add tokens `[n]` to the document at hand."""
-        while len(ids):
-            room = self._shard_tokens - self.tokens % self._shard_tokens
-            part = np.ascontiguousarray(ids[: min(room, PART_TOKENS)], dtype=self.dtype)
-            self._open_shard().write(part.data)
-            self._digest.update(part.data)
-            self._uncounted.append(part)
-            self.tokens, self._uncounted_tokens = self.tokens + len(part), self._uncounted_tokens + len(part)
-            if self._uncounted_tokens > len(self._unigram_counts):
-                self._count()
-            if self.tokens % self._shard_tokens == 0:
-                self._close_shard()
-            ids = ids[len(part) :]
-
-    def end_document(self, group: int | None = None) -> None:
-        """What comes next belongs to another document.
-
-        Args:
-            group: number of the group it belongs to; None: its own number, where no document of a split is given one.
-        """
+    def append(self, ids: np.ndarray, group: int) -> None:
+        """Add a document of tokens `[n]`, and the number of its group."""
+        self._documents.append(ids.astype(self.dtype))
+        self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
         self._offsets.append(self.tokens)
-        self._groups.append(self.documents if group is None else group)
-        self.documents += 1
+        self._groups.append(group)
 
     def commit(self) -> dict[str, Any]:
-        """Bring everything to disk. Returns what `restore` needs, as JSON has it."""
-        if self._shard:
-            _sync(self._shard)
+        """Write everything to disk. Returns the state that `restore` takes, as JSON values."""
+        tokens = np.concatenate([np.empty(0, self.dtype), *self._documents])
+        self.unigram_counts += np.bincount(tokens, minlength=len(self.unigram_counts))
+        position = self.tokens - len(tokens)
+        while len(tokens):
+            number, used = divmod(position, self._shard_tokens)
+            part, tokens = np.split(tokens, [self._shard_tokens - used])
+            path = shard_path(self.folder, self.split, number)
+            append_to(path, part.data)
+            position += len(part)
+            if used + len(part) == self._shard_tokens:
+                self._digests.append(_digest_of(path))
         for name, numbers in (("offsets", self._offsets), ("groups", self._groups)):
-            with open(self._index(name), "ab") as file:
-                file.write(np.array(numbers, dtype=INDEX_DTYPE).tobytes())
-                _sync(file)
-            del numbers[:]
+            append_to(self.folder / f"{self.split}.{name}.bin", np.array(numbers, dtype=INDEX_DTYPE).data)
+            numbers.clear()
+        self._documents.clear()
         return {
             "tokens": self.tokens,
             "documents": self.documents,
-            "shard_digests": [*self._digests, self._digest.hexdigest()],
+            "shard_digests": self._digests,
             "unigram_counts": self.unigram_counts.tolist(),
         }
 
-    def restore(self, state: dict[str, Any]) -> str:
-        """Go on from a commit; what was written after it is cut off.
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a commit; the files end where it ended."""
+        self.tokens, self.documents, self._digests = state["tokens"], state["documents"], state["shard_digests"]
+        self.unigram_counts[:] = state["unigram_counts"]
+        self._offsets.clear()
 
-        Returns:
-            what is wrong with the files, in words; empty if they hold what was committed.
-        """
-        self.tokens, self.documents = state["tokens"], state["documents"]
-        self._unigram_counts[:] = state["unigram_counts"]
-        *self._digests, open_digest = state["shard_digests"]
-        del self._offsets[:]
-        sizes = {self._shard_path(number): self._shard_tokens for number in range(len(self._digests))}
-        open_tokens = self.tokens - self._shard_tokens * len(self._digests)
-        if open_tokens:
-            sizes[self._shard_path(len(self._digests))] = open_tokens
-        sizes = {path: tokens * self.dtype.itemsize for path, tokens in sizes.items()}
-        sizes[self._index("offsets")] = INDEX_DTYPE.itemsize * (self.documents + 2)
-        sizes[self._index("groups")] = INDEX_DTYPE.itemsize * self.documents
-        for path in set(self.folder.glob(f"{self.split}-*.bin")) - set(sizes):
-            path.unlink()
-        for path, size in sizes.items():
-            if not path.exists() or path.stat().st_size < size:
-                return f"{path.name} is shorter than {size} bytes"
-            os.truncate(path, size)
-        if open_tokens:
-            self._digest.update(self._shard_path(len(self._digests)).read_bytes())
-        return "" if self._digest.hexdigest() == open_digest else f"the last file of {self.split} was changed"
-
-    def close(self) -> str:
-        """Finish the files. Returns the sha256 (hex) of tokens, document lengths and groups."""
-        digests = self.commit()["shard_digests"]
-        if self._shard:
-            self._shard.close()
+    def fingerprint(self) -> str:
+        """sha256 (hex) of what was committed: tokens, document lengths and groups."""
+        open_shard = shard_path(self.folder, self.split, len(self._digests))
+        digests = [*self._digests, _digest_of(open_shard) if open_shard.exists() else hashlib.sha256().hexdigest()]
         digest = hashlib.sha256("".join(digests).encode())
         for name in ("offsets", "groups"):
-            digest.update(np.fromfile(self._index(name), dtype=INDEX_DTYPE).tobytes())
+            digest.update((self.folder / f"{self.split}.{name}.bin").read_bytes())
         return digest.hexdigest()
 
-    def _index(self, name: str) -> Path:
-        return self.folder / f"{self.split}.{name}.bin"
 
-    def _shard_path(self, number: int) -> Path:
-        return self.folder / f"{self.split}-{number:05d}.bin"
-
-    def _open_shard(self) -> BinaryIO:
-        """The file that takes the next token."""
-        if self._shard is None:
-            self._shard = open(self._shard_path(len(self._digests)), "ab")  # noqa: SIM115
-        return self._shard
-
-    def _close_shard(self) -> None:
-        assert self._shard is not None, "a full shard was written to"
-        _sync(self._shard)
-        self._shard.close()
-        self._digests.append(self._digest.hexdigest())
-        self._shard, self._digest = None, hashlib.sha256()
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()
 
 
 class TokenStore:
-    """A split that was written, memory-mapped: pages come from disk as they are read.
+    """A finished split, memory-mapped: pages come from disk as they are read.
 
     Args:
         folder: where the files are.
@@ -181,15 +126,14 @@ class TokenStore:
         documents: how many documents there are.
         tokens: how many tokens, with the one that ends each document.
         document_lengths: `[documents]` int64, in tokens.
-        groups: `[documents]` int64, the number of the group each belongs to: documents of one folder, repository
-            or value of `group_field` have the same.
+        groups: `[documents]` int64; documents of one folder, repository or value of `group_field` share a number.
 
     Raises:
-        DataError: a file is missing or not as long as the index says.
+        DataError: a file is missing, or its size does not fit the index.
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
-        self._made_of = (folder, split, vocab_size)
+        self._arguments = (folder, split, vocab_size)
         index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE, None)
         if len(index) < 2:
             raise _damaged(folder / f"{split}.offsets.bin", "is cut short")
@@ -198,14 +142,14 @@ class TokenStore:
         self.tokens = int(self._offsets[-1])
         self.document_lengths: np.ndarray = np.diff(self._offsets)
         self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE, self.documents)
-        dtype, starts = token_dtype(vocab_size), range(0, self.tokens, self._shard_tokens)
+        dtype = token_dtype(vocab_size)
         self._shards = [
-            _map(folder / f"{split}-{number:05d}.bin", dtype, min(self._shard_tokens, self.tokens - start))
-            for number, start in enumerate(starts)
+            _map(shard_path(folder, split, number), dtype, min(self._shard_tokens, self.tokens - start))
+            for number, start in enumerate(range(0, self.tokens, self._shard_tokens))
         ]
 
     def __reduce__(self) -> Any:
-        return TokenStore, self._made_of
+        return TokenStore, self._arguments
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
@@ -214,24 +158,62 @@ class TokenStore:
         tokens = np.empty(stop - start, dtype=np.int64)
         filled = 0
         while position < end:
-            shard, place = divmod(position, self._shard_tokens)
-            part = self._shards[shard][place : place + end - position]
+            shard, offset = divmod(position, self._shard_tokens)
+            part = self._shards[shard][offset : offset + end - position]
             tokens[filled : filled + len(part)] = part
             filled, position = filled + len(part), position + len(part)
         return tokens
 
 
 def _map(path: Path, dtype: np.dtype, count: int | None) -> np.ndarray:
-    """A file of `count` numbers (None: however many), mapped."""
+    """A mapped file of `count` numbers; None: however many there are."""
     try:
         size_bytes = path.stat().st_size
     except OSError:
         raise _damaged(path, "is missing") from None
-    wanted = size_bytes // dtype.itemsize if count is None else count
-    if size_bytes != wanted * dtype.itemsize:
-        raise _damaged(path, f"has {size_bytes} bytes, and by its index {wanted * dtype.itemsize}")
-    return np.memmap(path, dtype=dtype, mode="r") if wanted else np.empty(0, dtype=dtype)
+    expected = size_bytes // dtype.itemsize if count is None else count
+    if size_bytes != expected * dtype.itemsize:
+        raise _damaged(path, f"has {size_bytes} bytes, and by its index {expected * dtype.itemsize}")
+    return np.memmap(path, dtype=dtype, mode="r") if expected else np.empty(0, dtype=dtype)
 
 
 def _damaged(path: Path, problem: str) -> DataError:
     return DataError(f"{path} {problem}", fix=f"delete {path.parent}: the next start makes it again")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if it is missing or unreadable."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write the file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Size in bytes of each file of a folder but the journal and the manifest; another rank may be deleting it."""
+    sizes = {}
+    with suppress(FileNotFoundError):
+        for path in sorted(folder.iterdir()):
+            with suppress(FileNotFoundError):
+                if path.name not in (JOURNAL_FILE, MANIFEST_FILE):
+                    sizes[path.name] = path.stat().st_size
+    return sizes
+
+
+def find_damage(folder: Path, expected: dict[str, int], *, may_be_longer: bool = False) -> str:
+    """Which file of a folder does not have its expected size in bytes; empty if all have."""
+    sizes = file_sizes(folder)
+    for name, size in expected.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] < size or (sizes[name] > size and not may_be_longer):
+            return f"{name} has {sizes[name]} bytes instead of {size}"
+    return ""

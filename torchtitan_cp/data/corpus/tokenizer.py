@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import sentencepiece
@@ -15,35 +14,11 @@ from torchtitan_cp.data.errors import DataError
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
 SPACE_MARK = "\u2581"
-# What transformers writes beside the tokenizer itself.
-BESIDE = (
+# Files that transformers writes with a tokenizer.
+COMPANIONS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
-
-
-class Tokenizer(Protocol):
-    """Text to tokens and back.
-
-    Attributes:
-        vocab_size: V; every id is below it.
-        eos_id: the token that ends a document. `encode_batch` never gives it.
-        fingerprint: tells this tokenizer from others.
-        path: its file; None if it has none.
-    """
-
-    vocab_size: int
-    eos_id: int
-    fingerprint: str
-    path: Path | None
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, `[tokens]` int32, without special tokens, on all the cores we may use."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; special tokens give none."""
-        ...
 
 
 class SentencePieceTokenizer:
@@ -52,8 +27,14 @@ class SentencePieceTokenizer:
     Args:
         path: the model.
 
+    Attributes:
+        vocab_size: V; every id is below it.
+        eos_id: the token that ends a document. `encode_batch` never returns it.
+        fingerprint: different for every tokenizer.
+        path: its file; None if it has none.
+
     Raises:
-        DataError: no model in the file, or a model without an end-of-text token.
+        DataError: the file holds no model, or one without an end-of-text token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +50,7 @@ class SentencePieceTokenizer:
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(
-                f"the SentencePiece model {path} has no end-of-text token, so documents could not be told apart",
+                f"the SentencePiece model {path} has no end-of-text token, which ends each document",
                 fix="train it with eos_id >= 0, or leave tokenizer.path out to train one on the corpus",
             )
         self.fingerprint = hashlib.sha256(model).hexdigest()
@@ -77,9 +58,9 @@ class SentencePieceTokenizer:
         self._space_mark_ids = self._find_space_mark_ids()
 
     def _find_space_mark_ids(self) -> list[int]:
-        """The byte tokens that spell U+2581; none where the model changes text anyway.
+        """The byte tokens that spell U+2581; none if the model changes text anyway.
 
-        SentencePiece writes a space as U+2581, and would give a space back for a U+2581 that stands in the text.
+        SentencePiece writes a space as U+2581, so it would decode a U+2581 of the text as a space.
         """
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         adds_prefix = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
@@ -87,7 +68,7 @@ class SentencePieceTokenizer:
         return ids if has_bytes and not adds_prefix else []
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See Tokenizer."""
+        """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
         rows = self._processor.encode(list(texts), num_threads=self._threads)
         if self._space_mark_ids:
             for index, text in enumerate(texts):
@@ -100,7 +81,7 @@ class SentencePieceTokenizer:
         return first + [token for part in others for token in (*self._space_mark_ids, *part)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See Tokenizer."""
+        """The text of token ids, without special tokens."""
         return self._processor.decode([int(token) for token in ids])
 
 
@@ -113,22 +94,22 @@ class ByteTokenizer:
         self.vocab_size, self.eos_id, self.fingerprint = 257, 256, "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See Tokenizer."""
+        """See SentencePieceTokenizer."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See Tokenizer. Bytes that are no UTF-8 give U+FFFD."""
+        """See SentencePieceTokenizer. Bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, read by the `tokenizers` package, whose Rust threads do the work.
+    """A tokenizer.json, read by the `tokenizers` package and its Rust threads.
 
     Args:
         path: the tokenizer.json.
 
     Raises:
-        DataError: the package is missing, the file is no tokenizer.json, or it names no end-of-text token.
+        DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,17 +135,20 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See Tokenizer."""
+        """See SentencePieceTokenizer."""
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(row.ids, dtype=np.int32) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See Tokenizer."""
+        """See SentencePieceTokenizer."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
 
+Tokenizer = SentencePieceTokenizer | ByteTokenizer | HuggingFaceTokenizer
+
+
 def trains_tokenizer(settings: TokenizerConfig) -> bool:
-    """Whether the config asks for a tokenizer that is trained on its corpus."""
+    """Whether the tokenizer is trained on the corpus."""
     return settings.kind == "sentencepiece" and not settings.path
 
 
@@ -172,7 +156,7 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `[tokenizer]` names, from its file.
 
     Raises:
-        DataError: the file is missing or not what `kind` says, or the kind and the path do not go together.
+        DataError: the file is missing or not of this `kind`, or this kind reads no file.
     """
     path = Path(settings.path).expanduser()
     if settings.kind == "bytes":
@@ -190,11 +174,10 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
 
 
 def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path | None) -> dict[str, Path]:
-    """The files that go with a model's weights: name there -> file here.
+    """The files to export with a model's weights: name -> path.
 
     Args:
-        start: folder in Hugging Face's format that the model came from; its other files count only if the run's
-            tokenizer is one of them, or one beside it.
+        start: folder in Hugging Face's format that training began from. Its files count if it holds the same tokenizer.
     """
     if tokenizer.path is None:
         return {}
@@ -202,12 +185,12 @@ def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path
     folders = [tokenizer.path.parent] if settings.path else []
     if start and (start / own).is_file() and (start / own).read_bytes() == tokenizer.path.read_bytes():
         folders.append(start)
-    beside = {name: folder / name for folder in folders for name in BESIDE if (folder / name).is_file()}
-    return {**beside, own: tokenizer.path}
+    companions = {name: folder / name for folder in folders for name in COMPANIONS if (folder / name).is_file()}
+    return {**companions, own: tokenizer.path}
 
 
 def check_tokenizer(settings: TokenizerConfig) -> None:
-    """Load the tokenizer once, to see that it can be; one that is to be trained passes.
+    """Check that the tokenizer can be loaded; a tokenizer that is trained on the corpus passes.
 
     Raises:
         DataError: as load_tokenizer.

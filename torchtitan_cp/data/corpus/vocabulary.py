@@ -1,4 +1,4 @@
-"""Learning a tokenizer from the corpus, for a run that brings none: byte-pair encoding by SentencePiece."""
+"""Train a tokenizer on the corpus, for a run without one: byte-pair encoding by SentencePiece."""
 
 import io
 import os
@@ -16,19 +16,19 @@ LINE_CHARACTERS = 1000  # at 4 bytes each below SentencePiece's max_sentence_len
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Learn a vocabulary and write it as a SentencePiece model that loses nothing.
+    """Train a vocabulary and write it as a lossless SentencePiece model.
 
-    Bytes stand in for unseen characters, whitespace is kept as it is, and a newline or tab is a piece of its own,
-    so that text comes back exactly. The same texts give the same file.
+    Unseen characters become bytes, whitespace is kept as it is, and a newline or tab is a piece of its own, so decoding
+    returns the exact text. The same texts give the same file.
     Source: Sennrich et al. 2016 (arXiv:1508.07909); Kudo and Richardson 2018 (arXiv:1808.06226).
 
     Args:
-        texts: what to learn from; where there is much, an evenly spread part of its lines is used.
-        vocab_size: V, pieces with the 256 bytes and the end-of-text token.
-        path: model file; appears whole or not at all.
+        texts: to train on; of a large corpus an evenly spread sample of its lines is used.
+        vocab_size: V, with the 256 bytes and the end-of-text token.
+        path: the model file, written whole or not at all.
 
     Raises:
-        DataError: the texts are too few for so many pieces, or hold nothing, or too many characters for so few.
+        DataError: the texts are too few or empty, or V is less than their number of characters.
     """
     model = io.BytesIO()
     lines = sample_lines(texts, SAMPLE_CHARACTERS)
@@ -49,7 +49,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             eos_id=1,
             bos_id=-1,
             pad_id=-1,
-            num_threads=1,  # stands in the model file; byte-pair training has one thread anyway
+            num_threads=1,  # it is written into the model file; byte-pair training has one thread anyway
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
 
 
 def _explain(message: str, vocab_size: int) -> DataError:
-    """SentencePiece's complaint in our words."""
+    """The error for a message of SentencePiece."""
     if most := re.search(r"too high.*<= (\d+)", message):
         return DataError(
             f"the corpus is too small for a tokenizer of tokenizer.vocab_size = {vocab_size} pieces",
@@ -68,7 +68,7 @@ def _explain(message: str, vocab_size: int) -> DataError:
         )
     if least := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return DataError(
-            f"tokenizer.vocab_size = {vocab_size} is less than the characters the corpus is written in",
+            f"tokenizer.vocab_size = {vocab_size} is less than the number of characters in the corpus",
             fix=f"set tokenizer.vocab_size to {int(least[1]) + 1} or more",
         )
     if "sentences_.empty()" in message:
@@ -77,13 +77,13 @@ def _explain(message: str, vocab_size: int) -> DataError:
 
 
 def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
-    """Lines of the texts, blank ones left out, thinned evenly until they fit.
+    """An evenly spread sample of the non-blank lines.
 
-    Every n-th line is kept; when the kept ones outgrow the limit, every other of them goes and n doubles. So neither
-    the corpus's size need be known nor more than the limit be held.
+    Every n-th line is kept; when the kept lines exceed the limit, every other one is dropped and n doubles. So the size
+    of the corpus need not be known, and memory holds no more than the limit.
 
     Args:
-        most_characters: of all lines returned; one line is returned in any case.
+        most_characters: of all lines returned; at least one line is returned.
     """
     kept: list[str] = []
     characters, stride = 0, 1

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import torch
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.health import StepReport, all_gather_report
+from torchtitan_cp.health.monitor import StepReport, all_gather_report
 
 
 def run_exchange() -> StepReport:
     rank = torch.distributed.get_rank()
-    scalars = (torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 0.5, 2.0 + rank))
+    scalars = [torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 0.5, 2.0 + rank)]
     outputs, squares = torch.tensor([1.0, 0.0 if rank else 4.0]), torch.tensor([9.0, 7.0, 0.0 if rank else 24.0])
-    return all_gather_report(*scalars, outputs, squares, peak_memory_bytes=1000 + rank)
+    return all_gather_report(scalars, outputs, squares, peak_memory_bytes=1000 + rank)
 
 
 def test_every_rank_learns_the_same(ranks: Callable[[int], RankPool]) -> None:

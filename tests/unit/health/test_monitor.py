@@ -1,4 +1,4 @@
-"""Who is ill, and what it is called, from one vector a rank."""
+"""Which rank has a bad number, and which number it is, from one vector a rank."""
 
 import math
 
@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan_cp.health import BlockWatch, StepReport
-from torchtitan_cp.health.monitor import diagnose, largest, read
+from torchtitan_cp.config.sections import Health
+from torchtitan_cp.health import monitor as monitoring
+from torchtitan_cp.health.monitor import HealthMonitor, StepReport, largest, read_report
 
-# Two blocks: loss, tokens, gradient, logit, memory, wishes to stop and to save, outputs of the blocks, squared norms of
-# the blocks and of the rest.
+# Two blocks: loss, tokens, gradient, logit, memory, requests to stop and to save, outputs of the blocks, squared norms
+# of the blocks and of the rest.
 GOOD = [10.0, 4.0, 0.5, 3.0, 100.0, 0.0, 0.0, 1.0, 2.0, 9.0, 7.0, 0.0]
 
 
-def ill(**changes: float) -> list[float]:
+def bad(**changes: float) -> list[float]:
     places = {"loss": 0, "gradient": 2, "output_0": 7, "output_1": 8, "square_0": 9, "square_rest": 11}
     row = list(GOOD)
     for name, value in changes.items():
@@ -24,7 +25,7 @@ def ill(**changes: float) -> list[float]:
 
 
 def found(*rows: list[float]) -> list[str]:
-    return diagnose(np.array(rows))
+    return list(read_report(np.array(rows)).findings)
 
 
 def test_all_finite_finds_nothing() -> None:
@@ -32,29 +33,29 @@ def test_all_finite_finds_nothing() -> None:
 
 
 def test_a_rank_is_named_and_not_those_whose_gradients_it_spoiled() -> None:
-    spoiled = ill(square_0=math.nan, square_rest=math.nan)
-    assert found(spoiled, ill(loss=math.nan, gradient=math.nan, square_0=math.nan)) == ["rank 1: the loss is nan"]
+    spoiled = bad(square_0=math.nan, square_rest=math.nan)
+    assert found(spoiled, bad(loss=math.nan, gradient=math.nan, square_0=math.nan)) == ["rank 1: the loss is nan"]
 
 
-def test_the_first_block_whose_output_is_ill_is_named_before_all_that_follows_from_it() -> None:
-    assert found(GOOD, ill(output_1=math.inf, loss=math.nan)) == ["rank 1: the output of block 1 is inf"]
-    assert found(ill(output_0=math.nan, output_1=math.nan)) == ["rank 0: the output of block 0 is nan"]
+def test_the_first_block_whose_output_is_bad_is_named_before_all_that_follows_from_it() -> None:
+    assert found(GOOD, bad(output_1=math.inf, loss=math.nan)) == ["rank 1: the output of block 1 is inf"]
+    assert found(bad(output_0=math.nan, output_1=math.nan)) == ["rank 0: the output of block 0 is nan"]
 
 
 def test_a_backward_names_its_rank_before_the_reduction_hides_it() -> None:
-    rows = (ill(square_0=math.inf), ill(gradient=math.inf, square_0=math.inf))
+    rows = (bad(square_0=math.inf), bad(gradient=math.inf, square_0=math.inf))
     assert found(*rows) == ["rank 1: the gradient at its first block is inf, the loss is finite"]
 
 
-def test_a_weight_gradient_that_is_ill_alone_names_the_block_and_who_holds_the_shard() -> None:
-    (finding,) = found(GOOD, ill(square_0=math.inf))
+def test_a_weight_gradient_that_is_bad_alone_names_the_block_and_who_holds_the_shard() -> None:
+    (finding,) = found(GOOD, bad(square_0=math.inf))
     assert finding.startswith("rank 1: a weight's gradient in block 0 is inf")
-    (finding,) = found(ill(square_rest=math.nan), GOOD)
+    (finding,) = found(bad(square_rest=math.nan), GOOD)
     assert finding.startswith("rank 0: a weight's gradient in the embedding, last norm or output is nan")
 
 
 def test_the_report_has_the_mean_loss_the_norms_and_the_largest_of_all_ranks() -> None:
-    report = read(np.array([GOOD, [2.0, 4.0, 0.5, 5.0, 90.0, 0.0, 1.0, 4.0, 0.5, 16.0, 9.0, 8.0]]))
+    report = read_report(np.array([GOOD, [2.0, 4.0, 0.5, 5.0, 90.0, 0.0, 1.0, 4.0, 0.5, 16.0, 9.0, 8.0]]))
     assert report == StepReport(
         loss=3.0,
         grad_norm=7.0,
@@ -85,27 +86,27 @@ class Doubled(nn.Module):
 
 def test_the_watch_sees_the_largest_of_all_forwards_and_backwards_and_forgets_it() -> None:
     part, x = Blocks(), torch.randn(4, 5, 3, requires_grad=True)
-    watch = BlockWatch([part])
+    watch = HealthMonitor(Health(), [part], 4)
     outputs = [part(scale * x) for scale in (1.0, -3.0)]
     with torch.no_grad():
         part(100 * x)
     for out in outputs:
         out.square().sum().backward()
-    seen, gradient = watch.take(4, torch.device("cpu"))
+    seen, gradient = watch.pop_seen(torch.device("cpu"))
     largest_output = max(out.abs().max().item() for out in outputs)
     assert seen.tolist() == [0.0, pytest.approx(largest_output / 2), pytest.approx(largest_output), 0.0]
     inner = [(2 * out @ (2 * part.layers["1"].weight)).abs().max().item() for out in outputs]  # type: ignore[operator]
     assert gradient.item() == pytest.approx(max(inner), rel=1e-5)
-    seen, gradient = watch.take(4, torch.device("cpu"))
+    seen, gradient = watch.pop_seen(torch.device("cpu"))
     assert (seen.tolist(), gradient.item()) == ([0.0] * 4, 0.0)
 
 
 def test_the_watch_passes_nan_on_whatever_comes_after() -> None:
     part, x = Blocks(), torch.ones(1, 1, 3, requires_grad=True)
-    watch = BlockWatch([part])
+    watch = HealthMonitor(Health(), [part], 4)
     for scale in (math.nan, 1.0):
         part(scale * x).sum().backward()
-    seen, gradient = watch.take(4, torch.device("cpu"))
+    seen, gradient = watch.pop_seen(torch.device("cpu"))
     assert torch.isnan(seen).tolist() == [False, True, True, False]
     assert seen.dtype == torch.float32
     assert not gradient.isnan()  # 1.0's own gradient does not depend on x, and NaN's neither
@@ -119,3 +120,15 @@ def test_the_largest_value_is_exact_and_lets_nothing_pass(dtype: torch.dtype, va
     assert largest(x).item() == 9.0
     x[1, 6, 4] = value
     assert not largest(x).isfinite()
+
+
+@pytest.mark.parametrize("findings", [(), ("rank 0: the loss is nan",)])
+def test_spikes_are_looked_for_in_finite_steps_alone(
+    monkeypatch: pytest.MonkeyPatch, findings: tuple[str, ...]
+) -> None:
+    report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=findings)
+    monkeypatch.setattr(monitoring, "all_gather_report", lambda *arguments: report)
+    zero = torch.zeros(())
+    monitor = HealthMonitor(Health(), [Blocks()], 4)
+    monkeypatch.setattr(monitor.spikes, "find", lambda _: ("x",))
+    assert monitor.check_step(zero, zero, zero, zero, 0, (False, False)).spikes == (() if findings else ("x",))

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan_cp.health.bundle import Bundle, Capture, pack_arguments
-from torchtitan_cp.health.trace import (
+from torchtitan_cp.health.diagnosis import (
     Event,
-    Magnitudes,
-    Trace,
+    ModuleTrace,
     find_invalid_tokens,
-    find_nonfinite,
     find_nonfinite_weight,
-    first_grown,
-    first_of,
-    unit_of,
+    find_origin,
+    largest_value,
 )
+from torchtitan_cp.health.replay import Bundle, pack_arguments
 
 
 class Inner(nn.Module):
@@ -48,12 +45,18 @@ class Net(nn.Module):
         return self.last(x + inner)
 
 
-def traced(net: nn.Module, *inputs: Tensor) -> Event | None:
-    with Trace([(0, "", net)]) as trace:
+def measured(net: nn.Module, *inputs: Tensor) -> ModuleTrace:
+    trace = ModuleTrace([(0, "", net)])
+    with trace.watching():
         for x in inputs:
             net(x).square().sum().backward()
+    return trace
+
+
+def traced(net: nn.Module, *inputs: Tensor) -> Event | None:
+    origin = find_origin([measured(net, *inputs).outgrown(ModuleTrace([]))])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
-    return trace.first
+    return origin and origin[1]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -77,7 +80,7 @@ def test_the_first_is_named_whether_blocks_are_recomputed_or_not(
     corrupt(net)  # type: ignore[operator]
     # With a last weight of 1e30 the outputs are finite, and the gradient that goes on from there is not.
     event = traced(net, torch.randn(2, 5, 4), torch.randn(2, 5, 4))
-    assert (event and (event.direction, event.module, event.what, unit_of(event))) == named
+    assert (event and (event.direction, event.module, event.what, event.culprit_module)) == named
     assert event is None or event.micro_batch == 0
 
 
@@ -86,7 +89,7 @@ def test_the_gradient_of_a_tensor_between_two_modules_is_the_later_ones_doing() 
     net[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.nan,))
     event = traced(net, torch.randn(2, 3, 4))
     assert event is not None
-    assert (event.direction, event.module, event.what, unit_of(event)) == ("backward", "1", "input gradient", "1")
+    assert (event.direction, event.module, event.what, event.culprit_module) == ("backward", "1", "input gradient", "1")
 
 
 def test_a_weights_own_gradient_is_an_event_of_its_module() -> None:
@@ -94,14 +97,14 @@ def test_a_weights_own_gradient_is_an_event_of_its_module() -> None:
     net.inner.up.weight.register_hook(lambda gradient: gradient * math.inf)
     event = traced(net, torch.randn(2, 5, 4))
     assert event is not None
-    assert (event.module, event.what, unit_of(event)) == ("inner.up", "gradient of weight", "inner.up")
+    assert (event.module, event.what, event.culprit_module) == ("inner.up", "gradient of weight", "inner.up")
 
 
-def test_micro_batches_are_told_apart_and_the_first_ill_one_is_named() -> None:
+def test_micro_batches_are_told_apart_and_the_first_bad_one_is_named() -> None:
     x = torch.randn(2, 5, 4)
-    ill = x.clone()
-    ill[1, 3, 2] = math.nan
-    event = traced(Net(), x, x, ill)
+    bad = x.clone()
+    bad[1, 3, 2] = math.nan
+    event = traced(Net(), x, x, bad)
     assert event is not None
     assert (event.micro_batch, event.what, event.value, event.shape) == (2, "input", "nan", (2, 5, 4))
     assert event.index == (1, 3, 2)
@@ -112,11 +115,11 @@ def event_at(*order: int) -> Event:
 
 
 def test_the_smallest_place_in_the_order_wins_and_ranks_that_share_it_are_all_named() -> None:
-    late, early = event_at(2, 0, 0, 0, 9), event_at(2, 0, 0, 0, 4)
-    assert first_of([None, late, early, None, early]) == (early, [2, 4])
-    assert first_of([None, None]) is None
-    weight = replace(event_at(0, 5), module="norm")
-    assert first_of([early, weight]) == (weight, [1])
+    late, early = (math.inf, event_at(2, 0, 0, 0, 9)), (math.inf, event_at(2, 0, 0, 0, 4))
+    assert find_origin([[], [late], [early], [], [early]]) == (*early, [2, 4])
+    assert find_origin([[], []]) is None
+    weight = (math.inf, replace(event_at(0, 5), module="norm"))
+    assert find_origin([[early], [weight]]) == (*weight, [1])
 
 
 def test_a_weight_and_an_id_that_is_no_token_are_found() -> None:
@@ -128,25 +131,27 @@ def test_a_weight_and_an_id_that_is_no_token_are_found() -> None:
     assert (event.module, event.what, event.value, event.index) == ("inner.down", "parameter weight", "-inf", (3, 5))
     tokens = torch.tensor([[1, 2, 3]])
     good = {"tokens": tokens, "labels": torch.tensor([[2, 3, -100]])}
-    assert find_invalid_tokens([good], 4, -100) is None
+    assert find_invalid_tokens([good], 4) is None
     for what, ids in (("labels", [[2, 4, -100]]), ("tokens", [[1, -100, 3]]), ("labels", [[-1, 3, 3]])):
-        event = find_invalid_tokens([good, good | {what: torch.tensor(ids)}], 4, -100)
+        event = find_invalid_tokens([good, good | {what: torch.tensor(ids)}], 4)
         assert event is not None
         assert (event.micro_batch, event.what) == (1, what)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_first_ill_value_of_a_tensor_is_found_in_the_order_it_lies(dtype: torch.dtype) -> None:
+def test_the_largest_value_of_a_tensor_is_found_and_of_nonfinite_ones_the_first_as_it_lies(dtype: torch.dtype) -> None:
     x = torch.randn(3, 4, 5).to(dtype)
-    assert find_nonfinite(x) is None
-    assert find_nonfinite(torch.empty(0, 3)) is None
+    x[1, 2, 3] = -64.0
+    assert largest_value(x) == (64.0, "64", (3, 4, 5), (1, 2, 3))
+    assert largest_value(torch.empty(0, 3)) is None
     x[2, 0, 0], x[1, 3, 4] = math.nan, math.inf
-    assert find_nonfinite(x) == ("inf", (3, 4, 5), (1, 3, 4))
+    assert largest_value(x) == (math.inf, "inf", (3, 4, 5), (1, 3, 4))
 
 
 def test_a_capture_keeps_one_micro_batchs_inputs_and_the_gradient_that_comes_back() -> None:
     net, batches = Net(recompute=True), [torch.randn(2, 5, 4) for _ in range(3)]
-    with Capture(net.inner, 1) as capture:
+    capture = ModuleTrace([(0, "", net)], keep=(net.inner, 1))
+    with capture.watching():
         for x in batches:
             net(x).sum().backward()
     assert len(capture.inputs) == 1
@@ -167,25 +172,18 @@ def test_a_bundle_is_json_and_safetensors_and_comes_back(tmp_path: Path) -> None
     assert bundle.under("weight.").keys() == {"w1.weight"}
 
 
-def measured(net: nn.Module, *inputs: Tensor) -> Magnitudes:
-    with Magnitudes([(0, "", net)]) as found:
-        for x in inputs:
-            net(x).square().sum().backward()
-    return found
-
-
 def test_what_outgrew_a_healthy_step_first_is_where_a_spike_arises() -> None:
     torch.manual_seed(0)
     net, healthy, other = Net(), torch.randn(5, 4), torch.randn(5, 4)
     usual = measured(net, healthy, other)
-    assert usual.largest()["forward", "inner.up", "output"] > 0
-    assert first_grown([measured(net, other, healthy).growth(usual)]) is None, "steps differ, and nothing stands out"
+    assert any(value > 0 and event.place == ("forward", "inner.up", "output") for value, event in usual.seen)
+    assert find_origin([measured(net, other, healthy).outgrown(usual)]) is None, "steps differ, and nothing stands out"
     net.inner.scale = 1000.0
-    found = first_grown([[], measured(net, other, healthy).growth(usual)])
+    found = find_origin([[], measured(net, other, healthy).outgrown(usual)])
     assert found is not None
     times, event, ranks = found
     assert (event.module, event.what, event.direction, event.micro_batch) == ("inner.down", "input", "forward", 0)
-    assert (unit_of(event), ranks) == ("inner", [1])
+    assert (event.culprit_module, ranks) == ("inner", [1])
     assert 1e5 < times < 1e7, "the square of a thousand, as far as two texts are alike"
 
 
@@ -195,5 +193,5 @@ def test_of_two_ranks_the_one_where_it_arises_is_named() -> None:
 
     arises = [(1.1, event(1, "a")), (900.0, event(2, "b"))]
     follows = [(1.2, event(1, "a")), (2000.0, event(3, "c"))]
-    assert first_grown([follows, arises]) == (900.0, event(2, "b"), [1])
-    assert first_grown([[], []]) is None
+    assert find_origin([follows, arises]) == (900.0, event(2, "b"), [1])
+    assert find_origin([[], []]) is None

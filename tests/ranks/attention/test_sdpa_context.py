@@ -175,6 +175,55 @@ def test_what_would_be_silently_wrong_on_a_shard_is_refused_by_name(
         assert message in answer
 
 
+class Mixer(nn.Module):
+    """A depthwise causal convolution by a function of its own, as with the package causal_conv1d, then attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(16, 16, 4, groups=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1)
+        q = (rows * self.conv1d.weight[:, 0]).sum(-1).unflatten(-1, (2, 8)).transpose(1, 2)
+        return scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def qwen3_next() -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    dims = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    experts = {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}
+    return hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**sizes, **heads, **linear, **dims, **experts))
+
+
+def run_token_mixer(kind: str) -> str:
+    """A layer that mixes neighbouring tokens other than by attention; the message that refuses it."""
+    ids, labels, positions = batch()
+    x = torch.randn(1, S, 16)
+    calls: dict[str, Callable[[], Any]] = {
+        "owner": lambda: Mixer()(x),
+        "function": lambda: nn.functional.conv1d(x.mT, weight=torch.ones(16, 16, 4)),
+        "qwen3_next": lambda: loss_of(qwen3_next(), ids, labels, positions),
+    }
+    with pytest.raises(PlanError) as error, context_parallel(make_cp(), [ids, labels, positions, x], [1] * 4):
+        calls[kind]()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("qwen3_next", "Qwen3NextGatedDeltaNet"), ("owner", "Mixer"), ("function", "conv1d")]
+)
+def test_a_layer_that_mixes_tokens_other_than_by_attention_is_refused_by_name(
+    ranks: Callable[[int], RankPool], kind: str, name: str
+) -> None:
+    if kind == "qwen3_next":
+        pytest.importorskip("transformers")
+    for message in ranks(2)(run_token_mixer, kind):
+        assert f"{name} mixes neighbouring tokens, and a rank sees only those of its shard" in message
+
+
 def run_one_refuses() -> str:
     """Only rank 0 makes a mask, as transformers may where a shard's position ids jump."""
     q, x = torch.zeros(1, 2, S // 2, 8), torch.zeros(1, S)
@@ -191,7 +240,7 @@ def test_what_one_rank_refuses_ends_the_others_too(ranks: Callable[[int], RankPo
 
 
 def run_mistral() -> list[float]:
-    """A window told to the block equals the model's own on one process."""
+    """A window given to the block equals the model's own on one process."""
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -264,7 +313,7 @@ def run_plain(causal: bool, mask: AttentionMask | None, recompute: bool) -> list
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_call_is_caught_wherever_the_function_was_imported_from(
+def test_a_call_is_intercepted_wherever_the_function_was_imported_from(
     ranks: Callable[[int], RankPool], causal: bool, recompute: bool
 ) -> None:
     assert ranks(2)(run_plain, causal, None, recompute) == [[True] * 3] * 2
@@ -286,7 +335,7 @@ def run_outside(reentrant: bool) -> str:
     return "nothing raised"
 
 
-def test_a_recomputation_that_nothing_would_catch_is_an_error(ranks: Callable[[int], RankPool]) -> None:
+def test_a_recomputation_outside_the_block_is_an_error(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2)(run_outside, True) == ["PlanError"] * 2
     assert all(name != "nothing raised" for name in ranks(2)(run_outside, False))
 

@@ -1,0 +1,125 @@
+"""Skip, roll back, lower the learning rate, halt: in this order, each so often and no oftener."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.config.sections import Health
+from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
+
+WHAT = "step 3 (stage 1, 4K) is not healthy: rank 1: the loss is nan"
+CHECKPOINT = (Path("step-7"), Progress(step=7))
+
+
+def policy_of(**settings: object) -> RecoveryPolicy:
+    return RecoveryPolicy(Health(**{"on_nonfinite": "skip"} | settings), {})  # type: ignore[arg-type]
+
+
+def decide(it: RecoveryPolicy, *, can_roll_back: bool = True, recoverable: bool = True) -> str:
+    return it.decide(WHAT, lambda _: CHECKPOINT if can_roll_back else None, recoverable=recoverable).action
+
+
+def climb(it: RecoveryPolicy, *, can_roll_back: bool = True) -> list[str]:
+    """What follows bad steps without end."""
+    taken: list[str] = []
+    while len(taken) < 99:
+        try:
+            taken.append(decide(it, can_roll_back=can_roll_back))
+        except NonFiniteError:
+            return taken
+    pytest.fail("it has no end")
+
+
+def test_halt_raises_with_the_step_and_the_finding() -> None:
+    with pytest.raises(NonFiniteError, match=r"step 3 \(stage 1, 4K\) is not healthy: rank 1: the loss is nan. No wei"):
+        decide(policy_of(on_nonfinite="halt"))
+
+
+def test_the_rungs_come_in_order_and_each_so_often() -> None:
+    it = policy_of(max_consecutive_skips=1, max_rollbacks=2, max_lr_cuts=2)
+    rungs = ["rollback", "rollback", "lower_lr", "lower_lr"]
+    assert climb(it) == [part for rung in rungs for part in ("skip", rung)] + ["skip"]
+    assert (it.state.all_skips, it.state.rollbacks, it.state.lr_cuts) == (10, 2, 2)
+
+
+def test_without_a_checkpoint_the_learning_rate_is_next_and_without_any_rung_the_end() -> None:
+    assert climb(policy_of(max_consecutive_skips=2), can_roll_back=False) == [
+        "skip",
+        "skip",
+        "lower_lr",
+        "skip",
+        "skip",
+    ]
+    assert climb(policy_of(max_consecutive_skips=1, policy=())) == ["skip"]
+
+
+def test_the_end_says_what_was_tried() -> None:
+    it = policy_of(max_consecutive_skips=2, policy=())
+    decide(it)
+    decide(it)
+    with pytest.raises(NonFiniteError, match=r"2 skipped steps in a row, 0 rollbacks and 0 cuts .* allows no more"):
+        decide(it)
+
+
+def test_what_is_done_is_said() -> None:
+    it = policy_of(max_consecutive_skips=1, max_rollbacks=0, lr_factor=0.25, lr_steps=9)
+    find = lambda _: CHECKPOINT  # noqa: E731
+    assert it.decide(WHAT, find).message == f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
+    lowered = it.decide(WHAT, find)
+    assert lowered.checkpoint == CHECKPOINT
+    assert lowered.message == (
+        f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped; the learning rate is LOWERED to 0.25 of it for "
+        "9 steps (0 rollbacks, 1 cuts so far)"
+    )
+
+
+def test_skips_are_counted_and_a_good_step_starts_the_count_again() -> None:
+    it = policy_of(max_consecutive_skips=2)
+    assert (decide(it), it.state.skips) == ("skip", 1)
+    it.record_healthy_step()
+    assert (decide(it), it.state.skips) == ("skip", 1)
+    assert (decide(it), it.state.skips) == ("skip", 2)
+    assert decide(it) == "rollback"
+
+
+def test_what_does_not_mend_by_itself_is_not_skipped() -> None:
+    assert decide(policy_of(), recoverable=False) == "rollback"
+
+
+def test_the_learning_rate_is_lowered_for_so_many_healthy_steps() -> None:
+    it = policy_of(lr_factor=0.25, lr_steps=3, max_lr_cuts=2, policy=("lower_lr",))
+    assert it.lr_factor == 1.0
+    decide(it, can_roll_back=False, recoverable=False)
+    factors = []
+    for _ in range(4):
+        factors.append(it.lr_factor)
+        it.record_healthy_step()
+    assert factors == [0.25, 0.25, 0.25, 1.0]
+    decide(it, can_roll_back=False, recoverable=False)
+    assert it.lr_factor == 0.0625
+
+
+def test_a_run_that_is_bad_again_at_once_after_a_rollback_goes_further_back() -> None:
+    it, asked = policy_of(max_rollbacks=9), []
+
+    def find(before: int | None) -> tuple[Path, Progress]:
+        asked.append(before)
+        return CHECKPOINT
+
+    it.decide(WHAT, find, recoverable=False)
+    it.decide(WHAT, find, recoverable=False)
+    it.record_healthy_step()
+    it.decide(WHAT, find, recoverable=False)
+    assert asked == [None, 7, None]
+
+
+def test_the_state_survives_a_checkpoint() -> None:
+    it = policy_of(max_consecutive_skips=1, max_rollbacks=1, max_lr_cuts=0)
+    assert [decide(it), decide(it), decide(it)] == ["skip", "rollback", "skip"]
+    resumed = RecoveryPolicy(it.settings, json.loads(json.dumps(dataclasses.asdict(it.state))))
+    assert resumed.state == it.state
+    with pytest.raises(NonFiniteError):
+        decide(resumed)

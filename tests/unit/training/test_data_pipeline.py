@@ -1,0 +1,57 @@
+"""What the pipeline says of a stage's text, and what it refuses."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.corpus_cache import BYTES
+from tests.support.texts import text_corpus
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
+from torchtitan_cp.curriculum import StagePlan, resolve_stages
+from torchtitan_cp.data import prepare
+from torchtitan_cp.training.data_pipeline import DataPipeline
+
+
+def pipeline_of(folder: Path, **keys: Any) -> tuple[DataPipeline, StagePlan]:
+    sources = tuple(
+        DataSource(name=name, source="text", path=str(text_corpus(folder / name)), validation_fraction=0.2)
+        for name in ("books", "notes")
+    )
+    data = Data(sources=sources, cache_folder=str(folder / "cache"), **keys)
+    stages = (Stage(seq_len=32, steps=150, global_batch_tokens=64),)
+    config = replace(Config(), data=data, tokenizer=BYTES, curriculum=Curriculum(stages=stages))
+    return DataPipeline(config, prepare(data, BYTES), 32), resolve_stages(config, 1)[0]
+
+
+def test_a_source_that_reaches_its_max_epochs_is_reported_when_the_stage_starts_and_when_it_ends(
+    tmp_path: Path,
+) -> None:
+    pipeline, stage = pipeline_of(tmp_path, max_epochs={"notes": 0.5})
+    pipeline.start_stage(stage, {})
+    [step] = re.findall(r"; notes reaches max_epochs in step (\d+) of the stage", pipeline.describe_stage(stage))
+    assert 1 < int(step) < stage.steps
+    assert "epochs)" not in pipeline.describe_epochs(int(step) - 1)
+    described = pipeline.describe_epochs(int(step))
+    assert re.fullmatch(r"read so far: books 0\.\d\d times, notes 0\.50 times \(its max_epochs\)", described)
+    used_up = {"notes": pipeline.samples.tokens_after(stage.steps)["notes"]}
+    pipeline.start_stage(stage, used_up)
+    assert "; notes reached max_epochs before the stage" in pipeline.describe_stage(stage)
+
+
+def test_a_stage_without_limits_mentions_none(tmp_path: Path) -> None:
+    pipeline, stage = pipeline_of(tmp_path)
+    pipeline.start_stage(stage, {})
+    assert pipeline.describe_stage(stage) == "; mixture books 50%, notes 50%"
+
+
+def test_a_separator_that_the_tokenizer_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipeline_of(tmp_path, separator=257)
+    assert str(caught.value) == (
+        "data.separator = 257 is not a token id: the tokenizer has the ids 0 to 256\n"
+        "  fix: use one of them, or -1 for no separator"
+    )

@@ -1,0 +1,137 @@
+"""What sources yield: files, the records of text or tokens in them, and a count of the records that cannot be read."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cp.config.sections import SourceKeys
+
+logger = logging.getLogger(__name__)
+
+LOGGED_OF_A_KIND = 5
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of the corpus.
+
+    Attributes:
+        name: path relative to the corpus's root, with `/`; part of the keys of its records.
+        path: where it is.
+        size_bytes, mtime_ns: from the file system; 0 if unknown.
+    """
+
+    name: str
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+    @property
+    def folder(self) -> str:
+        """The part of the name before the last `/`."""
+        return self.name.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file or a row: the unit that is trained on or held out.
+
+    Attributes:
+        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
+        key: its name in the corpus, whose hash decides whether it is held out.
+        position_bytes: how much of its file (as it is on disk) was read up to its end.
+        group: name of the folder, repository or other group it belongs to; None: it belongs to none.
+    """
+
+    content: str | np.ndarray
+    key: str
+    position_bytes: int
+    group: str | None = None
+
+
+class SkippedRecords:
+    """Counts what cannot be read, by kind, and logs the first few of each kind.
+
+    Args:
+        quiet: only count, for a second pass over a corpus.
+
+    Attributes:
+        counts: how many were skipped, by kind.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.counts: Counter[str] = Counter()
+        self._quiet = quiet
+
+    def add(self, kind: str, where: str) -> None:
+        """Count one more of `kind`; `where` is its path, with the line if it has one."""
+        self.counts[kind] += 1
+        if not self._quiet and self.counts[kind] <= LOGGED_OF_A_KIND:
+            logger.warning("%s: %s; skipped", where, kind)
+
+    def summary(self) -> str:
+        """The counts in one line, e.g. `7 x malformed JSON, 2 x not UTF-8`; empty if nothing was skipped."""
+        return ", ".join(f"{count} x {kind}" for kind, count in sorted(self.counts.items()))
+
+
+def read_row(
+    row: object, source: SourceKeys, skipped: SkippedRecords, *, where: str, key: str, position_bytes: int
+) -> Record | None:
+    """The record of a row (a line of JSONL, a row of Parquet or of a dataset).
+
+    Args:
+        row: a mapping of fields; anything else is skipped.
+        where: names the row in messages, as `file:line`.
+        key, position_bytes: of the record.
+
+    Returns:
+        None if the row is empty, or skipped.
+    """
+    field = source.token_field or source.text_field
+    if not isinstance(row, Mapping) or field not in row:
+        skipped.add(f"no field {field!r}", where)
+        return None
+    content, problem = _tokens(row[field]) if source.token_field else _text(row[field])
+    if problem:
+        skipped.add(f"field {field!r} {problem}", where)
+    if problem or not len(content):
+        return None
+    group = row.get(source.group_field) if source.group_field else None
+    return Record(content, key, position_bytes, None if group is None else str(group))
+
+
+def fields_of(source: SourceKeys) -> list[str]:
+    """Names of the fields that read_row looks at."""
+    return [source.token_field or source.text_field, *([source.group_field] if source.group_field else [])]
+
+
+def _text(value: Any) -> tuple[str, str]:
+    """(the text, what is wrong with it)."""
+    if not isinstance(value, str):
+        return "", "that is not a string"
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return "", "with half a surrogate pair"
+    return value, ""
+
+
+def _tokens(value: Any) -> tuple[np.ndarray, str]:
+    """(the token ids, what is wrong with them)."""
+    nothing = np.empty(0, dtype=np.int64)
+    try:
+        tokens = np.asarray(value)
+    except ValueError:  # lists of unequal length
+        tokens = np.asarray(None)
+    if tokens.shape == (0,):
+        return nothing, ""
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        return nothing, "that is not a list of token ids"
+    if tokens.min() < 0:
+        return nothing, "with a negative token id"
+    return tokens.astype(np.int64), ""

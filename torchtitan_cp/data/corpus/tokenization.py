@@ -1,0 +1,297 @@
+"""One pass over a source: documents to tokens, both splits at once, in batches that keep the tokenizer's cores busy.
+
+A thread reads the next batch while one is tokenized. A journal beside the tokens says how far the pass is: after a
+kill, the next pass continues from its last commit, and the result is the same bit for bit.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan_cp.data.corpus.documents import Corpus, Document, ResumePoint, key_hash
+from torchtitan_cp.data.corpus.progress import show_progress
+from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
+from torchtitan_cp.data.corpus.store import (
+    JOURNAL_FILE,
+    TokenStore,
+    TokenWriter,
+    append_to,
+    file_sizes,
+    find_damage,
+    read_json,
+    write_json,
+)
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer
+from torchtitan_cp.data.errors import DataError, PreparationStoppedError
+from torchtitan_cp.data.prefetch import prefetch
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation")
+GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", "unigram.npy"
+FRAGMENT_CHARACTERS = 1 << 20
+BATCH_CHARACTERS = 16 << 20
+COMMIT_TOKENS = 16 << 20  # 32 or 64 MB, held in memory until then: the most that is lost with a killed pass
+
+# Consecutive text of a document, or all its token ids; the document; whether it ends here.
+Fragment = tuple[str | np.ndarray, Document, bool]
+
+
+@dataclass
+class _State:
+    """What a pass needs to continue, beside its files.
+
+    Attributes:
+        resume_point: where to begin reading.
+        documents_read: how many documents to skip from there.
+        kept_documents: how many were long enough, before long ones were split.
+        left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
+        split_documents: how many were longer than max_document.
+        groups: how many groups have a number.
+        lowest: (hash, key) of the kept document whose hash is lowest.
+        held_out_key: of the document that is held out because no hash is low enough.
+    """
+
+    resume_point: ResumePoint = field(default_factory=ResumePoint)
+    documents_read: int = 0
+    kept_documents: int = 0
+    left_out_documents: int = 0
+    left_out_tokens: int = 0
+    split_documents: int = 0
+    groups: int = 0
+    lowest: tuple[int, str] = (1 << 64, "")
+    held_out_key: str | None = None
+
+
+class Tokenization:
+    """The pass over one source, into one folder.
+
+    Args:
+        corpus: what is read.
+        tokenizer: every document ends with its eos_id, each part of a split one too.
+        folder: takes the files; may hold those of a pass that was killed.
+        settings: kept in the journal.
+        stop_requested: asked after each document; the pass commits before it stops.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        folder: Path,
+        settings: dict[str, Any],
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.corpus, self.tokenizer, self.folder, self.settings = corpus, tokenizer, folder, settings
+        self.source, self.stop_requested = corpus.source, stop_requested
+
+    def run(self) -> dict[str, Any]:
+        """Tokenize the corpus. Returns counts and fingerprint for the manifest.
+
+        Raises:
+            DataError: the corpus holds no document, a split that is wanted holds none, or token ids of the corpus are
+                not this tokenizer's.
+            PreparationStoppedError: a stop was requested.
+        """
+        self._start(read_journal(self.folder))
+        self._read_corpus()
+        state, where, fraction = self.state, self.source.where, self.source.validation_fraction
+        held_out = self.writers[1].documents
+        if fraction > 0 and not held_out and state.kept_documents > 1 and state.held_out_key is None:
+            logger.info("%s.validation_fraction = %g holds out no document, so one is chosen", where, fraction)
+            self._start(None)
+            self.state.held_out_key = state.lowest[1]
+            self._read_corpus(quiet=True)
+        return self._finish()
+
+    def _start(self, journal: dict[str, Any] | None) -> None:
+        """Start from the journal of a killed pass if the files are as it says, else from the beginning."""
+        sizes = journal["file_bytes"] if journal else {}
+        if damage := find_damage(self.folder, sizes, may_be_longer=True):
+            logger.warning("the partial tokens in %s are damaged (%s); they are made again", self.folder, damage)
+            journal, sizes = None, {}
+        for path in self.folder.iterdir():
+            if path.name in sizes:
+                os.truncate(path, sizes[path.name])
+            elif journal is None or path.name != JOURNAL_FILE:
+                path.unlink()
+        self.state, self._new_groups = _State(), list[str]()
+        self._group_numbers: dict[str | None, int] = {}
+        self.writers = [TokenWriter(self.folder, split, self.tokenizer.vocab_size) for split in SPLITS]
+        if journal:
+            state = journal["state"]
+            begin, lowest = ResumePoint(**state.pop("resume_point")), tuple(state.pop("lowest"))
+            self.state = _State(resume_point=begin, lowest=lowest, **state)
+            for writer, saved in zip(self.writers, journal["splits"], strict=True):
+                writer.restore(saved)
+            with open(self.folder / GROUPS_FILE, encoding="utf-8") as file:
+                self._group_numbers = {name: number for number, name in map(json.loads, file)}
+            logger.info("continuing after %d documents, %d tokens", self.state.kept_documents, self._tokens)
+        self._committed_tokens = self._tokens
+
+    @property
+    def _tokens(self) -> int:
+        return sum(writer.tokens for writer in self.writers)
+
+    def _read_corpus(self, *, quiet: bool = False) -> None:
+        state, self.skipped = self.state, SkippedRecords(quiet=quiet)
+        documents = self.corpus.documents(self.skipped, state.resume_point, state.held_out_key)
+        rest = islice(documents, state.documents_read, None)
+        with show_progress("tokenizing", self.corpus.size_bytes) as update:
+            for document, ids in tokenize(rest, self.tokenizer):
+                self._write(document, ids)
+                update(document.read_bytes)
+                if self.stop_requested():
+                    self._commit()
+                    raise PreparationStoppedError(
+                        f"stopped while tokenizing: {self._tokens:,} tokens are in {self.folder}; the same command "
+                        "continues from there"
+                    )
+        if self.skipped.counts and not quiet:
+            logger.warning("skipped in the corpus: %s", self.skipped.summary())
+
+    def _write(self, document: Document, ids: np.ndarray) -> None:
+        """Add one document of tokens `[n]`, without its end, by the source's rules of length."""
+        state, source = self.state, self.source
+        if document.resume_point.file != state.resume_point.file:
+            state.resume_point, state.documents_read = document.resume_point, 0
+        state.documents_read += 1
+        if len(ids) + 1 < source.min_document:
+            state.left_out_documents += 1
+            state.left_out_tokens += len(ids) + 1
+        else:
+            state.kept_documents += 1
+            state.lowest = min(state.lowest, (key_hash(document.key), document.key))
+            part_tokens = source.max_document - 1 if source.max_document else max(1, len(ids))
+            parts = max(1, -(-len(ids) // part_tokens))
+            state.split_documents += parts > 1
+            group, end = self._group_number(document.group), np.array([self.tokenizer.eos_id], dtype=ids.dtype)
+            for part in np.array_split(ids, parts):
+                self.writers[document.held_out].append(np.concatenate([part, end]), group)
+        if self._tokens - self._committed_tokens >= COMMIT_TOKENS:
+            self._commit()
+
+    def _group_number(self, name: str | None) -> int:
+        """The number of a group; for None a new one, which no other document has."""
+        if name in self._group_numbers:
+            return self._group_numbers[name]
+        number, self.state.groups = self.state.groups, self.state.groups + 1
+        if name is not None:
+            self._group_numbers[name] = number
+            self._new_groups.append(json.dumps([number, name]) + "\n")
+        return number
+
+    def _commit(self) -> None:
+        """Write everything to disk, then the journal that says so."""
+        splits = [writer.commit() for writer in self.writers]
+        append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
+        self._new_groups.clear()
+        sizes = file_sizes(self.folder)
+        journal = {"settings": self.settings, "state": asdict(self.state), "splits": splits, "file_bytes": sizes}
+        write_json(self.folder / JOURNAL_FILE, journal)
+        self._committed_tokens = self._tokens
+
+    def _finish(self) -> dict[str, Any]:
+        self._refuse_empty_split()
+        self._commit()
+        (self.folder / JOURNAL_FILE).unlink()
+        np.save(self.folder / UNIGRAM_FILE, self.writers[0].unigram_counts)
+        vocab_size, state = self.tokenizer.vocab_size, self.state
+        train, held_out = (
+            LengthStatistics.of(TokenStore(self.folder, split, vocab_size).document_lengths) for split in SPLITS
+        )
+        left_out, skipped = (state.left_out_documents, state.left_out_tokens), dict(self.skipped.counts)
+        statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
+        write_json(self.folder / STATISTICS_FILE, asdict(statistics))
+        fingerprints = "".join(writer.fingerprint() for writer in self.writers)
+        return {
+            "content_fingerprint": hashlib.sha256(fingerprints.encode()).hexdigest(),
+            "vocab_size": vocab_size,
+            "documents": {writer.split: writer.documents for writer in self.writers},
+            "tokens": {writer.split: writer.tokens for writer in self.writers},
+            "file_bytes": file_sizes(self.folder),
+        }
+
+    def _refuse_empty_split(self) -> None:
+        where, fraction, state = self.source.where, self.source.validation_fraction, self.state
+        train, held_out = (writer.documents for writer in self.writers)
+        if not state.kept_documents:
+            raise DataError(
+                f"all {state.left_out_documents} documents are shorter than {where}.min_document = "
+                f"{self.source.min_document} tokens",
+                fix="lower min_document",
+            )
+        if not train:
+            raise DataError(
+                f"{where}.validation_fraction = {fraction} holds out all {held_out} documents, and none is left to "
+                "train on",
+                fix=f"lower {where}.validation_fraction, or split the text into more files",
+            )
+        if fraction > 0 and not held_out:
+            raise DataError(
+                f"{where}.validation_fraction = {fraction} holds out no document: {state.kept_documents} are too few "
+                "to split",
+                fix=f"split the text into more files, or set {where}.validation_fraction to 0 to validate on nothing",
+            )
+
+
+def read_journal(folder: Path) -> dict[str, Any] | None:
+    """The journal of a pass that was killed in the folder; None if there is none that this version can continue."""
+    journal = read_json(folder / JOURNAL_FILE)
+    return journal if journal and "state" in journal else None
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:
+    """Each document with its token ids `[n]` int32, without its end."""
+    parts: list[np.ndarray] = []
+    for batch in prefetch(_batches(documents), 1):
+        rows = iter(tokenizer.encode_batch([content for content, _, _ in batch if isinstance(content, str)]))
+        for content, document, ends_document in batch:
+            parts.append(next(rows) if isinstance(content, str) else _checked_ids(content, document, tokenizer))
+            if ends_document:
+                yield document, np.concatenate(parts)
+                parts = []
+
+
+def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids that the corpus holds, `[n]` int32, without an end of their own."""
+    if ids.max() >= tokenizer.vocab_size:
+        raise DataError(
+            f"{document.key} holds the token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size} pieces",
+            fix="set tokenizer.kind and tokenizer.path to the tokenizer that made the ids",
+        )
+    return (ids[:-1] if ids[-1] == tokenizer.eos_id else ids).astype(np.int32)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
+    """Fragments of the documents in order, in batches of at least BATCH_CHARACTERS.
+
+    Long texts are cut, so that the tokenizer's memory does not grow with the longest one. A cut follows a newline if
+    there is one, because no usual tokenizer joins text across the end of a line.
+    """
+    batch: list[Fragment] = []
+    characters = 0
+    for document in documents:
+        content, start = document.content, 0
+        while start < len(content):
+            stop = len(content)
+            if isinstance(content, str) and stop - start > FRAGMENT_CHARACTERS:
+                stop = start + FRAGMENT_CHARACTERS
+                stop = content.rfind("\n", start, stop) + 1 or stop
+            batch.append((content[start:stop], document, stop == len(content)))
+            characters += stop - start
+            start = stop
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch

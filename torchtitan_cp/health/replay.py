@@ -1,0 +1,254 @@
+"""Bundles: the tensors of a bad step's culprit on disk, and running the culprit again on one process."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.config import UserError
+from torchtitan_cp.config.sections import Inject
+from torchtitan_cp.health.diagnosis import (
+    BACKWARD,
+    DATA,
+    STEP,
+    Diagnoser,
+    Diagnosis,
+    Event,
+    ModuleTrace,
+    find_invalid_tokens,
+    find_nonfinite_weight,
+    find_origin,
+    modules_that_run,
+)
+from torchtitan_cp.health.inject import fault_in
+
+logger = logging.getLogger(__name__)
+
+REPORT, TENSORS = "report.json", "tensors.safetensors"
+PLANS = "plans"  # stands for the argument of a block that says what may attend to what
+MIN_FRACTION = 0.9  # of a spike's value that a replay must reach: another order of sums may make it a little smaller
+
+
+@dataclass
+class Bundle:
+    """What is written of a bad step, as safetensors and JSON.
+
+    Attributes:
+        report: plain JSON.
+        tensors: by name: `input.N`, `output_gradient.N`, `weight.NAME`, `tokens`, `labels`.
+    """
+
+    report: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write both files; the folder is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}, folder / TENSORS)
+        (folder / REPORT).write_text(json.dumps(self.report, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Bundle":
+        """Read what `write` wrote.
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
+        try:
+            report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+            return cls(report, load_file(folder / TENSORS))
+        except Exception as error:  # safetensors raises its own, of a class it does not export
+            raise UserError(
+                f"{folder} does not hold the bundle of a bad step ({type(error).__name__}: {error})",
+                fix="give a folder that a run wrote under health/, e.g. outputs/run/health/step-120",
+            ) from None
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors whose names begin with a prefix, by the rest of the name."""
+        return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+
+
+# Writing a bundle --------------------------------------------------------------------------------------------
+
+
+def save_bundle(
+    diagnoser: Diagnoser,
+    found: Diagnosis,
+    step: int,
+    micro_batches: Sequence[Any],
+    about: dict[str, Any],
+    folder: Path,
+) -> Diagnosis:
+    """Write the culprit's inputs and weights, whole whatever ranks they are spread over. Collective.
+
+    Args:
+        found: of the step.
+        micro_batches: of the step.
+        about: what else the report says.
+
+    Returns:
+        the diagnosis, which now names the folder.
+    """
+    event, parts = found.culprit, [part for _, part in diagnoser.parts]
+    batch = micro_batches[max(0, event.micro_batch) if event else 0]
+    plan = batch.plan
+    tensors = {name: plan.unshard(getattr(batch, name).to(diagnoser.device)) for name in ("tokens", "labels")}
+    report = {
+        **about,
+        **found.as_json(),
+        "step": step,
+        "unit": None,
+        "arguments": [],
+        "seq_len": plan.sequence_length,
+        "document_lengths": plan.mask.document_lengths,
+        "windows": sorted(batch.plans),
+        "torch": torch.__version__,
+    }
+    if event and event.order[0] != DATA and event.culprit_module:
+        unit = report["unit"] = event.culprit_module
+        module = modules_that_run(parts).get(unit)
+        if unit == "loss" and hasattr(parts[-1], "output"):
+            module = diagnoser.loss
+        if event.order[0] == STEP:
+            trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
+            diagnoser.run_step(step, micro_batches, trace.watching())
+            if module:
+                report["arguments"], inputs = _whole_arguments(diagnoser, module, trace, batch)
+                tensors |= inputs
+        weights = module.named_parameters() if module else ()
+        tensors |= {f"weight.{name}": x.full_tensor() for name, x in weights if isinstance(x, DTensor)}
+    if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
+        try:
+            Bundle(report, tensors).write(folder)
+        except OSError as error:
+            logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
+    return replace(found, summary=f"{found.summary}; its tensors are in {folder}")
+
+
+def _whole_arguments(
+    diagnoser: Diagnoser, module: nn.Module, trace: ModuleTrace, batch: Any
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """The arguments of a module as JSON; their tensors and the gradients of its outputs, as on one rank."""
+    mesh = diagnoser.tp_mesh
+    rows, tokens = batch.tokens.shape
+    inputs = list(trace.inputs)
+    vocabulary = None
+    if module is diagnoser.loss:
+        # A tensor-parallel rank has some rows of the output matrix.
+        vocabulary = diagnoser.parts[-1][1].output.weight.full_tensor().to(inputs[0].dtype)  # type: ignore[union-attr, operator]
+        inputs[1] = vocabulary
+
+    def whole(x: Tensor) -> Tensor:
+        if x is vocabulary:
+            return x
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        elif mesh and x.shape[:2] == (rows, tokens // mesh.size()):
+            x = DTensor.from_local(x, mesh, [Shard(1)], run_check=False).full_tensor()
+        if x.shape[:2] == (rows, tokens):
+            return batch.plan.unshard(x, 1)
+        if rows > 1 and x.shape[:1] == (rows * tokens,):
+            return batch.plan.unshard(x.unflatten(0, (rows, tokens)), 1).flatten(0, 1)
+        return batch.plan.unshard(x, 0) if x.shape[:1] == (tokens,) else x
+
+    described, tensors = pack_arguments(inputs, whole)
+    weight = getattr(module, "weight", None)
+    # A linear layer split by its outputs has all tokens of some outputs.
+    split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
+    for place, gradient in trace.output_gradients.items():
+        if split and mesh and not isinstance(gradient, DTensor):
+            gradient = DTensor.from_local(gradient, mesh, [Shard(gradient.ndim - 1)], run_check=False)
+        tensors[f"output_gradient.{place}"] = whole(gradient)
+    return described, tensors
+
+
+def pack_arguments(inputs: list[Any], whole: Callable[[Tensor], Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
+    """A module's arguments as JSON, and their tensors.
+
+    Args:
+        whole: (tensor of this rank) -> that of the whole sequence.
+    """
+    tensors = {f"input.{place}": whole(x) for place, x in enumerate(inputs) if isinstance(x, Tensor)}
+    return [
+        f"input.{place}" if isinstance(x, Tensor) else PLANS if isinstance(x, Mapping) else None
+        for place, x in enumerate(inputs)
+    ], tensors
+
+
+# Running one again -------------------------------------------------------------------------------------------
+
+
+def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None:
+    """Run the module of a bundle again.
+
+    Args:
+        build: makes the module with the weights it had.
+
+    Returns:
+        its first non-finite value; of a spike, the same tensor's largest value if it is as large. None: not reproduced.
+
+    Raises:
+        UserError: the bundle has no module.
+    """
+    report, unit = bundle.report, bundle.report["unit"]
+    ids = {name: x for name, x in bundle.tensors.items() if name in ("tokens", "labels")}
+    if event := find_invalid_tokens([ids], report["sizes"]["vocab_size"]):
+        return event
+    if unit is None:
+        raise UserError(
+            "the bundle holds no module: the step was healthy when it was repeated, or no single module is to blame",
+            fix="read its report.json; a step that is healthy when repeated points to the hardware, or to a race",
+        )
+    module = build(bundle)
+    if event := find_nonfinite_weight([module]):
+        return replace(event, module=".".join(filter(None, (unit, event.module))))
+    arguments = [_argument(bundle, entry) for entry in report["arguments"]]
+    for x in arguments:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    trace = ModuleTrace([(0, unit, module)])
+    with _fault_again(module, report), trace.watching():
+        outputs = module(*arguments)
+        gradients = {int(place): x for place, x in bundle.under("output_gradient.").items()}
+        if report["culprit"]["direction"] == BACKWARD:
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
+    if not report["times"]:
+        origin = find_origin([trace.outgrown(ModuleTrace([]))])
+        return origin and origin[1]
+    place = Event(**report["culprit"]).place
+    least = MIN_FRACTION * float(report["culprit"]["value"])
+    return next((event for value, event in trace.seen if event.place == place and value >= least), None)
+
+
+def _argument(bundle: Bundle, entry: Any) -> Any:
+    """The argument that an entry of the report stands for."""
+    if entry != PLANS:
+        return entry if entry is None else bundle.tensors[entry]
+    report = bundle.report
+    lengths = report["document_lengths"]
+    rows = None if lengths is None else tuple(tuple(row) for row in lengths)
+    masks = {
+        window: AttentionMask(window=(window - 1 if window else -1, -1), document_lengths=rows)
+        for window in {0, *report["windows"]}
+    }
+    return {window: make_plan(report["seq_len"], mask=mask) for window, mask in masks.items()}
+
+
+def _fault_again(module: nn.Module, report: dict[str, Any]) -> AbstractContextManager[None]:
+    """The fault that the run made on purpose, if it made one in this module."""
+    modules = dict(module.named_modules(prefix=report["unit"]))
+    settings = Inject(**report["inject"])
+    if not report["injected"] or report["struck"] not in modules or settings.where == "weight":
+        return nullcontext()
+    return fault_in(modules[report["struck"]], settings)
