@@ -19,7 +19,6 @@ from torchtitan_cp.planner.exchange import (
     FORWARD_FLOPS,
     Heads,
     Rates,
-    Transfer,
     busiest_layer,
     plan_for,
 )
@@ -35,16 +34,14 @@ def draw_mask(kind: str, seq_len: int, mean_tokens: int) -> AttentionMask:
     return AttentionMask(document_lengths=(lengths,))
 
 
-def figures(
-    strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads: Heads, element_bytes: int, rates: Rates
-) -> Row:
+def figures(strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads: Heads, rates: Rates) -> Row:
     """One layer and sequence, forward and backward, on the slowest rank.
 
     Returns:
         milliseconds; the share of them in which the rank waits for messages; its work over the ranks' mean.
     """
     inner = {"all_to_all": ranks, "hybrid": rates.cluster.ranks_per_node}.get(strategy, 1)
-    layer = busiest_layer(seq_len, ranks, strategy, inner, 0, "auto", mask, heads, Transfer(element_bytes), rates)
+    layer = busiest_layer(seq_len, ranks, strategy, inner, 0, "auto", mask, heads, rates)
     work = layer.pairs * heads.dim * (FORWARD_FLOPS / rates.forward + BACKWARD_FLOPS / rates.backward)
     exposed = layer.forward_exposed + layer.backward_exposed
     mean_pairs = mask_pairs(seq_len, 0, mask) * heads.query / ranks
@@ -74,7 +71,7 @@ def measure(
     kernel, 0 for the planner's table.
     """
     shape, accelerator = FLAVORS[flavor], ACCELERATORS[device]
-    heads = Heads(shape.n_heads, shape.n_kv_heads, shape.head_dim)
+    heads = Heads(shape.n_heads, shape.n_kv_heads, shape.head_dim, 2 if dtype == "bfloat16" else 4)
     for kind, seq_len, count in itertools.product(masks, lengths, ranks):
         node = min(count, accelerator.ranks_per_node)
         cluster: Cluster = make_cluster(device, count // node, node)
@@ -89,7 +86,7 @@ def measure(
             if strategy == "hybrid" and count <= node:
                 continue
             names = {"mask": kind, "tokens": seq_len, "ranks": count, "strategy": strategy}
-            yield names | figures(strategy, seq_len, count, mask, heads, 2 if dtype == "bfloat16" else 4, rates)
+            yield names | figures(strategy, seq_len, count, mask, heads, rates)
         # Thousands of plans of thousands of steps would fill the memory.
         for cache in (plan_for, busiest_layer, ring_steps):
             cache.cache_clear()

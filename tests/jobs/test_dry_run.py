@@ -18,7 +18,7 @@ def test_stages_walked_by_processes_of_their_own_come_in_order(tmp_path: Path) -
     script = (
         "import pickle, sys; from models import ARCHITECTURES; from torchtitan_cp.config import load_config; "
         "from torchtitan_cp.planner import dry_run; from torchtitan_cp.training.registry import register; "
-        "register(ARCHITECTURES); dry_run.WORTH_PROCESSES = 0; dry_run.usable_cores = lambda: 2; "
+        "register(ARCHITECTURES); dry_run.usable_cores = lambda: 2; "
         "walks = dry_run.dry_run(load_config(sys.argv[1], sys.argv[2:]), 4); "
         "pickle.dump([(w.stage.seq_len, w.peak_bytes, w.by_kind) for w in walks], sys.stdout.buffer)"
     )

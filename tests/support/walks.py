@@ -7,8 +7,8 @@ from models import ARCHITECTURES
 from tests.support.runs import TINY, write_run
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.planner.dry_run import StageWalk, Walker
-from torchtitan_cp.planner.plan import resolve_with_vocabulary
+from torchtitan_cp.planner.dry_run import StageWalk, stage_walker
+from torchtitan_cp.planner.stage import resolve_with_vocabulary
 from torchtitan_cp.training.registry import register
 
 LONGER = (
@@ -37,5 +37,5 @@ def walk_of_two(folder: Path) -> tuple[Config, Path]:
 
 def walk_all(config: Config, stages: Sequence[StagePlan]) -> list[StageWalk]:
     """Stages walked by rank 0 of four, one after the other."""
-    with Walker(resolve_with_vocabulary(config, 4), 0) as walker:
-        return [walker.walk(stage) for stage in stages]
+    with stage_walker(resolve_with_vocabulary(config, 4), 0) as walk:
+        return [walk(stage) for stage in stages]

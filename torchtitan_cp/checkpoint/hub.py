@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import TAKES
 from torchtitan_cp.config.sections import Rope
 
@@ -176,6 +177,36 @@ def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "default" if rope.kind == "none" else rope.kind, "rope_theta": rope.theta, **values}
 
 
+def hub_rope(config: Mapping[str, Any]) -> Rope:
+    """The rotary embedding of a config.json, as a stage has it.
+
+    Raises:
+        ConfigError: a kind of scaling that a stage cannot have.
+    """
+    values = _hub_rope_parameters(config)
+    kind = "none" if values["rope_type"] == "default" else values["rope_type"]
+    if kind not in TAKES:
+        raise ConfigError(
+            f"model.hub_checkpoint: config.json has a rotary embedding of type {kind!r}",
+            fix=f"give each stage a rope of its own, of a kind among {', '.join(TAKES)}",
+        )
+    trained = config.get("max_position_embeddings", 0)
+    original = config.get("original_max_position_embeddings", trained)
+    values = {HUB_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
+    keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
+    table = {"theta": values["rope_theta"], "kind": kind, **keys}
+    rope: Rope = build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
+    return rope
+
+
+def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a config.json; before transformers 5 two keys held them."""
+    # Without rope_theta, as in Llama 2's config.json, the families' classes take 10,000.
+    older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+    values = {key: value for key, value in (config.get("rope_parameters") or older).items() if value is not None}
+    return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
+
+
 def start_from_hub(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str], rope: Rope) -> None:
     """Fill the parts as `load_hub_weights` does, and log where the first stage changes the rotary embedding.
 
@@ -185,13 +216,10 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], names: Mapping[str,
     folder = folder.expanduser()
     load_hub_weights(folder, parts, names)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Without rope_theta, as in Llama 2's config.json, the families' classes take 10,000.
-    older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
-    theirs = config.get("rope_parameters") or older
+    theirs = _hub_rope_parameters(config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     ours = rope_parameters(rope, head_dim)
     keys = [key for key in ("rope_type", "rope_theta", *ROPE_KEYS.values()) if key in ours or key in theirs]
-    theirs.setdefault("rope_type", theirs.get("type", "default"))
     changed = [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
     logger.info("weights from %s", folder)
     if changed:

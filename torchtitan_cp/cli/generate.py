@@ -12,6 +12,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import UserError
+from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     model.load_state_dict(saved.read(names), strict=False, assign=True)
     if args.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
-    frequencies = rope_frequencies(saved.stage.rope, args.head_dim, saved.stage.seq_len)
+    frequencies = rope_frequencies(saved.stage.rope or Rope(), args.head_dim, saved.stage.seq_len)
     model.set_rope(*frequencies, device)  # type: ignore[operator]
     return model.to(device, getattr(torch, saved.config.training.compute_dtype)).eval()
 

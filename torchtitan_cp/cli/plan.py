@@ -1,4 +1,4 @@
-"""`torchtitan-cp plan CONFIG` says what a config takes before it is run."""
+"""`torchtitan-cp plan CONFIG` estimates memory, messages and time of a config without running it."""
 
 import argparse
 import sys
@@ -11,10 +11,11 @@ from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError, UserError, format_error, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
+from torchtitan_cp.planner.estimate import plan_config, plan_volumes
 from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
-from torchtitan_cp.planner.plan import model_args_of, plan_config, plan_volumes
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
+from torchtitan_cp.planner.stage import model_args_of
 from torchtitan_cp.training.registry import register
 
 BAD_INPUT, DOES_NOT_FIT = 2, 1
@@ -37,7 +38,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--intra-bandwidth", type=float, default=0.0, help="GB/s a rank sends inside a node")
     parser.add_argument("--inter-bandwidth", type=float, default=0.0, help="GB/s a rank sends to other nodes")
     parser.add_argument("--search", action="store_true", help="find the fastest layout of the ranks that fits")
-    parser.add_argument("--write", type=Path, metavar="TOML", help="with --search: put it into a new file")
+    parser.add_argument(
+        "--write", type=Path, metavar="TOML", help="with --search: write the config it finds to a new file"
+    )
     options, overrides = parser.parse_known_args(arguments)
     if options.write and not options.search:
         parser.error("--write writes what --search finds; give both")
@@ -52,9 +55,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool:
-    """Print what a config takes, or what a search makes of it. Returns whether it fits."""
+    """Print the estimates of a config, or of what a search finds. Returns whether it fits."""
     check_stages(config)
-    cluster = cluster_of(options, config)
+    cluster = _cluster_of(options, config)
     if options.search:
         found = search(config, cluster)
         config = found.config
@@ -64,38 +67,23 @@ def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool
     print_estimates(console, estimates, plan_volumes(config, cluster), cluster)
     if options.write:
         note = f"# Found by the planner for {cluster.ranks} x {cluster.name}.\n# Ranks: {cluster.ranks}\n"
-        write(options.write, note + to_toml(config))
+        try:
+            with options.write.open("x", encoding="utf-8") as file:
+                file.write(note + to_toml(config))
+        except OSError as error:
+            problem = f"--write {options.write}: {error.strerror}"
+            raise ConfigError(problem, fix="give the path of a new file") from None
         console.print(f"written: {options.write}")
     return all(estimate.fits for estimate in estimates)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a new file.
-
-    Raises:
-        ConfigError: it exists, or cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"--write {path}: {error.strerror}", fix="give the path of a new file") from None
-
-
-def cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
-    """The cluster that the command line describes."""
+def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
     measured, ranks = None, options.gpus_per_node
     if options.device == HERE:
         ranks = ranks or ranks_here()
         measured = measure_accelerator(config, model_args_of(config), ranks)
-    return make_cluster(
-        options.device,
-        options.nodes,
-        ranks,
-        options.intra_bandwidth * 1e9,
-        options.inter_bandwidth * 1e9,
-        measured,
-    )
+    bandwidths = options.intra_bandwidth * 1e9, options.inter_bandwidth * 1e9
+    return make_cluster(options.device, options.nodes, ranks, *bandwidths, measured)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torchtitan_cp.config.degrees import Degrees, resolve_degrees, stage_paralle
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.names import MEASURED, ROW_SOURCES, SCHEDULES
 from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import Config, Data, LRScheduler, Passkey, SourceKeys, Stage
+from torchtitan_cp.config.sections import Config, Data, LRScheduler, Passkey, Rope, SourceKeys, Stage
 
 START_BYTES = 2**16
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -247,7 +247,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             f"tp = {degrees.tp} does not divide",
             fix=f"use {-(-stage.seq_len // unit) * unit}, or another tp",
         )
-    check_rope(stage.rope, stage.seq_len, f"{where}.rope")
+    check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
     _check_stage_data(config, stage, f"{where}.data")
     unit = degrees.stage_unit(stage, config.training.micro_batch_sequences)
     if stage.global_batch_tokens % unit:

@@ -55,13 +55,13 @@ class Model:
 
     Attributes:
         architecture: architecture by name, from models/
-        flavor: sizes by name: debug, 1B, 3B, 8B, 70B, 405B, ...
+        flavor: sizes by name: debug, 1B, 3B, 8B, 70B, 405B, ...; default: hub_checkpoint's sizes, else debug
         overrides: sizes that replace the flavor's, e.g. {n_layers = 2}
         hub_checkpoint: folder in Hugging Face's format (config.json, *.safetensors) to start from
     """
 
     architecture: str = "llama"
-    flavor: str = "debug"
+    flavor: str = ""
     overrides: dict[str, Any] = key({})  # noqa: RUF009
     hub_checkpoint: str = ""
 
@@ -654,7 +654,7 @@ class Stage:
     strategy: str | None = key(None, choices=names.STRATEGIES)
     tp: int | None = key(None, least=-1)
     pp: int | None = key(None, least=-1)
-    rope: Rope = field(default_factory=Rope)
+    rope: Rope | None = None
     lr: StageLR | None = None
     optimizer_state: str = key("keep", choices=("keep", "reset"))
     activation: StageActivation = field(default_factory=StageActivation)

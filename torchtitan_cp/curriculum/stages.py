@@ -99,7 +99,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
                 tp=degrees.tp,
                 pp=degrees.pp,
                 activation=stage_activation(config.activation, stage),
-                rope=stage.rope,
+                rope=stage.rope or Rope(),
                 lr=stage.lr,
                 data=resolve_stage_data(config.data, stage),
                 resets_optimizer=stage.optimizer_state == "reset",

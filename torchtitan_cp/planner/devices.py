@@ -1,8 +1,11 @@
-"""Devices as data, and what is assumed of how much of their data sheet a step gets."""
+"""Devices by their data sheets, and how much of them kernels are assumed to reach."""
 
 from dataclasses import dataclass
 
+import torch
+
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.metrics.throughput import PEAK_FLOPS
 
 GB, GIB = 1e9, 2**30
 
@@ -13,7 +16,7 @@ class Accelerator:
 
     Attributes:
         peak_bfloat16, peak_float32: dense, without sparsity, FLOP/s.
-        memory_bytes: of the device, as torch tells it (a card of 80 GB has 79.1 GiB).
+        memory_bytes: of the device, as torch reports it (a card of 80 GB has 79.1 GiB).
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s a rank sends to others of its node, one direction.
         network_bandwidth: bytes/s a rank sends to other nodes: its share of the node's network cards.
@@ -40,24 +43,29 @@ class Accelerator:
     fused_norm: bool = True
 
 
+def peaks(device: str) -> tuple[float, float]:
+    """FLOP/s of a GPU in bfloat16 and float32, as MFU has them."""
+    return PEAK_FLOPS[device][torch.bfloat16], PEAK_FLOPS[device][torch.float32]
+
+
 # Links: NVLink's stated total is of both directions, so half of it. Networks: one 200 Gb/s (A100) or 400 Gb/s card a
 # GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches less of Hopper's and Blackwell's
 # peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5).
 ACCELERATORS = {
     "h100-80g": Accelerator(
-        989e12, 67e12, 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        *peaks("H100"), 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
         "NVIDIA H100 data sheet, SXM",
     ),
     "h200-141g": Accelerator(
-        989e12, 67e12, 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        *peaks("H200"), 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
         "NVIDIA H200 data sheet, SXM",
     ),
     "a100-80g": Accelerator(
-        312e12, 19.5e12, 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
+        *peaks("A100"), 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
         "NVIDIA A100 data sheet, SXM 80GB",
     ),
     "b200-192g": Accelerator(
-        2250e12, 75e12, 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
+        *peaks("B200"), 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
         "NVIDIA Blackwell architecture brief, B200 SXM; its attention is assumed to gain little over Hopper's",
     ),
     # One core of a server with AVX-512: 2 products of 16 fp32 lanes a cycle at 2.5 GHz; bf16 without AMX is slower.
@@ -154,7 +162,7 @@ def make_cluster(
     """A cluster of a device by name; 0 takes the device's own number.
 
     Args:
-        measured: the device, where it is none of the table.
+        measured: a device that is not in the table.
         link_bandwidth, network_bandwidth: bytes/s of a rank, one direction.
 
     Raises:

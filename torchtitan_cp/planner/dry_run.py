@@ -1,30 +1,32 @@
 """One step of each stage by the trainer's own code, as one rank of a job of any size, without a device or data."""
 
 import dataclasses
+import gc
 import logging
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel import Meshes
-from torchtitan_cp.planner.fake import Ledger, Message, WithoutData, fake_job, real
-from torchtitan_cp.planner.plan import resolve_with_vocabulary
+from torchtitan_cp.planner.fake import CachingFakeMode, Message, StepTracker, fake_job, real_tensors
+from torchtitan_cp.planner.stage import resolve_with_vocabulary
 from torchtitan_cp.runtime import World
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.model import ParallelModel
@@ -32,19 +34,17 @@ from torchtitan_cp.training.resolve import ResolvedRun
 
 logger = logging.getLogger(__name__)
 
-# Blocks that see a micro-batch, in all stages: fewer, each a tenth of a second or two, are walked in one process.
-WORTH_PROCESSES = 100
 KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
 
 
 @dataclass(frozen=True)
 class StageWalk:
-    """What one step of a stage took on one rank.
+    """Memory and messages of one step of a stage on one rank.
 
     Attributes:
-        micro_batches: that were walked; a step's others repeat them.
-        peak_bytes: most that lived at a time; by_kind: of what, at that moment.
-        messages: collectives and how often, over the micro-batches walked.
+        micro_batches: how many were walked; the step's others repeat them.
+        peak_bytes: most at a time; by_kind: of what, at that moment.
+        messages: collective -> how often, over the micro-batches walked.
     """
 
     stage: StagePlan
@@ -55,41 +55,42 @@ class StageWalk:
 
 
 class DryModel(ParallelModel):
-    """A network whose tensors have no data, and whose steps read nothing."""
+    """The model of one rank, with fake tensors."""
 
-    def __init__(self, run: ResolvedRun, world: World, ledger: Ledger, begins: StagePlan) -> None:
-        with real():
+    def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, begins: StagePlan) -> None:
+        with real_tensors():
             meshes = Meshes(world.device.device.type, run.degrees[begins.index])
             meshes.for_cp(1)
         super().__init__(run.config, world, meshes, run.model_args, begins, max(stage.seq_len for stage in run.stages))
-        self.ledger, self.tp_and_pp = ledger, (begins.tp, begins.pp)
+        self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
         self._make_state()
 
     def _make_state(self) -> None:
-        """Weights get their name in the ledger, and the optimizer the state that it has after a first step."""
+        """Make the optimizer's state, and set the kinds of weights and state."""
         for parameter in self.parts.parameters():
             parameter.grad = torch.zeros_like(parameter)
-            self.ledger.storages.name(local(parameter), "weights")
+            self.tracker.storages.set_kind(local_tensor(parameter), "weights")
         for optimizer in self.optimizers:
             optimizer.step()
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        self.ledger.storages.name(local(value), "optimizer")
+                        self.tracker.storages.set_kind(local_tensor(value), "optimizer")
         self.zero_grad()
 
     def walk(self, stage: StagePlan) -> StageWalk:
         """A whole optimizer step of a stage."""
         if self.pipeline:
-            self.pipeline.release()  # so that a stage is walked alike, whichever was walked before it
-        with real():
-            shape = self.configure_stage(stage)
-        self.ledger.messages.clear()
-        self.ledger.storages.start_peak()
-        with real():
-            plans = shape.plans()
+            self.pipeline.release()  # what an earlier stage left
+            gc.collect()  # torch's schedule and its pipeline stages refer to each other
+        with real_tensors():
+            batch_layout = self.configure_stage(stage)
+        self.tracker.messages.clear()
+        self.tracker.storages.start_peak()
+        with real_tensors():
+            plans = batch_layout.plans()
         rows = (stage.micro_batch_sequences, plans[0].local_tokens)
-        # Real, so that the tokens that count can be counted.
+        # Real, as the loss counts them.
         labels = torch.zeros(rows, dtype=torch.int64)
         positions = torch.empty(rows[1], dtype=torch.int64)
         batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
@@ -98,41 +99,36 @@ class DryModel(ParallelModel):
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
-        storages = self.ledger.storages
-        messages = Counter(self.ledger.messages)
+        storages = self.tracker.storages
+        messages = Counter(self.tracker.messages)
         return StageWalk(stage, len(batches), storages.peak, dict(storages.at_peak), messages)
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
         for parameter in self.parts.parameters():
             if parameter.grad is not None:
-                self.ledger.storages.name(local(parameter.grad), "gradients")
+                self.tracker.storages.set_kind(local_tensor(parameter.grad), "gradients")
 
     def _walked(self, stage: StagePlan) -> int:
-        """Micro-batches that bring every moment of a step: two, or one for each rank of a pipeline."""
+        """Micro-batches until memory repeats: two, or one for each pipeline rank."""
         pipeline = self.meshes.pp.size()
         return min(stage.micro_batches, pipeline if pipeline > 1 else 2)
 
 
-def local(x: Tensor) -> Tensor:
-    """A rank's own part."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
-    """Build the real model as one rank of a job, and walk one step of each stage.
+    """Build the model as one rank of a job and run one step of each stage with fake tensors, without a device.
 
-    Nothing of it needs the device: tensors have no data and messages go nowhere. Attention runs the CPU kernel's code
-    path, and blocks are not compiled. A step too small for so many ranks is a larger one here, which the log says.
+    Attention takes the CPU kernel's path, and blocks are not compiled. A step too small for so many ranks is made
+    larger, and the log says so.
 
     Args:
-        ranks: of the job; rank: which of them to be.
+        ranks: of the job; rank: the one to be.
 
     Raises:
-        UserError, ContextParallelError: what a run would refuse, or a rank that is none.
+        UserError, ContextParallelError: what a run would refuse, or a rank outside the job.
     """
     if not 0 <= rank < ranks:
-        raise ConfigError(f"rank {rank} is none of {ranks}", fix=f"use --rank 0 to {ranks - 1}")
+        raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
     config = dataclasses.replace(
         config,
         compile=dataclasses.replace(config.compile, enable=False),
@@ -140,10 +136,10 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     )
     run = resolve_with_vocabulary(with_shared_batches(config, ranks), ranks)
     processes = min(usable_cores(), len(run.stages))
-    if processes == 1 or _blocks_walked(run) < WORTH_PROCESSES:
-        with Walker(run, rank) as walker:
-            return [walker.walk(stage) for stage in run.stages]
-    # Forked, they know the architectures and log as this one; the bar's thread is started when they are there.
+    if processes == 1:
+        with stage_walker(run, rank) as walk:
+            return [walk(stage) for stage in run.stages]
+    # Forked processes have the architectures and the logging. The bar starts a thread, so it comes after them.
     forked = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, forked, _begin_walking, (run, rank)) as pool:
         walks = pool.map(_walk, run.stages)
@@ -152,11 +148,12 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
 
 
 def with_shared_batches(config: Config, ranks: int) -> Config:
-    """The config with steps of as many tokens as so many ranks can share, each that had to grow named in the log."""
+    """The config with every step large enough for so many ranks; logs each that is enlarged."""
     stages = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
-        divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0  # else the check says so
+        # Where cp does not divide, resolve_run refuses it.
+        divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0
         unit = degrees.stage_unit(stage, config.training.micro_batch_sequences) if divides else 0
         if unit and stage.global_batch_tokens % unit:
             needed = -(-stage.global_batch_tokens // unit) * unit
@@ -170,53 +167,36 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     return dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=tuple(stages)))
 
 
-def _blocks_walked(run: ResolvedRun) -> float:
-    """About how many blocks of one rank see a micro-batch, over all stages."""
-    return sum(run.model_args.n_layers / stage.pp * min(stage.micro_batches, max(stage.pp, 2)) for stage in run.stages)
+@contextmanager
+def stage_walker(run: ResolvedRun, rank: int) -> Iterator[Callable[[StagePlan], StageWalk]]:
+    """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same."""
+    tracker, models = StepTracker(), list[DryModel]()
+
+    def walk(stage: StagePlan) -> StageWalk:
+        if models and models[0].tp_and_pp != (stage.tp, stage.pp):
+            models.clear()  # frees its memory first, as a relaunch does
+        if not models:
+            world = World(rank, run.ranks, Device(torch.device("cpu"), "fake"))
+            models.append(DryModel(run, world, tracker, stage))
+        return models[0].walk(stage)
+
+    with fake_job(run.ranks, rank), CachingFakeMode(), tracker.tracking():
+        yield walk
+        models.clear()
 
 
-class Walker:
-    """Walks stages of a job one after the other, while it is entered, with one network where the meshes allow it.
-
-    Args:
-        rank: which of the run's ranks to be.
-    """
-
-    def __init__(self, run: ResolvedRun, rank: int) -> None:
-        self.run, self.rank = run, rank
-        self.ledger, self.held = Ledger(), ExitStack()
-        self.model: DryModel | None = None
-
-    def __enter__(self) -> "Walker":
-        for context in (fake_job(self.run.ranks, self.rank), WithoutData(), self.ledger.watching()):
-            self.held.enter_context(context)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.model = None
-        self.held.close()
-
-    def walk(self, stage: StagePlan) -> StageWalk:
-        """One step of a stage."""
-        if self.model and (stage.tp, stage.pp) != self.model.tp_and_pp:
-            self.model = None  # its memory goes before the next mesh's, as in a job that starts anew
-        if self.model is None:
-            world = World(self.rank, self.run.ranks, Device(torch.device("cpu"), "fake"))
-            self.model = DryModel(self.run, world, self.ledger, stage)
-        return self.model.walk(stage)
-
-
-_walker: Walker
+_process: tuple[AbstractContextManager[Any], Callable[[StagePlan], StageWalk]]
 
 
 def _begin_walking(run: ResolvedRun, rank: int) -> None:
-    """Make this process of a pool one that walks, until it ends."""
-    global _walker
-    _walker = Walker(run, rank).__enter__()
+    """Make this process of a pool a rank, until it ends."""
+    global _process
+    walker = stage_walker(run, rank)
+    _process = walker, walker.__enter__()
 
 
 def _walk(stage: StagePlan) -> StageWalk:
-    return _walker.walk(stage)
+    return _process[1](stage)
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:

@@ -1,7 +1,7 @@
-"""Context parallelism of one layer from its plans: work, bytes, and what of the messages nothing hides.
+"""Context parallelism of one layer from its plans: work, bytes, and the exposed time of its messages.
 
-Bytes are those of docs/context_parallel.md, counted from a plan's own steps, so that a window, packed documents and any
-layout are counted as they are; a test holds them to what `simulate` really sends.
+Bytes are counted from the plan's steps, so windows, packed documents and layouts are included. A test compares them
+with what `simulate` sends.
 """
 
 import dataclasses
@@ -11,42 +11,46 @@ from functools import lru_cache
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.mask import Span
 from torchtitan_cp.attention.plan import busiest_rank
+from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.planner.devices import Cluster
 
-WIDE = 4  # bytes of fp32, in which gradients travel and are summed
+FP32_BYTES = 4  # gradients travel and are summed in fp32
+EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")  # of attention.strategies, those with formulas here
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair and dim of a head: 2 products forward, 5 backward (scores again)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one rank: Hq/tp, Hkv/tp, D."""
+    """Heads of one rank, and how their keys and values travel.
+
+    Attributes:
+        query, key, dim: Hq/tp, Hkv/tp, D.
+        element_bytes: of the compute dtype.
+        float8: keys and values travel in 8 bits, with an fp32 scale a head and row.
+    """
 
     query: int
     key: int
     dim: int
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """How a layer's keys and values travel.
-
-    Attributes:
-        element_bytes: of the compute dtype.
-        float8: they travel in 8 bits, with an fp32 scale a head and row.
-    """
-
-    element_bytes: int
+    element_bytes: int = 2
     float8: bool = False
 
-    def row_bytes(self, heads: int, dim: int) -> float:
-        """Bytes of one row of K and V."""
-        return heads * 2 * (dim + WIDE if self.float8 else dim * self.element_bytes)
+    @property
+    def kv_row_bytes(self) -> float:
+        """Bytes of one row of K and V as they travel."""
+        return self.key * 2 * (self.dim + FP32_BYTES if self.float8 else self.dim * self.element_bytes)
+
+    @property
+    def gradient_row_bytes(self) -> int:
+        """Bytes of one row of dK and dV, which travel in fp32."""
+        return self.key * 2 * self.dim * FP32_BYTES
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCost:
     """Attention of one layer on one rank, for one sequence.
 
     Attributes:
@@ -72,37 +76,49 @@ class Rates:
     stride: int
 
 
+def check_exchange(strategy: str) -> str:
+    """The name of an exchange that can be estimated.
+
+    Raises:
+        ConfigError: there are no formulas for it here.
+    """
+    if strategy not in EXCHANGES:
+        known = ", ".join(name for name in STRATEGIES if name in EXCHANGES)
+        raise ConfigError(f"the planner cannot estimate the exchange {strategy!r}", fix=f"use one of {known}")
+    return strategy
+
+
 def rows(spans: tuple[Span, ...]) -> int:
     """Rows in spans."""
     return sum(stop - start for start, stop in spans)
 
 
-def sent_bytes(plan: Plan, heads: Heads, transfer: Transfer) -> tuple[float, float]:
+def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
     """Bytes that a plan's rank sends for one sequence of one layer, (forward, backward)."""
     if plan.ranks == 1:
         return 0.0, 0.0
-    if plan.strategy == "all_gather":
+    if check_exchange(plan.strategy) == "all_gather":
         others = (plan.ranks - 1) * plan.local_tokens
-        keys = others * transfer.row_bytes(heads.key, heads.dim)
-        return keys, keys + others * heads.key * 2 * heads.dim * WIDE
+        keys = others * heads.kv_row_bytes
+        return keys, keys + others * heads.gradient_row_bytes
     inner = plan.all_to_all_ranks
     forward = backward = 0.0
     own = heads
     if inner > 1:
         own = traded(heads, inner)
-        part = (inner - 1) * plan.local_tokens * transfer.element_bytes
+        part = (inner - 1) * plan.local_tokens * heads.element_bytes
         qkv, out = part * (own.query + 2 * own.key) * own.dim, part * own.query * own.dim
         # The fp32 log-sum-exp rides with the output.
-        forward, backward = qkv + out + part * own.query * WIDE / transfer.element_bytes, out + qkv
-    keys = sum(rows(step.send) for step in plan.steps[1:]) * transfer.row_bytes(own.key, own.dim)
-    returned = sum(rows(step.receive) for step in plan.steps[1:]) * own.key * 2 * own.dim * WIDE
+        forward, backward = qkv + out + part * own.query * FP32_BYTES / heads.element_bytes, out + qkv
+    keys = sum(rows(step.send) for step in plan.steps[1:]) * own.kv_row_bytes
+    returned = sum(rows(step.receive) for step in plan.steps[1:]) * own.gradient_row_bytes
     return forward + keys, backward + keys + returned
 
 
 def traded(heads: Heads, inner: int) -> Heads:
-    """The heads a rank computes after an all-to-all of `inner` ranks, padding and copies counted."""
+    """The heads that a rank computes after an all-to-all of `inner` ranks, with padding and copies."""
     shares = share_heads(heads.query, heads.key, inner)
-    return Heads(shares.share, len(shares.keys[0]), heads.dim)
+    return dataclasses.replace(heads, query=shares.share, key=len(shares.keys[0]))
 
 
 @lru_cache(maxsize=4096)
@@ -134,8 +150,8 @@ def step_pairs(plan: Plan) -> list[int]:
     return [sum(tile.pairs for tile in step.tiles) for step in plan.steps]
 
 
-def layer_of(plan: Plan, heads: Heads, transfer: Transfer, rates: Rates) -> Layer:
-    """What a plan's rank does for one sequence of one layer."""
+def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
+    """Cost of one sequence of one layer for a plan's rank."""
     pairs = step_pairs(plan)
     own = traded(heads, plan.all_to_all_ranks) if plan.all_to_all_ranks > 1 else heads
     flops = [count * own.query * own.dim for count in pairs]
@@ -144,12 +160,12 @@ def layer_of(plan: Plan, heads: Heads, transfer: Transfer, rates: Rates) -> Laye
     if plan.ranks == 1:
         exposed = (0.0, 0.0)
     elif plan.strategy == "all_gather":
-        exposed = _gather_exposed(plan, heads, transfer, rates, forward[0], backward[0])
+        exposed = _gather_exposed(plan, heads, rates, forward[0], backward[0])
     else:
-        exposed = _ring_exposed(plan, own, transfer, rates, forward, backward)
-        traded_seconds = _trade_seconds(plan, own, transfer, rates)
+        exposed = _ring_exposed(plan, own, rates, forward, backward)
+        traded_seconds = _trade_seconds(plan, own, rates)
         exposed = (exposed[0] + traded_seconds[0], exposed[1] + traded_seconds[1])
-    return Layer(sum(pairs) * own.query, *sent_bytes(plan, heads, transfer), *exposed)
+    return LayerCost(sum(pairs) * own.query, *sent_bytes(plan, heads), *exposed)
 
 
 @lru_cache(maxsize=16384)
@@ -162,10 +178,9 @@ def busiest_layer(
     layout: str,
     mask: AttentionMask,
     heads: Heads,
-    transfer: Transfer,
     rates: Rates,
-) -> Layer:
-    """The largest of each number over the rank with the most pairs, the first, the middle and the last.
+) -> LayerCost:
+    """The largest of each number over four ranks: the one with the most pairs, the first, the middle and the last.
 
     Args:
         inner: ranks that trade heads; window: of the layer, 0 for none.
@@ -173,16 +188,16 @@ def busiest_layer(
     first = plan_for(seq_len, ranks, 0, strategy, inner, window, layout, mask)
     others = sorted({busiest_rank(first), ranks // 2, ranks - 1} - {0})
     plans = [first, *(plan_for(seq_len, ranks, rank, strategy, inner, window, layout, mask) for rank in others)]
-    layers = [layer_of(plan, heads, transfer, rates) for plan in plans]
-    return Layer(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(Layer)))
+    layers = [layer_of(plan, heads, rates) for plan in plans]
+    return LayerCost(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(LayerCost)))
 
 
 def _ring_exposed(
-    plan: Plan, own: Heads, transfer: Transfer, rates: Rates, forward: list[float], backward: list[float]
+    plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]
 ) -> tuple[float, float]:
     """The next keys travel while these are computed; in backward the last step's gradients travel back beside them."""
     ring, stride = plan.ranks // plan.all_to_all_ranks, rates.stride * plan.all_to_all_ranks
-    key_row, gradient_row = transfer.row_bytes(own.key, own.dim), own.key * 2 * own.dim * WIDE
+    key_row, gradient_row = own.kv_row_bytes, own.gradient_row_bytes
     steps = plan.steps
     waits = [0.0, 0.0]
     for index, following in enumerate([*steps[1:], None]):
@@ -198,14 +213,12 @@ def _ring_exposed(
     return waits[0], waits[1]
 
 
-def _gather_exposed(
-    plan: Plan, heads: Heads, transfer: Transfer, rates: Rates, forward: float, backward: float
-) -> tuple[float, float]:
+def _gather_exposed(plan: Plan, heads: Heads, rates: Rates, forward: float, backward: float) -> tuple[float, float]:
     """Groups of heads: the first gather waits, the next ones travel behind the group before them."""
     groups = min(HEAD_GROUPS, heads.key)
     whole_rows = plan.sequence_length / groups
-    keys = whole_rows * transfer.row_bytes(heads.key, heads.dim)
-    sums = whole_rows * heads.key * 2 * heads.dim * WIDE
+    keys = whole_rows * heads.kv_row_bytes
+    sums = whole_rows * heads.gradient_row_bytes
     gather = rates.cluster.collective_seconds(keys, plan.ranks, rates.stride)
     scatter = rates.cluster.collective_seconds(sums, plan.ranks, rates.stride)
     behind = max(0.0, gather - forward / groups)
@@ -213,10 +226,10 @@ def _gather_exposed(
     return gather + (groups - 1) * behind, gather + (groups - 1) * behind_both + scatter
 
 
-def _trade_seconds(plan: Plan, own: Heads, transfer: Transfer, rates: Rates) -> tuple[float, float]:
+def _trade_seconds(plan: Plan, own: Heads, rates: Rates) -> tuple[float, float]:
     """Messages of the all-to-all, which nothing hides."""
     inner = plan.all_to_all_ranks
-    part = (inner - 1) * plan.local_tokens * transfer.element_bytes * own.dim
+    part = (inner - 1) * plan.local_tokens * own.element_bytes * own.dim
     qkv, out = part * (own.query + 2 * own.key), part * own.query
     both = sum(rates.cluster.trade_seconds(message, inner, rates.stride) for message in (qkv, out))
     return both, both

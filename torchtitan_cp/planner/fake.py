@@ -1,6 +1,6 @@
-"""A job of any size in one process, without its tensors: a process group that sends nothing, and tensors without data.
+"""A job of any size in one process: a process group that sends nothing, and tensors without data.
 
-Everything here leans on internals of torch that its own tests and tools use; this file is the only one that does.
+It uses internals of torch that torch's own tests and tools use too; no other file does.
 """
 
 import weakref
@@ -25,18 +25,18 @@ from torch.utils._pytree import tree_flatten
 from torchtitan_cp.attention import OPERATOR
 from torchtitan_cp.attention.operator import attention, attention_backward
 
-# The operator's own code, which without data and a device would be passed over.
-OPENED: dict[Any, Callable[..., Any]] = {
+# Code of the attention operator, which a fake tensor would otherwise skip.
+OPERATORS: dict[Any, Callable[..., Any]] = {
     OPERATOR: attention._init_fn,
     torch.ops.torchtitan_cp.attention_backward.default: attention_backward._init_fn,
 }
 
-# Values that are themselves a part of the key under which a result is remembered.
-PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
-# Namespaces whose operations give new tensors, views, or what they were given, and do nothing else.
-REMEMBERED = ("aten", "prims", "_c10d_functional")
-# Marks of operations whose result the shapes do not decide, or that change what they were given.
-UNKNOWABLE = {
+# Arguments that are part of a cache key as they are.
+KEY_TYPES = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+# Namespaces whose operations return new tensors, views or their argument, and have no side effects.
+CACHED_NAMESPACES = ("aten", "prims", "_c10d_functional")
+# Tags of operations whose result depends on data, or that change their argument.
+UNCACHED_TAGS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
@@ -51,16 +51,15 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # What DTensor remembers of an operation holds the meshes, and so the groups, of this job.
+        # DTensor's cache holds the meshes, and so the groups, of this job.
         _clear_sharding_prop_cache()
 
 
 class Output(NamedTuple):
-    """An operation's result: a tensor of its own, or a view of one of its tensors without data.
+    """A tensor that an operation returned: a new one, or a view of one of its arguments.
 
     Attributes:
-        shape, stride, dtype, device: as of torch.
-        viewed: which of the operation's tensors it is a view of; None: it has a storage of its own.
+        viewed: number of the argument that it is a view of; None: it has its own storage.
         offset: where in that storage it begins, in elements.
     """
 
@@ -72,29 +71,29 @@ class Output(NamedTuple):
     offset: int
 
 
-# Of an operation: its result or results; the number of the tensor that it hands back; None: to be asked each time.
-Known = tuple[Output, ...] | Output | int | None
+# An operation's cached result or results; the number of the argument that it returns; None: it cannot be cached.
+Cached = tuple[Output, ...] | Output | int | None
 
 
-class WithoutData(FakeTensorMode):
-    """New tensors have shapes and no data. What is asked of real ones alone is computed: meshes, labels, handles.
+class CachingFakeMode(FakeTensorMode):
+    """New tensors have a shape and no data. Operations on real tensors alone run as usual: meshes, labels, handles.
 
-    Results of an operation on the same shapes are made anew from what they were the first time: layers are alike, and
-    torch's own cache of this kind takes most of a dry run's time.
+    Results are cached by the shapes of the arguments, as layers repeat. With torch's own cache of this kind a dry run
+    takes 1.6 times as long.
     """
 
     def __init__(self) -> None:
-        # A real tensor beside others without data is taken for one of them.
+        # A real tensor may be an argument beside fake ones.
         super().__init__(allow_non_fake_inputs=True)
-        self.known: dict[Any, Known] = {}
+        self.results: dict[Any, Cached] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # What the host reads: flags are off, counts are one (an optimizer's step, which divides).
+            # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
             return False if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
-            return _dealt_evenly(args[0].numel(), *args[2:], **(kwargs or {}))
-        # Most operations tell by their first argument; looking through all of them costs more than many of them.
+            return _even_counts(args[0].numel(), *args[2:], **(kwargs or {}))
+        # The first argument usually suffices; flattening all of them costs more than many operations.
         if not (args and isinstance(args[0], FakeTensor)):
             tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
             if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
@@ -102,16 +101,16 @@ class WithoutData(FakeTensorMode):
         return self._result(func, types, args, kwargs or {})
 
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """An operation's result, remembered where nothing but the shapes decides it."""
+        """An operation's result, from the cache where the shapes alone decide it."""
         tensors: list[FakeTensor] = []
         try:
-            key = (func, _shapes(args, tensors), _shapes(tuple(kwargs.items()), tensors))
-            known = self.known[key]
-        except _NotShapesError:
+            key = (func, _key_of(args, tensors), _key_of(tuple(kwargs.items()), tensors))
+            known = self.results[key]
+        except _UncachedError:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except KeyError:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            self.known[key] = _learn(func, result, tensors)
+            self.results[key] = _cached_result(func, result, tensors)
             return result
         if known is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -129,27 +128,27 @@ class WithoutData(FakeTensorMode):
         return FakeTensor(self, empty, output.device)
 
 
-class _NotShapesError(Exception):
-    """An argument of which more counts than shapes and plain values."""
+class _UncachedError(Exception):
+    """A result depends on more than shapes and plain values."""
 
 
-def _shapes(x: Any, tensors: list[FakeTensor]) -> Any:
-    """What of arguments decides the shape of a result; its tensors are added to `tensors`, in order."""
+def _key_of(x: Any, tensors: list[FakeTensor]) -> Any:
+    """A cache key of arguments; their tensors are appended to `tensors`, in order."""
     if isinstance(x, FakeTensor):
         if x.constant is not None:
-            raise _NotShapesError
+            raise _UncachedError
         tensors.append(x)
         return x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device
     if isinstance(x, (list, tuple)):
-        return tuple([_shapes(part, tensors) for part in x])
-    if isinstance(x, PLAIN):
-        return type(x), x  # 1, 1.0 and True are equal, and give results of different types
-    raise _NotShapesError
+        return tuple([_key_of(part, tensors) for part in x])
+    if isinstance(x, KEY_TYPES):
+        return type(x), x  # 1, 1.0 and True are equal, with results of different types
+    raise _UncachedError
 
 
-def _learn(func: Any, result: Any, tensors: list[FakeTensor]) -> Known:
-    """How to make this result again; None where that is not known."""
-    if func.namespace not in REMEMBERED or func._schema.is_mutable or UNKNOWABLE & set(func.tags):
+def _cached_result(func: Any, result: Any, tensors: list[FakeTensor]) -> Cached:
+    """How to make this result again; None where it cannot be cached."""
+    if func.namespace not in CACHED_NAMESPACES or func._schema.is_mutable or UNCACHED_TAGS & set(func.tags):
         return None
     several = isinstance(result, (list, tuple))
     if not several and any(result is tensor for tensor in tensors):
@@ -164,7 +163,7 @@ def _learn(func: Any, result: Any, tensors: list[FakeTensor]) -> Known:
 
 
 def _output(x: Any, tensors: list[FakeTensor]) -> Output | None:
-    """How to make this one of an operation's results again; None where that is not known."""
+    """How to make this tensor of a result again; None where it cannot be cached."""
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout != torch.strided:
         return None
     if any(x is tensor for tensor in tensors) or x.is_conj() or x.is_neg():
@@ -179,84 +178,82 @@ def _output(x: Any, tensors: list[FakeTensor]) -> Output | None:
     return Output(x.shape, x.stride(), x.dtype, x.fake_device, None, 0)
 
 
-def _dealt_evenly(count: int, minlength: int) -> Tensor:
-    """How often each number would come: a real tensor, as the host reads it (tokens of experts)."""
+def _even_counts(count: int, minlength: int) -> Tensor:
+    """Counts of evenly spread numbers, e.g. tokens of experts; a real tensor, as the host reads it."""
     share, over = divmod(count, minlength)
     return torch.tensor([share + (number < over) for number in range(minlength)])
 
 
-def real() -> Any:
-    """A context in which tensors are made as usual: meshes and plans, which are read on the host."""
+def real_tensors() -> Any:
+    """A context in which tensors have data: meshes and plans, which the host reads."""
     return _disable_current_modes()
 
 
 class Storages:
-    """Bytes of the storages that are alive, by the first kind each was seen as.
+    """Bytes of live storages by kind.
 
     Attributes:
-        now, peak: bytes; at_peak: kind -> bytes when there were most.
-        crest: most bytes since a caller set it.
+        now, peak: bytes; at_peak: kind -> bytes at the peak.
+        local_peak: most bytes since a caller set it.
     """
 
     def __init__(self) -> None:
         self.by_kind: dict[str, int] = {}
         self.held: dict[int, tuple[str, int]] = {}
-        self.now = self.peak = self.crest = 0
+        self.now = self.peak = self.local_peak = 0
         self.at_peak: dict[str, int] = {}
 
-    def see(self, tensor: Tensor, kind: str) -> None:
-        """Count a tensor's storage until it is gone, unless it is counted already."""
+    def track(self, tensor: Tensor, kind: str) -> None:
+        """Count a tensor's storage until it is freed, once."""
         storage = tensor.untyped_storage()
-        number = storage._cdata
-        if number not in self.held:
-            self.held[number] = (kind, 0)
-            weakref.finalize(storage, self._forget, number)
-            self.resize(number, storage.nbytes())
+        if storage._cdata not in self.held:
+            weakref.finalize(storage, self._forget, storage._cdata)
+            self._set(storage._cdata, kind, storage.nbytes())
 
     def resize(self, number: int, size_bytes: int) -> None:
-        """A counted storage has another size."""
-        kind, before = self.held[number]
-        self.held[number] = (kind, size_bytes)
-        self._add(kind, size_bytes - before)
+        """Take the new size of a tracked storage."""
+        self._set(number, self.held[number][0], size_bytes)
 
-    def name(self, tensor: Tensor, kind: str) -> None:
-        """Count a storage that was seen before as another kind."""
+    def set_kind(self, tensor: Tensor, kind: str) -> None:
+        """Count a tracked storage as another kind."""
         number = tensor.untyped_storage()._cdata
         if number in self.held:
-            before, size_bytes = self.held[number]
-            self._add(before, -size_bytes)
-            self.held[number] = (kind, size_bytes)
-            self._add(kind, size_bytes)
+            self._set(number, kind, self.held[number][1])
 
-    def swell(self, size_bytes: int, kind: str) -> None:
-        """So many bytes come and go."""
+    def _set(self, number: int, kind: str, size_bytes: int) -> None:
+        self._add(*self.held.get(number, (kind, 0)), sign=-1)
+        self.held[number] = (kind, size_bytes)
         self._add(kind, size_bytes)
-        self._add(kind, -size_bytes)
+
+    def add_transient(self, size_bytes: int, kind: str) -> None:
+        """Count bytes that are allocated and freed again."""
+        self._add(kind, size_bytes)
+        self._add(kind, size_bytes, sign=-1)
 
     def start_peak(self) -> None:
-        """Look for the peak from here on."""
+        """Measure the peak from now on."""
         self.peak, self.at_peak = self.now, dict(self.by_kind)
 
     def _forget(self, number: int) -> None:
-        kind, size_bytes = self.held.pop(number)
-        self._add(kind, -size_bytes)
+        self._add(*self.held.pop(number), sign=-1)
 
-    def _add(self, kind: str, size_bytes: int) -> None:
+    def _add(self, kind: str, size_bytes: int, sign: int = 1) -> None:
+        size_bytes *= sign
         self.by_kind[kind] = self.by_kind.get(kind, 0) + size_bytes
         self.now += size_bytes
-        self.crest = max(self.crest, self.now)
+        self.local_peak = max(self.local_peak, self.now)
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, dict(self.by_kind)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of one kind, size and group, as this rank took part in it.
+    """A collective of one kind, size and group that this rank takes part in.
 
     Attributes:
         operation: torch's name.
-        group: the ranks it is among, e.g. "4 ranks: 0, 2 ... 6".
-        size_bytes: of the largest tensor it was given.
+        group: its ranks, e.g. "4 ranks: 0, 2 ... 6".
+        size_bytes: of its largest tensor argument.
     """
 
     operation: str
@@ -264,11 +261,11 @@ class Message:
     size_bytes: int
 
 
-class Ledger(TorchDispatchMode):
-    """Sees every operation of a step: counts the storages that live, and writes down every message.
+class StepTracker(TorchDispatchMode):
+    """Sees every operation of a step: tracks live storages and counts messages.
 
-    The operator of attention is opened up: its strategies run as they do on a device, tile by tile. What one took is
-    remembered, and counted again for each call of the same plan and sizes.
+    The attention operator runs its own code, tile by tile as on a device. Its memory and messages are cached, and
+    counted again for each call with the same plan and sizes.
     """
 
     def __init__(self) -> None:
@@ -276,41 +273,41 @@ class Ledger(TorchDispatchMode):
         self.storages = Storages()
         self.messages: Counter[Message] = Counter()
         self.kind = "activations and buffers"
-        self.took: dict[Any, tuple[int, Counter[Message]]] = {}
+        self.operator_costs: dict[Any, tuple[int, Counter[Message]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if DTensor in types:
-            return NotImplemented  # It comes back as operations on a rank's own part.
+            return NotImplemented  # DTensor calls this again with local tensors.
         if func is torch.ops.prim.device.default:
-            x = args[0]  # torch's kernels, while they work out a shape, are told "meta"
-            told_at_once = isinstance(x, FakeTensor) and not x.fake_mode.in_kernel_invocation
-            return x.fake_device if told_at_once else func(*args, **kwargs)
+            x = args[0]  # inside a kernel that works out a shape it is "meta"
+            outside_kernel = isinstance(x, FakeTensor) and not x.fake_mode.in_kernel_invocation
+            return x.fake_device if outside_kernel else func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._write_down(func, args)
-        result = self._open(func, args, kwargs) if func in OPENED else func(*args, **kwargs)
+            self._count_message(func, args)
+        result = self._run_operator(func, args, kwargs) if func in OPERATORS else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
             if isinstance(x, FakeTensor):
-                self.storages.see(x, self.kind)
+                self.storages.track(x, self.kind)
         return result
 
-    def _open(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's own code the first time; then what it took, and the shapes of its results."""
+    def _run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the operator's own code the first time; after that, count what it took."""
         leaves = tree_flatten((args, kwargs))[0]
         key = (func, *(_as_key(leaf) for leaf in leaves))
-        if key in self.took:
-            extra_bytes, messages = self.took[key]
-            self.storages.swell(extra_bytes, self.kind)
+        if key in self.operator_costs:
+            extra_bytes, messages = self.operator_costs[key]
+            self.storages.add_transient(extra_bytes, self.kind)
             self.messages += messages
             return func(*args, **kwargs)
         before, begun = Counter(self.messages), self.storages.now
-        self.storages.crest = begun
+        self.storages.local_peak = begun
         with self:
-            result = OPENED[func](*args, **kwargs)
-        self.took[key] = self.storages.crest - begun, self.messages - before
+            result = OPERATORS[func](*args, **kwargs)
+        self.operator_costs[key] = self.storages.local_peak - begun, self.messages - before
         return result
 
-    def _write_down(self, func: Any, args: Any) -> None:
+    def _count_message(self, func: Any, args: Any) -> None:
         tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
         group = _group_in(args)
         if tensors and group is not None:
@@ -319,35 +316,35 @@ class Ledger(TorchDispatchMode):
             self.messages[Message(operation, describe(group), size)] += 1
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count, here, also storages that FSDP empties and fills again, and not what DTensor asks for shapes with.
+    def tracking(self) -> Iterator[None]:
+        """Track operations in this context, and the storages that FSDP resizes.
 
-        The first time an operation is called, DTensor tries it on a whole tensor without data.
+        DTensor runs each new operation once on unsharded fake tensors to learn shapes; those are not tracked.
         """
-        plain, try_out = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize_plain, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-            result = plain(storage, size_bytes)
+            result = resize_plain(storage, size_bytes)
             if storage._cdata in self.storages.held:
                 self.storages.resize(storage._cdata, size_bytes)
             return result
 
-        def try_out_unseen(*arguments: Any) -> Any:
-            with real():
-                return try_out(*arguments)
+        def propagate_untracked(*arguments: Any) -> Any:
+            with real_tensors():
+                return propagate(*arguments)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = try_out_unseen  # type: ignore[method-assign, assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_untracked  # type: ignore[method-assign, assignment]
         try:
             with self:
                 yield
         finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
-            ShardingPropagator._propagate_tensor_meta_non_cached = try_out  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = resize_plain  # type: ignore[method-assign]
+            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
 
 def _as_key(leaf: Any) -> Any:
-    """What of an operation's argument its memory and messages depend on."""
+    """The part of an argument that the operator's memory and messages depend on."""
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return tuple(leaf.flatten().tolist()) if isinstance(leaf, Tensor) else leaf

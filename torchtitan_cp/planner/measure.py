@@ -1,14 +1,13 @@
-"""The device at hand as an entry of the planner's table: its rates on the config's own shapes, measured in seconds."""
+"""This machine as an entry of the planner's table, measured on the config's own sizes in a few seconds."""
 
 import os
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.attention.tiles import count_pairs
@@ -21,15 +20,15 @@ TOKENS = 4096  # at most, of the tensors that kernels are given here
 SECONDS = 0.3  # that each kernel runs, once at least
 
 
-def measure_accelerator(config: Config, shape: Any, ranks_per_node: int) -> Accelerator:
-    """What one rank of this machine reaches; links and networks are those of its kind's data sheet.
+def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accelerator:
+    """Measured rates of one rank of this machine; links and networks are the table's for this device.
 
     Args:
-        shape: with `vocab_size` set.
-        ranks_per_node: that share the host's memory, on a CPU.
+        args: with `vocab_size` set.
+        ranks_per_node: on a CPU they share the host's memory.
 
     Raises:
-        ConfigError: a GPU that the table does not have.
+        ConfigError: the GPU is not in the table.
     """
     device = find_device()
     if ranks_per_node > 1:
@@ -39,14 +38,14 @@ def measure_accelerator(config: Config, shape: Any, ranks_per_node: int) -> Acce
     tokens = min(TOKENS, max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
     peaks = (peak, base.peak_float32) if dtype == torch.bfloat16 else (base.peak_bfloat16, peak)
-    forward, backward = _attention_rates(device, dtype, shape, tokens)
+    forward, backward = _attention_rates(device, dtype, args, tokens)
     return replace(
         base,
         peak_bfloat16=peaks[0],
         peak_float32=peaks[1],
         memory_bytes=_memory_bytes(device, ranks_per_node),
-        memory_bandwidth=_bandwidth(device, dtype, shape, tokens) / MEMORY_BANDWIDTH,
-        linear=_product_rate(device, dtype, shape, tokens) / peak,
+        memory_bandwidth=_bandwidth(device, dtype, args, tokens) / MEMORY_BANDWIDTH,
+        linear=_product_rate(device, dtype, args, tokens) / peak,
         attention_forward=forward / peak,
         attention_backward=backward / peak,
         source=f"{device.name}, measured now on this config's shapes; its messages: {base.source}",
@@ -66,7 +65,7 @@ def _known(device: Device) -> Accelerator:
         if name.partition("-")[0].upper() in device.name:
             return accelerator
     raise ConfigError(
-        f"the planner's table has no {device.name}, whose links it would have to know",
+        f"the planner's table does not have {device.name}, so its links are unknown",
         fix=f"use --device with one of {', '.join(ACCELERATORS)}",
     )
 
@@ -77,59 +76,51 @@ def _memory_bytes(device: Device, ranks_per_node: int) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
 
 
-def _seconds(device: Device, run: Callable[[], Any]) -> float:
-    """Median time of a call, after one that is not counted."""
-    wait = torch.cuda.synchronize if device.device.type == "cuda" else lambda: None
-    times: list[float] = []
-    run()
-    wait()
-    while not times or sum(times) < SECONDS:
-        begun = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+def _seconds(run: Callable[[], Any]) -> float:
+    """Median time of a call; torch's timer warms up and waits for a GPU."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median
 
 
-def _product_rate(device: Device, dtype: torch.dtype, shape: Any, tokens: int) -> float:
+def _product_rate(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> float:
     """FLOP/s of an MLP's product and its two gradients."""
     with device.device:
-        x, weight = torch.randn(tokens, shape.dim, dtype=dtype), torch.randn(shape.ffn_dim, shape.dim, dtype=dtype)
-        gradient = torch.randn(tokens, shape.ffn_dim, dtype=dtype)
-    seconds = _seconds(device, lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
-    return 6 * tokens * shape.dim * shape.ffn_dim / seconds
+        x, weight = torch.randn(tokens, args.dim, dtype=dtype), torch.randn(args.ffn_dim, args.dim, dtype=dtype)
+        gradient = torch.randn(tokens, args.ffn_dim, dtype=dtype)
+    seconds = _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
+    return 6 * tokens * args.dim * args.ffn_dim / seconds
 
 
-def _bandwidth(device: Device, dtype: torch.dtype, shape: Any, tokens: int) -> float:
+def _bandwidth(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> float:
     """Bytes/s of a product of two wide activations into a new tensor."""
     with device.device:
-        a, b = (torch.randn(tokens, shape.ffn_dim, dtype=dtype) for _ in range(2))
-    return 3 * a.numel() * a.element_size() / _seconds(device, lambda: a * b)
+        a, b = (torch.randn(tokens, args.ffn_dim, dtype=dtype) for _ in range(2))
+    return 3 * a.numel() * a.element_size() / _seconds(lambda: a * b)
 
 
-def _attention_rates(device: Device, dtype: torch.dtype, shape: Any, tokens: int) -> tuple[float, float]:
+def _attention_rates(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> tuple[float, float]:
     """FLOP/s of the allowed pairs, forward and backward, over the layers' windows."""
     pairs, forward, backward = 0, 0.0, 0.0
-    for window, layers in Counter(shape.layer_windows).items():
+    for window, layers in Counter(args.layer_windows).items():
         mask = AttentionMask(window=(window - 1, -1)) if window else AttentionMask()
-        seconds = _attention_seconds(device, dtype, shape, tokens, mask)
+        seconds = _attention_seconds(device, dtype, args, tokens, mask)
         forward += layers * seconds[0]
         backward += layers * seconds[1]
         pairs += layers * count_pairs(tokens, tokens, mask.band)
-    flops = 4 * shape.head_dim * shape.n_heads * pairs
+    flops = 4 * args.head_dim * args.n_heads * pairs
     return flops / forward, 2.5 * flops / backward
 
 
 def _attention_seconds(
-    device: Device, dtype: torch.dtype, shape: Any, tokens: int, mask: AttentionMask
+    device: Device, dtype: torch.dtype, args: Any, tokens: int, mask: AttentionMask
 ) -> tuple[float, float]:
     """A layer's attention on one rank, forward and backward."""
     with device.device:
-        q, dout = (torch.randn(1, tokens, shape.n_heads, shape.head_dim, dtype=dtype) for _ in range(2))
-        k, v = (torch.randn(1, tokens, shape.n_kv_heads, shape.head_dim, dtype=dtype) for _ in range(2))
+        q, dout = (torch.randn(1, tokens, args.n_heads, args.head_dim, dtype=dtype) for _ in range(2))
+        k, v = (torch.randn(1, tokens, args.n_kv_heads, args.head_dim, dtype=dtype) for _ in range(2))
     plan = make_plan(tokens, mask=mask)
     with torch.no_grad():
-        forward = _seconds(device, lambda: attend(q, k, v, plan))
+        forward = _seconds(lambda: attend(q, k, v, plan))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     out = attend(q, k, v, plan)
-    return forward, _seconds(device, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    return forward, _seconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))

@@ -2,12 +2,10 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
-from torchtitan_cp.config import Config
-from torchtitan_cp.planner.exchange import WIDE, Heads, traded
-from torchtitan_cp.planner.parameters import count_parameters
+from torchtitan_cp.planner.exchange import FP32_BYTES, traded
+from torchtitan_cp.planner.stage import PlannedStage
 
 QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # two moments of a byte, with an fp32 scale for each 256 values
 
@@ -36,53 +34,48 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What of a model a pipeline rank has.
+class PlannedRank:
+    """What a pipeline rank has of a model; its tensor-parallel ranks share it.
 
     Attributes:
         layers: how many; kept_layers: times the micro-batches whose activations are held at once.
-        opens, closes: it has the embedding, the output.
+        closes: it has the output layer.
+        end_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
     """
 
     layers: int
     kept_layers: float
-    opens: bool = True
-    closes: bool = True
+    closes: bool
+    end_parameters: int
+    parameters: int
+
+
+def planned_rank(planned: PlannedStage, rank: int) -> PlannedRank:
+    """What a pipeline rank has, and how many micro-batches of activations it holds at once."""
+    pipeline, counts = planned.pipeline, planned.counts
+    numbers = pipeline.of_rank(rank)
+    layers = sum(stop - start for start, stop in (pipeline.layers[number] for number in numbers))
+    chunks = _chunks_held(planned, rank, len(numbers))
+    closes = len(pipeline.owner) - 1 in numbers
+    ends = counts.ends(0 in numbers, closes, planned.args.tie_embeddings)
+    return PlannedRank(layers, layers * chunks / len(numbers), closes, ends, layers * counts.block + ends)
+
+
+def _chunks_held(planned: PlannedStage, rank: int, per_rank: int) -> int:
+    """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""
+    schedule, ranks = planned.config.parallel.pp_schedule, planned.degrees.pp
+    everything = planned.stage.micro_batches * per_rank
+    if schedule == "gpipe" or ranks == 1:
+        return everything if ranks > 1 else 1
+    if schedule == "1f1b":
+        return min(ranks - rank, everything)
+    if schedule == "zbv_zero_bubble":
+        return min(2 * ranks, everything)
+    return min((per_rank - 1) * ranks + 2 * (ranks - rank - 1) + 1, everything)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Everything that memory depends on besides the model.
-
-    Attributes:
-        tokens: of one micro-batch on a rank, B S/cp.
-        micro_batches: of a step.
-        tp, fsdp, cp: degrees.
-        strategy: of attention; inner: ranks that trade heads.
-        fused_norm: see devices.Accelerator.
-    """
-
-    config: Config
-    tokens: int
-    micro_batches: int
-    tp: int
-    fsdp: int
-    cp: int
-    strategy: str
-    inner: int
-    fused_norm: bool
-
-    @property
-    def element_bytes(self) -> int:
-        return 2 if self.config.training.compute_dtype == "bfloat16" else 4
-
-    @property
-    def reduce_bytes(self) -> int:
-        return 2 if self.config.training.reduce_dtype == "bfloat16" else 4
-
-
-@dataclass(frozen=True)
-class Block:
+class BlockBytes:
     """Bytes of one layer's tensors on a rank for one micro-batch.
 
     Attributes:
@@ -91,8 +84,8 @@ class Block:
         balance: what experts' balance keeps of a second pass of the second norm.
         qkv: rotated q, k and v, none where an all-to-all keeps its own; out: attention and log-sum-exp.
         traded: what an all-to-all keeps.
-        wide: the MLP's four wide tensors.
-        copies: rows that are dealt to experts, and what comes back.
+        ffn: the MLP's four tensors of ffn_dim.
+        copies: rows that are sent to experts, and what comes back.
     """
 
     stream: float
@@ -102,113 +95,93 @@ class Block:
     qkv: float
     out: float
     traded: float
-    wide: float
+    ffn: float
     copies: float
 
 
-def block_of(shape: Any, setting: Setting) -> Block:
-    """The sizes of a layer's tensors."""
-    e, c, tp, tokens = shape.dim, setting.element_bytes, setting.tp, setting.tokens
-    query, key = shape.n_heads * shape.head_dim / tp, shape.n_kv_heads * shape.head_dim / tp
+def block_bytes(planned: PlannedStage) -> BlockBytes:
+    """Sizes of a layer's tensors."""
+    args, heads, tp = planned.args, planned.heads, planned.degrees.tp
+    e, c, tokens = args.dim, planned.element_bytes, planned.tokens
+    query, key = args.n_heads * args.head_dim / tp, args.n_kv_heads * args.head_dim / tp
     stream = e / tp * c
     # A norm keeps its input, or where it is not fused two fp32 copies (in fp32 one is the input); its output is whole.
-    second = (stream if setting.fused_norm else 2 * WIDE * e / tp) + e * c
-    first = second - stream if setting.fused_norm or c == WIDE else second
+    second = (stream if planned.fused_norm else 2 * FP32_BYTES * e / tp) + e * c
+    first = second - stream if planned.fused_norm or c == FP32_BYTES else second
     # Experts' balance passes the norm once more, beside the same input.
-    balance = second - stream if shape.token_copies else 0.0
-    heads = Heads(shape.n_heads // tp, shape.n_kv_heads // tp, shape.head_dim)
-    return Block(
-        tokens * stream,
-        tokens * first,
-        tokens * second,
-        tokens * balance,
-        tokens * (query + 2 * key) * c if setting.inner == 1 else 0.0,
-        tokens * (query * c + heads.query * WIDE),
-        _kept_by_trade(heads, setting),
-        tokens * 4 * shape.token_ffn_dim / tp * c,
-        tokens * 2 * shape.token_copies * e * c,
+    balance = second - stream if args.token_copies else 0.0
+    own, rows = traded(heads, planned.inner), tokens * planned.inner
+    return BlockBytes(
+        stream=tokens * stream,
+        first_norm=tokens * first,
+        second_norm=tokens * second,
+        balance=tokens * balance,
+        qkv=tokens * (query + 2 * key) * c if planned.inner == 1 else 0.0,
+        out=tokens * (query * c + heads.query * FP32_BYTES),
+        traded=rows * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES) if planned.inner > 1 else 0.0,
+        ffn=tokens * 4 * args.token_ffn_dim / tp * c,
+        copies=tokens * 2 * args.token_copies * e * c,
     )
 
 
-def _kept_by_trade(heads: Heads, setting: Setting) -> float:
-    """q, k, v, out and log-sum-exp in the sharding in which an all-to-all computed them."""
-    if setting.inner == 1:
-        return 0.0
-    own = traded(heads, setting.inner)
-    rows = setting.tokens * setting.inner
-    values = 2 * (own.query + own.key) * own.dim * setting.element_bytes
-    return rows * (values + own.query * WIDE)
-
-
-def kept(block: Block, shape: Any, setting: Setting) -> tuple[float, float, float]:
-    """Bytes a layer keeps for its backward: (block inputs, attention, MLP)."""
-    mode, tiles = setting.config.activation.checkpoint, setting.config.activation.mlp_tiles
-    if setting.config.activation.offload:
-        return 0.0, 0.0, 0.0
+def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, float]:
+    """Bytes a layer keeps for its backward, on the device or offloaded: (block inputs, attention, MLP)."""
+    mode, tiles = planned.config.activation.checkpoint, planned.config.activation.mlp_tiles
     attention = block.out + block.traded
     if mode == "full":
         return block.stream, 0.0, 0.0
     if mode == "attention_saved":
         return block.stream, attention, 0.0
     if mode == "selective":
-        # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two wide tensors.
-        width = setting.tokens * shape.dim * setting.element_bytes
-        wide = 0.0 if tiles > 1 else block.wide / 2 + (block.copies / 2 or width)
-        return block.stream + width, attention + block.qkv, wide
+        # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two of the MLP's tensors.
+        width = planned.tokens * planned.args.dim * planned.element_bytes
+        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width)
+        return block.stream + width, attention + block.qkv, ffn
     inputs = block.stream + block.first_norm + second_norm_kept(block, tiles)
-    return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.wide + block.copies
+    return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.ffn + block.copies
 
 
-def second_norm_kept(block: Block, tiles: int) -> float:
+def second_norm_kept(block: BlockBytes, tiles: int) -> float:
     """What a layer that is not recomputed keeps of its second norm: in tiles its input, and what is outside of them."""
     return block.balance + (block.second_norm if tiles == 1 else block.stream)
 
 
-def attention_at_work(shape: Any, setting: Setting) -> tuple[float, float]:
-    """Bytes of one attention beside q, k, v, out and their gradients: (forward, backward)."""
-    c, tokens = setting.element_bytes, setting.tokens
-    heads = Heads(shape.n_heads // setting.tp, shape.n_kv_heads // setting.tp, shape.head_dim)
+def attention_backward_bytes(planned: PlannedStage) -> float:
+    """Bytes of one attention's backward beside q, k, v, out and their gradients."""
+    c, tokens, cp, heads = planned.element_bytes, planned.tokens, planned.stage.cp, planned.heads
     q, kv = heads.query * heads.dim, heads.key * 2 * heads.dim
-    sums = WIDE if c < WIDE else 0  # in which a kernel adds up dq, tile by tile
-    if setting.cp == 1:
-        return 0.0, tokens * ((q + kv) * c + q * sums)
-    if setting.strategy == "all_gather":
-        gathered = setting.cp * tokens * kv / min(HEAD_GROUPS, heads.key)
-        return 2 * gathered * c, gathered * (2 * c + 2 * WIDE) + tokens * (q + kv) * c
-    ring = setting.cp // setting.inner
-    own = traded(heads, setting.inner) if setting.inner > 1 else heads
-    rows = tokens * setting.inner
+    sums = FP32_BYTES if c < FP32_BYTES else 0  # in which a kernel adds up dq, tile by tile
+    if cp == 1:
+        return tokens * ((q + kv) * c + q * sums)
+    if planned.strategy == "all_gather":
+        gathered = cp * tokens * kv / min(HEAD_GROUPS, heads.key)
+        return gathered * (2 * c + 2 * FP32_BYTES) + tokens * (q + kv) * c
+    own = traded(heads, planned.inner) if planned.inner > 1 else heads
+    rows = tokens * planned.inner
     q, kv = own.query * own.dim, own.key * 2 * own.dim
-    message = 2 * rows * (q + kv) * c if setting.inner > 1 else 0.0
-    if ring == 1:
-        return message, message / 2 + rows * ((q + kv) * c + q * sums)
-    forward = rows * (2 * kv * c + q * WIDE)
-    backward = rows * (2 * kv * c + (q + 3 * kv) * WIDE)
-    return max(message, forward), message / 2 + backward
+    message = rows * (q + kv) * c if planned.inner > 1 else 0.0
+    if cp == planned.inner:
+        return message + rows * ((q + kv) * c + q * sums)
+    return message + rows * (2 * kv * c + (q + 3 * kv) * FP32_BYTES)
 
 
-def memory_of(shape: Any, part: Part, setting: Setting) -> Memory:
-    """The fullest moment of a step on a pipeline rank.
+def stage_memory(planned: PlannedStage) -> Memory:
+    """The fullest moment of a stage's step on the pipeline rank that holds most."""
+    ranks = (planned_rank(planned, rank) for rank in range(planned.degrees.pp))
+    return max((_rank_memory(planned, own) for own in ranks), key=lambda memory: memory.total)
 
-    Args:
-        shape: with `vocab_size` set.
-    """
-    counts = count_parameters(shape, setting.tp)
-    ends = counts.ends(part.opens, part.closes, shape.tie_embeddings)
-    own = part.layers * counts.block + ends
-    always = _always(setting, own, part.layers * counts.muon)
-    weights_at_hand = _weights_at_hand(setting, part, counts.block, ends)
-    block = block_of(shape, setting)
-    inputs, attention, mlp = kept(block, shape, setting)
-    held = {
-        "block_inputs": part.kept_layers * inputs,
-        "attention": part.kept_layers * attention,
-        "mlp": part.kept_layers * mlp,
-    }
+
+def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Memory:
+    """The fullest moment of a step on a pipeline rank."""
+    always = _always(planned, own)
+    weights = _gathered_weights(planned, own)
+    block = block_bytes(planned)
+    kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
+    held = {kind: own.kept_layers * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
     moments = [
-        *_loss_moments(shape, setting, part, weights_at_hand),
-        *_block_moments(shape, setting, part, block, counts.block, weights_at_hand),
-        _last_moment(setting, ends, weights_at_hand),
+        *_loss_moments(planned, own, weights),
+        *_block_moments(planned, own, block, kept[2], weights),
+        _last_moment(planned, own, weights),
         ("update, with the state back from the host", 1.0, {"optimizer": always.pop("parked")}),
     ]
     fullest = Memory()
@@ -217,58 +190,58 @@ def memory_of(shape: Any, part: Part, setting: Setting) -> Memory:
         for kind, value in held.items():
             total[kind] = total.get(kind, 0.0) + value * (1 - gone)
         # Without accumulation a shard's gradient exists once its layer has run backward.
-        if setting.micro_batches == 1:
+        if planned.stage.micro_batches == 1:
             total["gradients"] *= gone
         for kind, value in extra.items():
             total[kind] = total.get(kind, 0.0) + value
-        found = Memory(moment, **total)
-        fullest = max(fullest, found, key=lambda memory: memory.total)
+        fullest = max(fullest, Memory(moment, **total), key=lambda memory: memory.total)
     return fullest
 
 
-def _always(setting: Setting, own: int, muon: int) -> dict[str, float]:
-    """Shards of weights, gradients and optimizer state; `parked` is what of that is on the host between updates.
-
-    Args:
-        own: parameters before they are sharded; muon: those of them that Muon takes, where it is chosen.
-    """
-    config, shard = setting.config, own / setting.fsdp
+def _always(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
+    """Shards of weights, gradients and optimizer state; `parked` is what of that is on the host between updates."""
+    config, fsdp = planned.config, planned.degrees.fsdp
     if config.parallel.fsdp_cpu_offload:
         return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "parked": 0.0}
-    moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * WIDE
+    shard = own.parameters / fsdp
+    moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * FP32_BYTES
     # Muon has a momentum alone.
-    by_muon = muon / setting.fsdp if config.optimizer.name == "muon" else 0.0
-    state = (shard - by_muon) * moments + by_muon * WIDE
+    by_muon = own.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
+    state = (shard - by_muon) * moments + by_muon * FP32_BYTES
     parked = state if config.optimizer.offload_state else 0.0
-    return {"weights": shard * WIDE, "gradients": shard * WIDE, "optimizer": state - parked, "parked": parked}
+    return {
+        "weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state - parked, "parked": parked,
+    }  # fmt: skip
 
 
-def _weights_at_hand(setting: Setting, part: Part, block: int, ends: int) -> float:
+def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
     """Gathered weights: the ends' for the whole step, and of the layers those at work, or all in a pipeline."""
-    parallel = setting.config.parallel
+    parallel, block = planned.config.parallel, planned.counts.block
     # A pipeline's backward leaves all of them gathered, whatever a forward does.
     again = parallel.fsdp_reshard != "never" and parallel.pp == 1
     # At work: one, those gathered ahead, and the buffer a gather arrives in.
-    blocks = min(part.layers, 2 + parallel.fsdp_prefetch) if again else part.layers + 1
-    gathered = (blocks * block + ends) * setting.element_bytes
+    blocks = min(own.layers, 2 + parallel.fsdp_prefetch) if again else own.layers + 1
+    gathered = (blocks * block + own.end_parameters) * planned.element_bytes
     # A pipeline reduces once a step: until then whole gradients add up.
-    return gathered + ((part.layers * block + ends) * setting.reduce_bytes if parallel.pp > 1 else 0)
+    return gathered + (own.parameters * planned.reduce_bytes if parallel.pp > 1 else 0)
 
 
 Moment = tuple[str, float, dict[str, float]]
+"""What a moment is called, the share of activations freed by then, and what it adds, by kind."""
 
 
-def _loss_moments(shape: Any, setting: Setting, part: Part, weights: float) -> list[Moment]:
+def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Moment]:
     """Logits of a chunk forward; the output's fp32 gradient and its scaled copy backward."""
-    if not part.closes:
+    if not own.closes:
         return []
-    c, rows = setting.element_bytes, -(-shape.vocab_size // setting.tp)
-    copies = 0 if c == WIDE else c
-    matrix, hidden = rows * shape.dim, setting.tokens * shape.dim
-    chunk = min(setting.config.training.loss_chunk_tokens, setting.tokens) * rows
-    norm = hidden / setting.tp * (c if setting.fused_norm else 2 * WIDE)
-    forward = chunk * (WIDE + 2 * copies) + matrix * (WIDE + c) + 2 * hidden * c + norm
-    backward = matrix * (2 * WIDE + copies) + hidden * (c + (2 * WIDE if copies else c)) + norm
+    args, tp, c = planned.args, planned.degrees.tp, planned.element_bytes
+    rows = -(-args.vocab_size // tp)
+    copies = 0 if c == FP32_BYTES else c
+    matrix, hidden = rows * args.dim, planned.tokens * args.dim
+    chunk = min(planned.config.training.loss_chunk_tokens, planned.tokens) * rows
+    norm = hidden / tp * (c if planned.fused_norm else 2 * FP32_BYTES)
+    forward = chunk * (FP32_BYTES + 2 * copies) + matrix * (FP32_BYTES + c) + 2 * hidden * c + norm
+    backward = matrix * (2 * FP32_BYTES + copies) + hidden * (c + (2 * FP32_BYTES if copies else c)) + norm
     return [
         ("logits of a chunk", 0.0, {"loss": forward, "communication": weights}),
         ("backward of the loss", 0.0, {"loss": backward, "communication": weights}),
@@ -276,39 +249,38 @@ def _loss_moments(shape: Any, setting: Setting, part: Part, weights: float) -> l
 
 
 def _block_moments(
-    shape: Any, setting: Setting, part: Part, block: Block, block_parameters: int, weights: float
+    planned: PlannedStage, own: PlannedRank, block: BlockBytes, kept_mlp: float, weights: float
 ) -> list[Moment]:
     """The first and the last layer to run backward, each in its MLP and in its attention."""
-    c, tiles, tp = setting.element_bytes, setting.config.activation.mlp_tiles, setting.tp
-    activation = setting.config.activation
-    output = -(-shape.vocab_size // tp) * shape.dim * c if part.closes else 0
+    args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
+    mode, tiles = activation.checkpoint, activation.mlp_tiles
+    output = -(-args.vocab_size // tp) * args.dim * c if own.closes else 0
     # A block's gradients whole, and two reduce-scatters of them under way; a pipeline's add up in `weights`.
-    reduced = block_parameters * (c + 2 * setting.reduce_bytes) + output
-    traffic = weights + (0 if setting.config.parallel.pp > 1 else reduced)
-    mode = activation.checkpoint
+    reduced = planned.counts.block * (c + 2 * planned.reduce_bytes) + output
+    traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
-    gradient = setting.tokens * shape.dim / tp * c
+    gradient = planned.tokens * args.dim / tp * c
     # With offload two layers' shares are on the device at a time.
     parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.traded)) if activation.offload else 0.0
     again = block.qkv + (block.out + block.traded if mode == "full" else 0.0)
-    # Backward of SwiGLU's product: three wide tensors are still needed, beside their three gradients. Experts have
-    # theirs one after another, and the gradients of their rows all at once.
-    wide = (block.wide + 2 * block.copies if block.copies else 1.5 * block.wide) / tiles
-    held_wide = {"none": block.wide + block.copies, "selective": (block.wide + block.copies) / 2}.get(mode, 0.0)
+    # Backward of SwiGLU's product: three of the MLP's tensors are still needed, beside their three gradients. Experts
+    # have theirs one after another, and the gradients of their rows all at once.
+    ffn = (block.ffn + 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
+    held_ffn = {"none": block.ffn + block.copies, "selective": (block.ffn + block.copies) / 2}.get(mode, 0.0)
     second = second_norm_kept(block, tiles)
     # In tiles the second norm is run again with each, and the gradients of their inputs add up beside the output's.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
         "block_inputs": recomputed * (block.first_norm + second) + at_work + parked,
         "attention": recomputed * (again - (block.qkv if mode == "selective" else 0.0)),
-        "mlp": wide - (held_wide if tiles == 1 else 0.0),
+        "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
     in_attention = {
         "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
-        "attention": recomputed * again + attention_at_work(shape, setting)[1] + block.out,
-        "mlp": -kept(block, shape, setting)[2],
+        "attention": recomputed * again + attention_backward_bytes(planned) + block.out,
+        "mlp": -kept_mlp,
         "communication": traffic,
     }
     moments = [
@@ -317,16 +289,16 @@ def _block_moments(
     ]
     if tp > 1 and recomputed:
         # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.
-        whole = setting.tokens * shape.dim * c
+        whole = planned.tokens * args.dim * c
         in_sum = {
             "block_inputs": block.first_norm + 2 * gradient + parked,
             "attention": in_mlp["attention"],
             "communication": traffic + 2 * (whole + gradient),
         }
         moments.append(("sum of the first layer's attention over tp", 0.0, in_sum))
-    if part.kept_layers == part.layers:
+    if own.kept_layers == own.layers:
         # One micro-batch at a time: when the last layer runs backward, the others' activations are gone.
-        gone = 1 - 1 / part.layers
+        gone = 1 - 1 / own.layers
         moments += [
             ("MLP of the last layer backward", gone, in_mlp),
             ("attention of the last layer backward", gone, in_attention),
@@ -334,10 +306,7 @@ def _block_moments(
     return moments
 
 
-def _last_moment(setting: Setting, ends: int, weights: float) -> Moment:
+def _last_moment(planned: PlannedStage, own: PlannedRank, weights: float) -> Moment:
     """The ends' gradients, whole and on their way to their shards."""
-    return (
-        "reduction of the last gradients",
-        1.0,
-        {"communication": weights + ends * (setting.element_bytes + setting.reduce_bytes)},
-    )
+    reduced = own.end_parameters * (planned.element_bytes + planned.reduce_bytes)
+    return "reduction of the last gradients", 1.0, {"communication": weights + reduced}

@@ -1,4 +1,4 @@
-"""How many parameters a rank has, from a shape's sizes; a test counts those of the real network."""
+"""How many parameters a rank has, from ModelArgs; a test compares with the model itself."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,12 @@ from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, trains_tokenizer
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a network, or of a part of it on one tensor-parallel rank.
+    """Parameters of a model on one tensor-parallel rank.
 
     Attributes:
         block_matrices: of one layer; block_norms: its norms, biases and sinks.
-        muon: of block_matrices, those that are matrices by themselves, as experts in one tensor are not.
-        token_matrices: of block_matrices, those that a token meets: of experts, only some.
+        muon: of block_matrices, 2-D parameters; experts are one 3-D tensor.
+        token_matrices: of block_matrices, those that a token uses: only some experts.
         embedding: V E; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
     """
@@ -38,34 +38,34 @@ class Parameters:
         return embedding + (self.output + self.last_norm if closes else 0)
 
 
-def count_parameters(shape: Any, tp: int = 1) -> Parameters:
-    """Parameters of a shape with `vocab_size` set, on one of `tp` ranks that share its matrices."""
-    vocabulary = -(-shape.vocab_size // tp) * shape.dim
-    output = shape.dim * shape.vocab_size
+def count_parameters(args: Any, tp: int = 1) -> Parameters:
+    """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
+    vocabulary = -(-args.vocab_size // tp) * args.dim
+    output = args.dim * args.vocab_size
     matrices, met = (
-        (count - output) // shape.n_layers // tp for count in (shape.matrix_parameters(), shape.linear_parameters())
+        (count - output) // args.n_layers // tp for count in (args.matrix_parameters(), args.linear_parameters())
     )
-    small = 2 * shape.dim + 2 * shape.head_dim * shape.qk_norm
-    small += (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tp * shape.qkv_bias
-    small += shape.n_heads // tp * shape.sinks
+    small = 2 * args.dim + 2 * args.head_dim * args.qk_norm
+    small += (args.n_heads + 2 * args.n_kv_heads) * args.head_dim // tp * args.qkv_bias
+    small += args.n_heads // tp * args.sinks
     # Experts lie in one tensor of three dims.
-    alone = met - 3 * shape.dim * shape.token_ffn_dim // tp if shape.token_copies else matrices
-    return Parameters(matrices, small, alone, met, vocabulary, 0 if shape.tie_embeddings else vocabulary, shape.dim)
+    alone = met - 3 * args.dim * args.token_ffn_dim // tp if args.token_copies else matrices
+    return Parameters(matrices, small, alone, met, vocabulary, 0 if args.tie_embeddings else vocabulary, args.dim)
 
 
-def total_parameters(shape: Any) -> int:
-    """All parameters of a shape with `vocab_size` set."""
-    counts = count_parameters(shape)
-    return shape.n_layers * counts.block + counts.ends(True, True, shape.tie_embeddings)
+def total_parameters(args: Any) -> int:
+    """All parameters of a model with `vocab_size` set."""
+    counts = count_parameters(args)
+    return args.n_layers * counts.block + counts.ends(True, True, args.tie_embeddings)
 
 
-def vocabulary_of(config: Config, shape: Any) -> int:
-    """V without preparing the corpus: the shape's, or the tokenizer's.
+def vocabulary_of(config: Config, args: Any) -> int:
+    """V without preparing the corpus: the model's, or the tokenizer's.
 
     Raises:
-        DataError: the shape takes the tokenizer's, and the tokenizer's file cannot be read.
+        DataError: the tokenizer's file is needed and cannot be read.
     """
-    if shape.vocab_size:
-        return shape.vocab_size
+    if args.vocab_size:
+        return args.vocab_size
     settings = config.tokenizer
     return settings.vocab_size if trains_tokenizer(settings) else load_tokenizer(settings).vocab_size

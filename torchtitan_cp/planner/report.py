@@ -7,6 +7,7 @@ from rich.table import Table
 
 from torchtitan_cp.planner.devices import ACCELERATORS, USABLE_MEMORY, Cluster
 from torchtitan_cp.planner.estimate import Estimate, Volume
+from torchtitan_cp.planner.exchange import EXCHANGES
 
 GIB = 2**30
 # Keys of a stage's [data] that leave pairs of attention out.
@@ -63,13 +64,12 @@ def memory_table(estimates: Sequence[Estimate]) -> Table:
 
 def volume_table(estimates: Sequence[Estimate], volumes: Sequence[dict[str, Volume]]) -> Table:
     """What the busiest rank sends for attention under each strategy."""
-    names = ("ring", "all_gather", "all_to_all", "hybrid")
     table = Table(
-        "stage", "cp", "strategy", *names, title="attention's messages, sent by a rank: MiB a layer, GiB a step"
+        "stage", "cp", "strategy", *EXCHANGES, title="attention's messages, sent by a rank: MiB a layer, GiB a step"
     )
     for estimate, of_stage in zip(estimates, volumes, strict=True):
         cells = []
-        for name in names:
+        for name in EXCHANGES:
             volume = of_stage.get(name)
             cells.append(f"{volume.layer_bytes / 2**20:.1f}, {volume.step_bytes / GIB:.2f}" if volume else "-")
         table.add_row(estimate.stage.name, str(estimate.stage.cp), estimate.strategy, *cells)

@@ -1,4 +1,4 @@
-"""The layout of ranks with which a config takes the least time, among those that fit, and why each choice was made."""
+"""Search for the layout of ranks that fits and takes the least time, with a reason for each choice."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.parallel import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.estimate import Estimate, estimate_stage
-from torchtitan_cp.planner.plan import model_args_of, plan_config, stages_to_plan
+from torchtitan_cp.planner.estimate import Estimate, estimate_stage, plan_config
+from torchtitan_cp.planner.exchange import EXCHANGES
+from torchtitan_cp.planner.stage import model_args_of, planned_stages
 
 MODES = ("none", "selective", "attention_saved", "full")
-EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
 MOST_PIPELINE_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What holds for the whole run."""
+    """Choices for the whole run."""
 
     tp: int
     pp: int
@@ -50,22 +50,20 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        """Of the whole stage."""
+        """Seconds of the whole stage."""
         return self.estimate.stage.steps * self.estimate.step_seconds
 
 
 def search(config: Config, cluster: Cluster) -> Found:
-    """Try degrees, activation modes and, for each stage, context-parallel degrees and strategies.
+    """Try tp, pp and activation modes for the run, and context-parallel degrees and strategies for each stage.
 
-    What the config says of everything else stays. Replicas are not tried: dp_replicate becomes 1.
-
-    A stage's own tp, pp and mode are left out: what is chosen holds for the whole run.
+    The rest of the config stays, but dp_replicate becomes 1, and a stage's own tp, pp and mode are dropped.
 
     Raises:
-        UserError, ContextParallelError: nothing fits, or a run would refuse whatever was tried, and why.
+        UserError, ContextParallelError: nothing fits, or a run would refuse everything that was tried.
     """
-    shape, refused = model_args_of(config), list[Exception]()
-    tried = {choice: stage_options(config, shape, choice, cluster, refused) for choice in choices(shape, cluster)}
+    args, refused = model_args_of(config), list[Exception]()
+    tried = {choice: stage_options(config, args, choice, cluster, refused) for choice in choices(args, cluster)}
     totals = {
         choice: sum(best(options).seconds for options in stages)
         for choice, stages in tried.items()
@@ -81,7 +79,7 @@ def search(config: Config, cluster: Cluster) -> Found:
     chosen = min(totals, key=lambda choice: totals[choice])
     picked = [best(options) for options in tried[chosen]]
     reasons = _choice_reasons(chosen, totals, tried)
-    own = [index for index, stage in enumerate(config.curriculum.stages) if _chosen_alone(stage)]
+    own = [index for index, stage in enumerate(config.curriculum.stages) if _sets_choice(stage)]
     if own:
         reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
     reasons += [_stage_reason(option, options) for option, options in zip(picked, tried[chosen], strict=True)]
@@ -92,14 +90,14 @@ def search(config: Config, cluster: Cluster) -> Found:
     return Found(found, plan_config(found, cluster), tuple(reasons))
 
 
-def choices(shape: Any, cluster: Cluster) -> Iterator[Choice]:
-    """Degrees and modes worth a look: tensor parallelism inside a node, powers of two."""
+def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
+    """Degrees and modes to try: powers of two, tensor parallelism inside a node."""
     for tp in _powers(min(cluster.ranks_per_node, cluster.ranks)):
         try:
-            check_tensor_parallel(shape, tp)
+            check_tensor_parallel(args, tp)
         except ConfigError:
             continue
-        for pp in _powers(min(cluster.ranks // tp, shape.n_layers, MOST_PIPELINE_RANKS)):
+        for pp in _powers(min(cluster.ranks // tp, args.n_layers, MOST_PIPELINE_RANKS)):
             if cluster.ranks % (tp * pp) == 0:
                 yield from (Choice(tp, pp, mode) for mode in MODES)
 
@@ -109,7 +107,7 @@ def _powers(most: int) -> list[int]:
 
 
 def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
-    """The config with a run's choices; hybrid trades heads inside a node."""
+    """The config with these choices; hybrid trades heads inside a node."""
     inner = max(1, cluster.ranks_per_node // choice.tp)
     return dataclasses.replace(
         config,
@@ -122,12 +120,12 @@ def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
 
 
 def stage_options(
-    config: Config, shape: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
+    config: Config, args: Any, choice: Choice, cluster: Cluster, refused: list[Exception]
 ) -> list[list[Option]]:
-    """Every way to run each stage under a choice; none where some stage has no way that a run would accept.
+    """Every way to run each stage under a choice; an empty list if some stage has none.
 
     Args:
-        refused: takes why a run would refuse what it would.
+        refused: collects the errors of what a run would refuse.
     """
     chosen = with_choice(config, choice, cluster)
     ranks = cluster.ranks // (choice.tp * choice.pp)
@@ -138,7 +136,7 @@ def stage_options(
             for strategy in EXCHANGES if cp > 1 else ("ring",):
                 own = dataclasses.replace(stage.activation, checkpoint=None)
                 way = dataclasses.replace(stage, cp=cp, strategy=strategy, tp=None, pp=None, activation=own)
-                option = _try(chosen, shape, way, cluster, refused)
+                option = _try(chosen, args, way, cluster, refused)
                 options += [option] if option else []
         if not options:
             return []
@@ -146,36 +144,36 @@ def stage_options(
     return found
 
 
-def _try(config: Config, shape: Any, stage: Stage, cluster: Cluster, refused: list[Exception]) -> Option | None:
-    """One way to run a stage; None where a run would refuse it."""
+def _try(config: Config, args: Any, stage: Stage, cluster: Cluster, refused: list[Exception]) -> Option | None:
+    """One way to run a stage; None if a run would refuse it."""
     inner = config.context_parallel.all_to_all_ranks
     if stage.strategy == "hybrid" and not 1 < inner < (stage.cp or 1):
         return None
-    # Its gate looks at other stages, which are not there.
+    # Without its gate, which compares with other stages.
     alone = dataclasses.replace(
         config, curriculum=dataclasses.replace(config.curriculum, stages=(_to_its_limit(stage),))
     )
     try:
-        [planned] = stages_to_plan(alone, cluster, shape)
-        return Option(stage, estimate_stage(**vars(planned)))
+        [planned] = planned_stages(alone, cluster, args)
+        return Option(stage, estimate_stage(planned))
     except (ConfigError, ContextParallelError) as error:
         refused.append(error)
         return None
 
 
-def _chosen_alone(stage: Stage) -> bool:
-    """Whether a stage has something of its own that the search chooses for the whole run."""
+def _sets_choice(stage: Stage) -> bool:
+    """Whether a stage sets something that the search chooses for the whole run."""
     return any(value is not None for value in (stage.tp, stage.pp, stage.activation.checkpoint))
 
 
 def _to_its_limit(stage: Stage) -> Stage:
-    """The stage without a gate, as long as it may be at most."""
+    """The stage without a gate, at its longest."""
     most = stage.until.get("max_tokens")
     return dataclasses.replace(stage, until={}, tokens=int(most)) if most else stage
 
 
 def best(options: list[Option]) -> Option:
-    """The fastest that fits, or of none that fits the smallest."""
+    """The fastest that fits, else the smallest."""
     fitting = [option for option in options if option.estimate.fits]
     if fitting:
         return min(fitting, key=lambda option: option.seconds)
@@ -183,7 +181,7 @@ def best(options: list[Option]) -> Option:
 
 
 def _choice_reasons(chosen: Choice, totals: dict[Choice, float], tried: dict[Choice, list[list[Option]]]) -> list[str]:
-    """For each part of the run's choice, the best that each other value could do."""
+    """A line for each choice: the best that every other value gives."""
     reasons = []
     for part, key in (("tp", "parallel.tp"), ("pp", "parallel.pp"), ("checkpoint", "activation.checkpoint")):
         here = getattr(chosen, part)
@@ -199,17 +197,17 @@ def _choice_reasons(chosen: Choice, totals: dict[Choice, float], tried: dict[Cho
 
 
 def _stage_reason(option: Option, options: list[Option]) -> str:
-    """Why a stage's degree and strategy, beside the best of every other degree and of every other strategy."""
+    """A stage's degree and strategy beside the best of every other degree and strategy."""
     stage, estimate = option.stage, option.estimate
-    degrees, exchanges = [], []
+    degrees, strategies = [], []
     for cp in sorted({other.stage.cp or 1 for other in options} - {stage.cp}):
         degrees.append(f"cp {cp} {_beside(option, best([o for o in options if o.stage.cp == cp]))}")
     for other in options:
         if other.stage.cp == stage.cp and other.stage.strategy != stage.strategy:
-            exchanges.append(f"{other.stage.strategy} {_beside(option, other)}")
+            strategies.append(f"{other.stage.strategy} {_beside(option, other)}")
     return (
         f"{estimate.stage.name}: cp = {stage.cp}, {stage.strategy}, {estimate.stage.micro_batches} micro-batches; "
-        + "; ".join([*degrees, *exchanges])
+        + "; ".join([*degrees, *strategies])
     ).rstrip("; ")
 
 

@@ -17,7 +17,7 @@ from torchtitan_cp.checkpoint import CheckpointManager
 from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
@@ -155,7 +155,7 @@ def _write_settings(
     if start:
         before = json.loads((start / "config.json").read_text(encoding="utf-8"))
         before = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
-    rope = rope_parameters(saved.stage.rope, head_dim)
+    rope = rope_parameters(saved.stage.rope or Rope(), head_dim)
     length = {"max_position_embeddings": saved.stage.seq_len, "rope_parameters": rope, "dtype": dtype}
     # For readers older than transformers 5.
     older = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}

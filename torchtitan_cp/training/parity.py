@@ -1,7 +1,7 @@
-"""A config's own proof: its first step, short, with parallelism and on one rank, side by side.
+"""Parity of a config: a short first step with parallelism beside the same step on one rank.
 
-The one rank runs the plain model: no sharding, and attention by torch's scaled_dot_product_attention, so
-the comparison is with another implementation and not with the same one on fewer ranks.
+The one rank runs the plain model without sharding, with torch's scaled_dot_product_attention: another implementation,
+not ours on fewer ranks.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_TOKENS = 512
 FP32_TOLERANCE = 1e-5
-# A bf16 run is compared with fp32; it may be as far from it as the plain model in bf16, and half as much again.
+# A bf16 run is compared with fp32. It may differ 1.5 times as much as the plain model in bf16 does.
 BF16_ALLOWANCE = 1.5
 BF16_FLOOR = 1e-3
 
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layout of the curriculum beside one rank; memory is what a step adds to what was held before it."""
+    """One layout of the curriculum beside one rank; peak memory is what the step adds."""
 
     layout: str
     seq_len: int
@@ -77,7 +77,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Step:
-    """What a forward and backward gave: all tensors fp32 on the host, whole."""
+    """Results of a forward and backward: unsharded fp32 tensors on the host."""
 
     loss: float
     attention: dict[str, Tensor]
@@ -89,7 +89,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     """Compare every layout of the curriculum with one rank, print the tables, write parity.json.
 
     Args:
-        length: tokens of a sequence; 0 takes the smallest of at least 512 that the layout can cut.
+        length: tokens of a sequence; 0: the smallest of at least 512 that the layout can split.
 
     Returns:
         whether parity holds everywhere.
@@ -118,7 +118,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
 
 
 def _short(trainer: Trainer, stage: StagePlan, length: int) -> StagePlan:
-    """The stage's layout at a short length, one micro-batch a rank, or one for each rank of the pipeline."""
+    """The stage at a short length, with one micro-batch, or one for each pipeline rank."""
     config = trainer.config
     unit = stage.cp * trainer.meshes.degrees.tp * (8 if config.context_parallel.layout == "balanced" else 2)
     seq_len = length or min(-(-SHORT_TOKENS // unit) * unit, stage.seq_len)
@@ -128,7 +128,7 @@ def _short(trainer: Trainer, stage: StagePlan, length: int) -> StagePlan:
 
 
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
-    """Run a stage's first step both ways. Collective; the comparison is rank 0's."""
+    """Run a stage's first step both ways. Collective; only rank 0 has the differences."""
     name = f"cp {stage.cp} x dp {stage.dp}, {stage.strategy}"
     if trainer.world.rank == 0:
         logger.info(
@@ -136,7 +136,7 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
         )
     batch_layout = trainer.enter_stage(stage)
     parallel = _parallel_step(trainer, batch_layout)
-    weights = _whole(trainer, lambda p: p)
+    weights = _gather(trainer, lambda p: p)
     rows: list[Row] = []
     single_peak = 0
     if trainer.world.rank == 0:
@@ -155,17 +155,17 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
 
 
 def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
-    """The configured way, gathered; peak memory is the largest of all ranks."""
+    """The step with parallelism, gathered. Peak memory is the largest of all ranks."""
     batches = read_step(trainer.data_pipeline.samples, batch_layout, 0)
     trainer.device.reset_peak_memory()
     before = trainer.device.peak_memory_bytes()
-    with _watch_attention(trainer.model.parts) as outputs:
+    with _record_attention(trainer.model.parts) as outputs:
         report = trainer.forward_backward(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     own = {key: batch_layout.plans()[0].unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
-    attention = _of_all_stages(trainer, own)
-    gradients = _whole(trainer, lambda p: p.grad)
+    attention = _gather_pipeline(trainer, own)
+    gradients = _gather(trainer, lambda p: p.grad)
     for optimizer in trainer.model.optimizers:
         optimizer.zero_grad(set_to_none=True)
     return Step(report.loss, attention, gradients, int(peak))
@@ -174,7 +174,7 @@ def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
 def _single_step(
     trainer: Trainer, stage: StagePlan, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> Step:
-    """All sequences of the step on this rank alone, by the plain model and full logits in fp32."""
+    """All sequences of the step on this rank alone, with the plain model and full logits in fp32."""
     device = trainer.device
     model = registry.architecture(trainer.config.model).build(trainer.model.args, _plain_attention)
     model.load_state_dict(weights, strict=False)
@@ -190,7 +190,7 @@ def _single_step(
         loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return loss, loss.detach()
 
-    with _watch_attention([model]) as outputs:
+    with _record_attention([model]) as outputs:
         differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, documents, head))
         differentiated.backward()
     peak = device.peak_memory_bytes() - before
@@ -200,7 +200,7 @@ def _single_step(
 
 
 def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The step's sequences of all ranks, uncut, those of data-parallel rank 0's first micro-batch first.
+    """Unsharded sequences of the step, beginning with data-parallel rank 0's first micro-batch.
 
     Returns:
         tokens, labels, positions, and the number of each token's document, all `[sequences, S]` int64.
@@ -218,7 +218,7 @@ def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor,
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int, sinks: Tensor | None = None
 ) -> Tensor:
-    """Scaled dot-product attention of whole sequences with their mask written out."""
+    """Scaled dot-product attention of whole sequences with an explicit mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     rows = torch.arange(q.shape[2], device=q.device)
@@ -226,7 +226,7 @@ def _plain_attention(
     seen = (distance >= 0) & (distance < (window or len(rows)))
     mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
     if sinks is not None:
-        # One more key of zeros: its score is the sink and its value nothing.
+        # One more key and value of zeros, whose score is the sink.
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
         column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
@@ -235,8 +235,8 @@ def _plain_attention(
 
 
 @contextmanager
-def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Outputs of every attention that was handed in, `[B, S/cp, Hq, D]`, by module name, of the next forward."""
+def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Record the attention outputs of the next forward by module name, `[B, S/cp, Hq, D]`."""
     outputs: dict[str, Tensor] = {}
     watched: list[tuple[Any, Callable[..., Tensor]]] = []
 
@@ -259,15 +259,15 @@ def _watch_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
             module.attend = attend
 
 
-def _whole(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """What `get` finds of each parameter, of all ranks, fp32 on the host. Collective."""
+def _gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """`get` of each parameter, gathered from all ranks, fp32 on the host. Collective."""
     found = {name: get(p) for part in trainer.model.parts for name, p in part.named_parameters()}
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
-    return _of_all_stages(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
+    return _gather_pipeline(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
 
 
-def _of_all_stages(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name of every rank of this one's pipeline. Collective."""
+def _gather_pipeline(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name of all pipeline ranks. Collective."""
     if trainer.model.pipeline is None:
         return own
     stages: list[Any] = [None] * trainer.model.pipeline.ranks
@@ -276,13 +276,13 @@ def _of_all_stages(trainer: Trainer, own: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
-    """An attention output with the heads of the tensor-parallel ranks beside its own, `[B, S/cp, Hq, D]`."""
+    """An attention output with the heads of all tensor-parallel ranks, `[B, S/cp, Hq, D]`."""
     mesh = trainer.meshes.tp
     return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False).full_tensor()
 
 
 def _rows(parallel: Step, exact: Step, rounded: Step, dtype: torch.dtype) -> Iterator[Row]:
-    """The differences, the loss first, then attention in the order of the layers, then gradients."""
+    """The differences: the loss, then attention by layer, then gradients."""
 
     def row(what: str, got: list[Tensor], want: list[Tensor], plain: list[Tensor]) -> Row:
         apart = [_flat(x) - _flat(y) for x, y in zip(got, want, strict=True)]
@@ -301,19 +301,19 @@ def _rows(parallel: Step, exact: Step, rounded: Step, dtype: torch.dtype) -> Ite
         missing = torch.full_like(exact.attention[name], float("nan"))
         got = parallel.attention.get(name, missing)
         yield row(f"attention output, {name}", [got], [exact.attention[name]], [rounded.attention[name]])
-    for part, names in _parts(exact.gradients).items():
+    for layer, names in _names_by_layer(exact.gradients).items():
         steps = [[step.gradients[name] for name in names] for step in (parallel, exact, rounded)]
-        yield row(f"gradients, {part}", *steps)
+        yield row(f"gradients, {layer}", *steps)
 
 
-def _parts(gradients: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Parameters by layer: the name up to the layer's number."""
-    parts: dict[str, list[str]] = {}
+def _names_by_layer(gradients: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Names of parameters by layer, or by the module at the root."""
+    found: dict[str, list[str]] = {}
     for name in gradients:
-        pieces = name.split(".")
-        part = ".".join(pieces[:2]) if len(pieces) > 2 and pieces[1].isdigit() else pieces[0]
-        parts.setdefault(part, []).append(name)
-    return parts
+        first, *rest = name.split(".")
+        layer = f"{first}.{rest[0]}" if len(rest) > 1 and rest[0].isdigit() else first
+        found.setdefault(layer, []).append(name)
+    return found
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _check_fits(trainer: Trainer) -> None:
-    """Refuse a model whose unsharded weights, gradients and comparison do not fit beside the sharded ones."""
+    """Refuse a model that does not fit unsharded, with gradients and what is compared, beside the sharded one."""
     parameters = trainer.model.parameter_count
     copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
     needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()

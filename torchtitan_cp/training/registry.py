@@ -1,4 +1,4 @@
-"""Architectures the entry points handed over: the only way a model comes into this package."""
+"""Architectures by name, as the commands registered them, and the sizes of a config's model."""
 
 import dataclasses
 import difflib
@@ -13,19 +13,8 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Model
 
 
-class Hub(Protocol):
-    """An architecture's checkpoints in Hugging Face's format."""
-
-    @property
-    def names(self) -> Mapping[str, str]: ...
-    @property
-    def sizes(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]: ...
-    @property
-    def config(self) -> Callable[[Any], dict[str, Any]]: ...
-
-
 class Architecture(Protocol):
-    """What the trainer asks of an architecture; `models/architecture.py` says what each part gives."""
+    """What the trainer needs of an architecture; `models/architecture.py` documents each part."""
 
     @property
     def name(self) -> str: ...
@@ -36,16 +25,17 @@ class Architecture(Protocol):
     @property
     def sharding(self) -> Mapping[str, str]: ...
     @property
-    def hub(self) -> Hub | None: ...
+    def hub(self) -> Any: ...
     @property
     def lacks(self) -> Mapping[str, str]: ...
 
 
+DEFAULT_FLAVOR = "debug"
 _ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def register(architectures: Iterable[Architecture]) -> None:
-    """Make architectures known by their names."""
+    """Add architectures by name."""
     _ARCHITECTURES.update({architecture.name: architecture for architecture in architectures})
 
 
@@ -81,35 +71,45 @@ def check_support(config: Config, degrees: Any) -> None:
 
 
 def model_args_of(model: Model) -> Any:
-    """The flavor's ModelArgs with [model] overrides applied; vocab_size may still be 0 (the tokenizer's).
+    """The ModelArgs of [model]: the flavor's sizes, or the hub checkpoint's where no flavor is set, with overrides.
+
+    Its vocab_size is 0 where the tokenizer decides it.
 
     Raises:
-        ConfigError: an unknown flavor or override, an override of the wrong type, sizes that do not fit, or that
+        ConfigError: an unknown flavor or override, an override of the wrong type, sizes that do not fit each other or
             are not those of model.hub_checkpoint.
     """
-    flavors = architecture(model).flavors
-    if model.flavor not in flavors:
-        raise ConfigError(f"model.flavor = {model.flavor!r} is not known", fix=f"use one of {', '.join(flavors)}")
-    args = flavors[model.flavor]
+    flavors, flavor = architecture(model).flavors, model.flavor or DEFAULT_FLAVOR
+    if flavor not in flavors:
+        raise ConfigError(f"model.flavor = {flavor!r} is not known", fix=f"use one of {', '.join(flavors)}")
+    hub_sizes = _hub_sizes(model) if model.hub_checkpoint else {}
+    args = flavors[flavor] if model.flavor else dataclasses.replace(flavors[flavor], **hub_sizes)
+    args = dataclasses.replace(args, **_overrides(model, args))
+    if problem := args.problem():
+        raise ConfigError(f"model {flavor} with its overrides: {problem}", fix="change model.overrides")
+    if hub_sizes and not args.vocab_size:
+        args = dataclasses.replace(args, vocab_size=hub_sizes["vocab_size"])
+    _check_hub_sizes(model, args, hub_sizes)
+    return args
+
+
+def _overrides(model: Model, args: Any) -> dict[str, Any]:
+    """Checked model.overrides, with tuples for lists."""
     names = [entry.name for entry in dataclasses.fields(args)]
     for name, value in model.overrides.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
-            raise ConfigError(f"model.overrides.{name} is no size of {model.architecture}", fix=fix)
+            raise ConfigError(f"model.overrides.{name} is not a size of {model.architecture}", fix=fix)
         wanted = type(getattr(args, name))
         wanted = list if wanted is tuple else wanted
         if type(value) is not wanted:
             raise ConfigError(f"model.overrides.{name} must be of type {wanted.__name__}, got {value!r}")
-    overrides = {name: tuple(value) if type(value) is list else value for name, value in model.overrides.items()}
-    args = dataclasses.replace(args, **overrides)
-    if problem := args.problem():
-        raise ConfigError(f"model {model.flavor} with its overrides: {problem}", fix="change model.overrides")
-    return _as_in_hub(model, args) if model.hub_checkpoint else args
+    return {name: tuple(value) if type(value) is list else value for name, value in model.overrides.items()}
 
 
-def hub_of(model: Model) -> Hub:
-    """How the architecture looks in Hugging Face's format.
+def hub_of(model: Model) -> Any:
+    """How the architecture looks in Hugging Face's format: a `models.architecture.Hub`.
 
     Raises:
         ConfigError: it has no such format.
@@ -123,43 +123,50 @@ def hub_of(model: Model) -> Hub:
     return hub
 
 
-def _as_in_hub(model: Model, args: Any) -> Any:
-    """ModelArgs with the vocabulary of the hub checkpoint, whose every other size it must have."""
+def _hub_sizes(model: Model) -> dict[str, Any]:
+    """Sizes of the hub checkpoint, named as in ModelArgs."""
+    try:
+        return hub_of(model).sizes(hub_config(model))
+    except KeyError as error:
+        problem, fix = f"config.json has no {error}", "give a complete config.json"
+    except ValueError as error:
+        problem, fix = f"config.json: {error}", "use another checkpoint"
+    raise ConfigError(f"model.hub_checkpoint: {model.hub_checkpoint}/{problem}", fix=fix)
+
+
+def hub_config(model: Model) -> dict[str, Any]:
+    """The config.json of model.hub_checkpoint.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     path = Path(model.hub_checkpoint).expanduser() / "config.json"
     try:
-        sizes = hub_of(model).sizes(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.hub_checkpoint: {path} cannot be read: {error.strerror}",
+            f"model.hub_checkpoint: {path} cannot be read: {getattr(error, 'strerror', error)}",
             fix="give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it",
         ) from None
-    except KeyError as error:
-        raise ConfigError(f"model.hub_checkpoint: {path} has no {error}", fix="give a complete config.json") from None
-    except ValueError as error:
-        raise ConfigError(f"model.hub_checkpoint: {path}: {error}", fix="use another checkpoint") from None
-    if not args.vocab_size:
-        args = dataclasses.replace(args, vocab_size=sizes["vocab_size"])
-    # One window for all layers may be said in more ways than one.
-    wanted = dataclasses.replace(args, **sizes)
-    others = {name: size for name, size in sizes.items() if getattr(args, name) != size}
-    if "windows" in others and wanted.layer_windows == args.layer_windows:
+
+
+def _check_hub_sizes(model: Model, args: Any, hub_sizes: dict[str, Any]) -> None:
+    """Refuse a flavor or overrides that contradict the hub checkpoint."""
+    others = {name: size for name, size in hub_sizes.items() if getattr(args, name) != size}
+    # The same windows can be written in several ways.
+    if "windows" in others and dataclasses.replace(args, windows=others["windows"]).layer_windows == args.layer_windows:
         del others["windows"]
     if others:
-        differences = ", ".join(f"{name} {getattr(args, name)!r} and not {size!r}" for name, size in others.items())
-        overrides = ", ".join(f"{name} = {_toml(size)}" for name, size in others.items())
+        differences = ", ".join(f"{name} = {getattr(args, name)!r}, not {size!r}" for name, size in others.items())
+        set_keys = " and ".join(key for key in ("flavor", "overrides") if getattr(model, key))
         raise ConfigError(
-            f"model.hub_checkpoint: the flavor {model.flavor} with its overrides has {differences}, as {path} says",
-            fix=f"use the flavor of that checkpoint, or add model.overrides = {{{overrides}}}",
+            f"model.{set_keys} contradicts model.hub_checkpoint = {model.hub_checkpoint!r}: {differences}",
+            fix="leave out model.flavor and these overrides (--model.flavor=): the sizes are the checkpoint's",
         )
-    return args
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def with_vocabulary(args: Any, tokenizer_size: int) -> Any:
-    """ModelArgs with room for the tokenizer's pieces.
+    """ModelArgs whose vocabulary holds the tokenizer's pieces.
 
     Raises:
         ConfigError: the flavor fixes a vocabulary smaller than the tokenizer's.

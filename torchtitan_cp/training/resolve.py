@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp.attention import make_plan
+from torchtitan_cp.checkpoint.hub import hub_rope
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
+from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
 from torchtitan_cp.metrics import layer_costs
@@ -62,6 +64,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     Raises:
         UserError, ContextParallelError: the first rule that is broken, with its fix.
     """
+    config = _with_defaults(config)
     check_config(config, ranks)
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
@@ -76,6 +79,18 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     parallels = (dataclasses.replace(config.parallel, tp=stage.tp, pp=stage.pp) for stage in stages)
     degrees = tuple(resolve_degrees(parallel, ranks) for parallel in parallels)
     return ResolvedRun(config, ranks, stages, degrees, model_args)
+
+
+def _with_defaults(config: Config) -> Config:
+    """The config with a flavor and with a RoPE in each stage: as written, else the hub checkpoint's, else defaults."""
+    model, stages = config.model, config.curriculum.stages
+    if not all(stage.rope for stage in stages):
+        rope = hub_rope(registry.hub_config(model)) if model.hub_checkpoint else Rope()
+        stages = tuple(dataclasses.replace(stage, rope=stage.rope or rope) for stage in stages)
+    if not model.hub_checkpoint:
+        model = dataclasses.replace(model, flavor=model.flavor or registry.DEFAULT_FLAVOR)
+    curriculum = dataclasses.replace(config.curriculum, stages=stages)
+    return dataclasses.replace(config, model=model, curriculum=curriculum)
 
 
 def check_files(config: Config) -> None:

@@ -52,6 +52,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         run = resolve_run(config, world.size)
+        config = run.config
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
         self.stages = run.stages

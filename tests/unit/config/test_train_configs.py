@@ -66,7 +66,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_recipe_has_the_lengths_thetas_and_factors_of_its_paper(name: str, tmp_path: Path) -> None:
     path = next(path for path in FILES if path.stem == name)
-    stages = load(path, tmp_path).curriculum.stages
+    stages = resolve_stages(load(path, tmp_path), ranks_of(path))
     assert [(stage.seq_len, stage.rope.theta, stage.rope.factor) for stage in stages] == PUBLISHED[name]
 
 

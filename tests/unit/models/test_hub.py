@@ -1,7 +1,9 @@
 """Hugging Face checkpoints that cannot be started from are refused with the reason; what is read of their configs."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from models import ARCHITECTURES
 from models.llama import Llama, LlamaArgs
 from models.llama.hub import HUB
-from tests.support.hub_models import save_model, write_start
+from tests.support.hub_models import SHAPES, save_model, write_start
 from tests.support.runs import TINY, write_run
 from torchtitan_cp.checkpoint.hub import (
     INDEX_FILE,
+    hub_rope,
     load_hub_weights,
     rope_parameters,
 )
@@ -21,6 +24,7 @@ from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.training.registry import model_args_of, register
+from torchtitan_cp.training.resolve import resolve_run
 
 
 def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: Path) -> None:
@@ -81,13 +85,62 @@ def change_config(folder: Path, **keys: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **keys}))
 
 
-def test_what_the_config_of_a_checkpoint_says_must_be_the_shape(tmp_path: Path) -> None:
+PLAIN = ("--model.flavor=", "--model.overrides={}")
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_sizes_that_the_config_leaves_out_are_the_checkpoints(tmp_path: Path, family: str) -> None:
+    path = write_start(tmp_path, family)
+    typed, read = (model_args_of(load_config(path, overrides).model) for overrides in ((), PLAIN))
+    assert read.vocab_size == 288
+    # The same windows can be written in several ways.
+    assert dataclasses.replace(read, windows=typed.windows) == typed
+    assert read.layer_windows == typed.layer_windows
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_stage_without_a_rope_has_the_checkpoints(tmp_path: Path, family: str) -> None:
+    path = write_start(tmp_path, family)
+    written = load_config(path).curriculum.stages[0].rope
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith("rope")))
+    assert resolve_run(load_config(path, PLAIN), 1).stages[0].rope == written
+    own = resolve_run(load_config(path, [*PLAIN, "--curriculum.stages[0].rope={theta = 10000}"]), 1)
+    assert own.stages[0].rope == Rope(theta=1e4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({}, Rope()),
+        ({"rope_theta": 5e5, "rope_scaling": None}, Rope(theta=5e5)),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 32768},
+            Rope(theta=1e6, kind="yarn", factor=4.0, original_seq_len=32768),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0, "attention_factor": None}},
+            Rope(kind="linear", factor=8.0),
+        ),
+    ],
+)
+def test_a_rope_is_read_as_any_version_of_transformers_wrote_it(keys: dict[str, Any], rope: Rope) -> None:
+    assert hub_rope(keys) == rope
+
+
+def test_a_rope_that_no_stage_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"type 'dynamic'\n  fix: give each stage a rope of its own"):
+        hub_rope({"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+
+
+def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = write_start(tmp_path, "mistral")
-    shape = model_args_of(load_config(path, []).model)
-    assert (shape.vocab_size, shape.windows) == (288, (20,)), "the vocabulary is the checkpoint's"
+    args = model_args_of(load_config(path, []).model)
+    assert (args.vocab_size, args.windows) == (288, (20,)), "the vocabulary is the checkpoint's"
     message = hub_problem(path, "--model.overrides.n_layers=2", "--model.overrides.windows=[0]")
-    assert "n_layers 2 and not 4, windows (0,) and not (20,)" in message
-    assert "add model.overrides = {n_layers = 4, windows = [20]}" in message
+    assert "n_layers = 2, not 4, windows = (0,), not (20,)" in message
+    assert "leave out model.flavor and these overrides" in message
+    assert "model.overrides contradicts" in hub_problem(path, "--model.flavor=", "--model.overrides={n_layers = 2}")
+    assert "model.flavor contradicts" in hub_problem(path, "--model.flavor=60M", "--model.overrides={}")
     assert "cannot be read: No such file" in hub_problem(path, "--model.hub_checkpoint=/none")
     change_config(tmp_path / "hub", model_type="gpt2")
     assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)

@@ -15,7 +15,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import StageWalk, dry_run
-from torchtitan_cp.planner.plan import plan_config, plan_volumes
+from torchtitan_cp.planner.estimate import plan_config, plan_volumes
 from torchtitan_cp.training.registry import register
 
 
@@ -152,7 +152,9 @@ def test_a_step_too_small_for_the_ranks_is_walked_with_what_they_can_share_and_t
 
 
 # A key of its own for each attention, or no result of an operation that is known: so that none is remembered.
-@pytest.mark.parametrize(("name", "forgetful"), [("_as_key", lambda leaf: object()), ("_learn", lambda *_: None)])
+@pytest.mark.parametrize(
+    ("name", "forgetful"), [("_as_key", lambda leaf: object()), ("_cached_result", lambda *_: None)]
+)
 def test_what_is_remembered_counts_as_what_is_run(
     name: str, forgetful: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,5 +175,5 @@ def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path
 
 
 def test_a_rank_outside_the_job_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rank 4 is none of 4"):
+    with pytest.raises(ConfigError, match="there is no rank 4 among 4"):
         walk(write_run(tmp_path), 4, rank=4)

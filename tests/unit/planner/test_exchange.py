@@ -10,7 +10,7 @@ from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import mask_pairs
-from torchtitan_cp.planner.exchange import Heads, Rates, Transfer, layer_of, sent_bytes, step_pairs
+from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, sent_bytes, step_pairs
 
 SLOW, FAST = 1e6, 1e30  # FLOP/s beside which messages are free, and beside which work is
 
@@ -32,7 +32,7 @@ def test_bytes_of_every_rank_are_those_that_simulated_ranks_send(
         q, k, k, ranks=ranks, mask=mask, strategy=strategy, kernel="reference", layout=layout, dout=q, **option
     )
     for plan, forward, backward in zip(result.plans, result.forward_bytes, result.backward_bytes, strict=True):
-        counted = sent_bytes(plan, Heads(4, 2, 4), Transfer(2))
+        counted = sent_bytes(plan, Heads(4, 2, 4))
         # A plan is of one sequence, and a message carries every row of the batch.
         assert (sum(forward), sum(backward)) == (batch * counted[0], batch * counted[1])
 
@@ -41,7 +41,7 @@ def test_keys_in_8_bits_are_counted_as_they_are_sent() -> None:
     q, k = (torch.randn(1, 128, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
     result = simulate(q, k, k, ranks=4, strategy="ring", kv_transfer="float8", dout=q)
     for plan, forward, backward in zip(result.plans, result.forward_bytes, result.backward_bytes, strict=True):
-        assert (sum(forward), sum(backward)) == sent_bytes(plan, Heads(4, 2, 64), Transfer(2, float8=True))
+        assert (sum(forward), sum(backward)) == sent_bytes(plan, Heads(4, 2, 64, float8=True))
 
 
 @given(cases(), st.sampled_from(["ring", "all_gather"]))
@@ -60,7 +60,7 @@ def test_pairs_of_all_ranks_are_those_of_the_mask(case: tuple[int, int, Attentio
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
 def test_heads_and_pairs_of_all_ranks_make_up_the_attention(strategy: str) -> None:
     layers = [
-        layer_of(make_plan(1024, ranks=4, rank=rank, strategy=strategy), Heads(8, 4, 16), Transfer(2), rates(FAST))
+        layer_of(make_plan(1024, ranks=4, rank=rank, strategy=strategy), Heads(8, 4, 16), rates(FAST))
         for rank in range(4)
     ]
     assert sum(layer.pairs for layer in layers) == 8 * 1024 * 1025 // 2
@@ -68,7 +68,7 @@ def test_heads_and_pairs_of_all_ranks_make_up_the_attention(strategy: str) -> No
 
 def test_slow_work_hides_the_rings_messages_but_the_last_gradients() -> None:
     cluster, plan = make_cluster("h100-80g"), make_plan(4096, ranks=4, strategy="ring")
-    layer = layer_of(plan, Heads(8, 4, 64), Transfer(2), rates(SLOW))
+    layer = layer_of(plan, Heads(8, 4, 64), rates(SLOW))
     last = plan.steps[-1]
     returned = max(sum(b - a for a, b in spans) for spans in (last.send, last.receive)) * 4 * 2 * 64 * 4
     assert layer.forward_exposed == 0
@@ -77,7 +77,7 @@ def test_slow_work_hides_the_rings_messages_but_the_last_gradients() -> None:
 
 def test_a_ring_that_has_nothing_to_compute_waits_for_every_message() -> None:
     cluster, plan = make_cluster("h100-80g"), make_plan(4096, ranks=4, strategy="ring")
-    layer = layer_of(plan, Heads(8, 4, 64), Transfer(2), rates(FAST))
+    layer = layer_of(plan, Heads(8, 4, 64), rates(FAST))
     rows = [max(sum(b - a for a, b in spans) for spans in (step.send, step.receive)) for step in plan.steps[1:]]
     expected = sum(cluster.message_seconds(count * 4 * 2 * 64 * 2, 4, 1) for count in rows)
     assert layer.forward_exposed == pytest.approx(expected, rel=1e-6)
@@ -85,5 +85,5 @@ def test_a_ring_that_has_nothing_to_compute_waits_for_every_message() -> None:
 
 def test_an_all_to_all_waits_for_its_messages_however_slow_the_work() -> None:
     plan = make_plan(4096, ranks=4, strategy="all_to_all")
-    waits = [layer_of(plan, Heads(8, 4, 64), Transfer(2), rates(rate)).forward_exposed for rate in (SLOW, FAST)]
+    waits = [layer_of(plan, Heads(8, 4, 64), rates(rate)).forward_exposed for rate in (SLOW, FAST)]
     assert waits[0] == waits[1] > 0

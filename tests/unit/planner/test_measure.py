@@ -15,7 +15,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner import measure
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH
 from torchtitan_cp.planner.measure import measure_accelerator
-from torchtitan_cp.planner.plan import model_args_of
+from torchtitan_cp.planner.stage import model_args_of
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.registry import register
 
@@ -23,7 +23,7 @@ SIZES = "dim = 64, n_layers = 3, n_heads = 4, n_kv_heads = 2, head_dim = 16, win
 
 
 def test_rates_are_work_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def two_seconds(_: Device, run: Callable[[], Any]) -> float:
+    def two_seconds(run: Callable[[], Any]) -> float:
         run()
         return 2.0
 
@@ -55,7 +55,7 @@ def test_a_gpu_is_found_in_the_table_by_its_name() -> None:
 
     assert measure._known(Named(gpu, "nccl")) is ACCELERATORS["h200-141g"]
     Named.name = "NVIDIA L40S"
-    with pytest.raises(ConfigError, match="the planner's table has no NVIDIA L40S"):
+    with pytest.raises(ConfigError, match="the planner's table does not have NVIDIA L40S"):
         measure._known(Named(gpu, "nccl"))
 
 

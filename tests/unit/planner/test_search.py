@@ -11,7 +11,7 @@ from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.cli.plan import main
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.planner.devices import Cluster, make_cluster
-from torchtitan_cp.planner.plan import plan_config
+from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.planner.search import search
 from torchtitan_cp.training.registry import register
 

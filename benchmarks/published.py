@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.load import apply_override, build
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
-from torchtitan_cp.planner.estimate import Estimate
-from torchtitan_cp.planner.plan import plan_config
+from torchtitan_cp.planner.estimate import Estimate, plan_config
 
 GIB, TERA, DOCS_WIDTH = 2**30, 1e12, 120
 TOLERANCE = 0.3  # of a throughput

@@ -1,7 +1,6 @@
 """The smallest context-parallel degree and number of devices on which a length fits: the table of docs/planner.md."""
 
 import dataclasses
-from typing import Any
 
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
@@ -9,7 +8,8 @@ from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.parallel import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster, make_cluster
-from torchtitan_cp.planner.estimate import stage_memory
+from torchtitan_cp.planner.memory import stage_memory
+from torchtitan_cp.planner.stage import PlannedStage
 from torchtitan_cp.training.registry import model_args_of
 
 FLAVORS, LENGTHS = ("8B", "70B", "405B"), (32768, 131072, 524288, 1048576)
@@ -62,27 +62,27 @@ def smallest_cp(flavor: str, seq_len: int, device: str) -> int:
 def fits(flavor: str, seq_len: int, device: str, ranks: int, tp: int, cp: int) -> bool:
     """Whether a sequence a data-parallel rank fits: ring, full recomputation, the MLP in tiles, AdamW in fp32."""
     cluster = _cluster(device, ranks)
-    config, shape = _config(flavor, seq_len, ranks, tp, cp)
+    config = _config(flavor, seq_len, ranks, tp, cp)
+    args = model_args_of(config.model)
     try:
-        check_tensor_parallel(shape, tp)
+        check_tensor_parallel(args, tp)
         degrees = check_config(config, ranks)
     except ConfigError:
         return False
-    memory = stage_memory(config, shape, degrees, resolve_stages(config, ranks)[0], cluster)
-    return memory.total <= cluster.usable_bytes
+    planned = PlannedStage(config, args, degrees, resolve_stages(config, ranks)[0], cluster)
+    return stage_memory(planned).total <= cluster.usable_bytes
 
 
-def _config(flavor: str, seq_len: int, ranks: int, tp: int, cp: int) -> tuple[Config, Any]:
+def _config(flavor: str, seq_len: int, ranks: int, tp: int, cp: int) -> Config:
     base = Config()
     stage = Stage(seq_len=seq_len, steps=1, global_batch_tokens=seq_len * ranks // (tp * cp), cp=cp, strategy="ring")
-    config = dataclasses.replace(
+    return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, flavor=flavor),
         parallel=dataclasses.replace(base.parallel, tp=tp),
         activation=dataclasses.replace(base.activation, checkpoint="full", mlp_tiles=MLP_TILES),
         curriculum=dataclasses.replace(base.curriculum, stages=(stage,)),
     )
-    return config, model_args_of(config.model)
 
 
 def _cluster(device: str, ranks: int) -> Cluster:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import NOTES, TOLERANCE, Setup, compare, published_table, setups
 from models import ARCHITECTURES
-from torchtitan_cp.planner.published import NOTES, TOLERANCE, Setup, compare, published_table, setups
 from torchtitan_cp.training.registry import register
 
 DOCS = Path(__file__).parents[3] / "docs" / "planner.md"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.min_ranks import fits, smallest_table
 from models import ARCHITECTURES
-from torchtitan_cp.planner.min_ranks import fits, smallest_table
 from torchtitan_cp.training.registry import register
 
 DOCS = Path(__file__).parents[3] / "docs" / "planner.md"
