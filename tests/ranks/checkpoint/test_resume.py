@@ -97,8 +97,8 @@ def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("stop", "change", "said"),
     [
-        (10, "global_batch_tokens=1024", "stage 2 reads its text in another way .*: global_batch_tokens 512 -> 1024"),
-        (10, "data.packing='best_fit'", "stage 2 reads its text in another way .*: packing concat -> best_fit"),
+        (10, "global_batch_tokens=1024", "stage 2 reads its text differently .*: global_batch_tokens 512 -> 1024"),
+        (10, "data.packing='best_fit'", "stage 2 reads its text differently .*: packing concat -> best_fit"),
         (10, "cp=1", None),
         (8, "global_batch_tokens=1024", None),
     ],
