@@ -93,7 +93,7 @@ def run(config: Config, world: World) -> None:
         with run_dir_lock(settings.dump_folder):
             trainer = Trainer(config, world)
             trainer.run()
-            if trainer.relaunches:
+            if trainer.needs_relaunch:
                 ask_for_relaunch()
 
 

@@ -249,7 +249,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
         )
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
     _check_stage_data(config, stage, f"{where}.data")
-    unit = degrees.stage_unit(stage, config.training.micro_batch_sequences)
+    unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
     if stage.global_batch_tokens % unit:
         raise ConfigError(
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} is not a multiple of "

@@ -38,7 +38,7 @@ class Degrees:
         """Ranks that hold different sequences in a stage."""
         return self.dp_replicate * self.fsdp // self.stage_cp(stage)
 
-    def stage_unit(self, stage: Stage, micro_batch_sequences: int) -> int:
+    def tokens_per_round(self, stage: Stage, micro_batch_sequences: int) -> int:
         """Tokens that a stage's ranks read at once; a step has a multiple of them."""
         return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
 

@@ -262,7 +262,7 @@ class LRScheduler:
         end_fraction: last learning rate as a fraction of the peak
     """
 
-    shape: str = key("cosine", choices=names.SCHEDULE_SHAPES)
+    shape: str = key("cosine", choices=names.LR_SHAPES)
     warmup_steps: int = key(0, least=0)
     decay_fraction: float = key(0.2, least=0, most=1)
     end_fraction: float = key(0.1, least=0, most=1)

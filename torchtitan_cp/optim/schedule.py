@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step: nothing to save, nothing to restore.
 
 To add a learning-rate shape, write a function beside `cosine`, and add its name to `LR_SHAPES` here and to
-SCHEDULE_SHAPES in config/sections.py; a test holds the two equal.
+LR_SHAPES in config/names.py; a test holds the two equal. Then make docs/config.md again (`CONTRIBUTING.md`).
 """
 
 import math

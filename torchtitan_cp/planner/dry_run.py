@@ -154,7 +154,7 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
         degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
         # Where cp does not divide, resolve_run refuses it.
         divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0
-        unit = degrees.stage_unit(stage, config.training.micro_batch_sequences) if divides else 0
+        unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences) if divides else 0
         if unit and stage.global_batch_tokens % unit:
             needed = -(-stage.global_batch_tokens // unit) * unit
             logger.warning(

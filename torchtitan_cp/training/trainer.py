@@ -83,14 +83,14 @@ class Trainer:
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
-        self.announced, self.must_save = -1, False
+        self.announced_stage, self.must_save = -1, False
         self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
         # As it comes back from a checkpoint, where a tuple is a list.
         sizes = json.loads(json.dumps(dataclasses.asdict(args)))
         identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
         identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
         self.progress = Progress(identity=identity, block_tokens=max(lengths))
-        self.patience_seconds = config.job.startup_timeout_seconds
+        self.watchdog_timeout_seconds = config.job.startup_timeout_seconds
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins or resumes in. This process keeps its tp and pp to its end."""
@@ -141,7 +141,7 @@ class Trainer:
         return self.progress.stage_done or self.progress.stage_step >= self.stages[self.progress.stage].steps
 
     @property
-    def relaunches(self) -> bool:
+    def needs_relaunch(self) -> bool:
         """Whether the current stage has another tp or pp than this process, so that a new process has to train it."""
         stage, mesh = self.stages[self.progress.stage], self.meshes.degrees
         return (stage.tp, stage.pp) != (mesh.tp, mesh.pp)
@@ -155,7 +155,7 @@ class Trainer:
 
     def _set_activity(self, what: str, *, step: int | None = None) -> None:
         """Tell the watchdog what this rank does now, for a step (by default the last one taken)."""
-        set_activity(what, self.progress.step if step is None else step, self.patience_seconds)
+        set_activity(what, self.progress.step if step is None else step, self.watchdog_timeout_seconds)
 
     # The run -----------------------------------------------------------------------------------------------
 
@@ -176,11 +176,11 @@ class Trainer:
         self.recorder = RunRecorder(self.config, self.world, self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(done)
         try:
-            with self.signals, self._exports() as hurried:
+            with self.signals, self._exports() as no_waiting:
                 self._train()
                 if self.stopping:
-                    hurried.set()
-            if self.relaunches and not self.stopping:
+                    no_waiting.set()
+            if self.needs_relaunch and not self.stopping:
                 self.metrics_logger.say(self._relaunch_message())
             elif not self.stopping:
                 self.recorder.finish()
@@ -200,7 +200,7 @@ class Trainer:
             while not (self.finished or self.stopping):
                 if self._stage_over():
                     self._leave_stage()
-                if self.relaunches:
+                if self.needs_relaunch:
                     break
                 self._run_stage(self.stages[self.progress.stage])
         except NonFiniteError:
@@ -253,7 +253,7 @@ class Trainer:
         """
         begun = time.perf_counter()
         # The first step may compile.
-        self.patience_seconds = self.config.job.startup_timeout_seconds
+        self.watchdog_timeout_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
         self.progress = dataclasses.replace(self.progress, text_recipe=stage.text_recipe)
@@ -263,14 +263,14 @@ class Trainer:
         pin = self.device.device.type == "cuda"
         batches = self.data_pipeline.steps(self.progress.text_step, left, batch_layout, pin=pin)
         first = next(batches)
-        if self.announced != stage.index:
+        if self.announced_stage != stage.index:
             self._announce(stage, batch_layout, time.perf_counter() - begun)
             self.recorder.start_stage(stage, self.progress.step, first[0], self.model.resolve_strategy(batch_layout))
         batches = itertools.chain([first], batches)
         for _ in range(left):
             with self.profiler.trace(self.progress.step + 1, self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
-            self.patience_seconds = self.config.job.timeout_seconds
+            self.watchdog_timeout_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
             if not healthy:
                 self._save_if_due(False)
@@ -279,7 +279,7 @@ class Trainer:
                 if self.stopping:  # a scheduler may kill the job before the evaluation ends
                     self.must_save = True
                     self._save_if_due(False)
-                self._validate(stage, batch_layout)
+                self._evaluate(stage, batch_layout)
                 self.model.pop_timings()  # those of the evaluation are not the next step's
                 # The evaluation may have taken long.
                 self.stopping, self.save_requested = any_rank(
@@ -317,7 +317,7 @@ class Trainer:
         return self.model.configure_stage(stage)
 
     def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
-        self.announced = stage.index
+        self.announced_stage = stage.index
         first = self.progress.step - self.progress.stage_step
         about = (
             f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
@@ -483,7 +483,7 @@ class Trainer:
 
     # Between steps -----------------------------------------------------------------------------------------
 
-    def _validate(self, stage: StagePlan, batch_layout: BatchLayout) -> None:
+    def _evaluate(self, stage: StagePlan, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_before=self.progress.short_loss

@@ -229,7 +229,7 @@ def train_to_an_end(path: Path) -> tuple[bool, int]:
     trainer = prepared(path)
     trainer.run()
     dist.barrier()
-    return trainer.relaunches, trainer.progress.stage
+    return trainer.needs_relaunch, trainer.progress.stage
 
 
 def test_stages_with_a_tp_and_pp_of_their_own_go_on_from_the_checkpoint_between(

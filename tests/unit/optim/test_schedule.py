@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_cp.config.names import SCHEDULE_SHAPES
+from torchtitan_cp.config import names
 from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
 from torchtitan_cp.optim import LearningRates
 from torchtitan_cp.optim.schedule import LR_SHAPES
@@ -16,7 +16,7 @@ def rates(scheduler: LRScheduler, *stages: tuple[StageLR | None, int]) -> list[f
 
 
 def test_every_shape_of_the_config_is_there() -> None:
-    assert set(LR_SHAPES) == set(SCHEDULE_SHAPES)
+    assert set(LR_SHAPES) == set(names.LR_SHAPES)
 
 
 def test_warm_up_climbs_to_the_peak_in_equal_steps() -> None:
