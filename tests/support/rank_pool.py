@@ -23,8 +23,9 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.training.trainer"]
 )
-# A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up.
-MOST_GROUPS = 40
+# A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up:
+# twenty idle groups of eight ranks take a core.
+MOST_GROUPS, MOST_IDLE_GROUPS = 24, 4
 
 
 class RankFailure(AssertionError):
@@ -97,12 +98,17 @@ class RankPool:
             self.processes.append(process)
             self.pipes.append(here)
 
+    def rest(self) -> None:
+        """Stop if idle ranks would take much of the processor; a start takes a second or two."""
+        if self.groups > MOST_IDLE_GROUPS:
+            self.stop()
+
     def stop(self) -> None:
         """End the ranks; the next call starts new ones."""
         for process in self.processes:
             process.kill()
             process.join()
-        self.processes, self.pipes = [], []
+        self.processes, self.pipes, self.groups = [], [], 0
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
