@@ -10,7 +10,7 @@ import pytest
 from tests.support.jobs import LaunchedJob
 from tests.support.runs import TINY, write_run
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
 ROWS = 1_000_000  # more than a rank tokenizes before the signal comes
 

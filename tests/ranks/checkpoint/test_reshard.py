@@ -96,7 +96,7 @@ def saved(ranks: Callable[[int], RankPool], run_toml: Path) -> Callable[[str], S
 @deep_rows(
     ("other", "mesh"),
     [(other, mesh) for other in MESHES for mesh in MESHES if mesh != "one process"],
-    default=[("tp 2 x cp 2", "pp 2 x fsdp 2"), ("one process", "tp 2 x cp 2")],
+    default=[("tp 2 x cp 2", "pp 2 x fsdp 2")],
 )
 def test_what_one_mesh_saved_another_has_bit_for_bit_and_goes_on_with(
     ranks: Callable[[int], RankPool],

@@ -28,7 +28,7 @@ from torchtitan_cp.checkpoint import hub as hub_module
 from torchtitan_cp.checkpoint.hub import INDEX_FILE, _copy, _pieces, hub_names
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli import export as export_program
-from torchtitan_cp.cli.generate import LayerCache, load_model
+from torchtitan_cp.cli.generate import KVCache, load_model
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.batches.loader import read_step
 from torchtitan_cp.training import export as export_module
@@ -101,7 +101,7 @@ def test_a_model_of_transformers_has_its_logits_here_and_back_there_after_traini
     model = load_model(saved, torch.device("cpu"))
     with torch.no_grad():
         ours = torch.cat(
-            [model(row, torch.arange(128), iter([LayerCache() for _ in range(4)])) for row in tokens[:, None]]
+            [model(row, torch.arange(128), iter([KVCache() for _ in range(4)])) for row in tokens[:, None]]
         )
     exported, back = in_transformers(tmp_path / "out", tokens)
     assert close(back, ours)
@@ -268,7 +268,7 @@ def test_a_run_of_its_own_exports_with_its_tokenizer(
 def logits_here(checkpoint: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     model = load_model(open_saved_model(checkpoint), torch.device("cpu")).to(dtype)
     with torch.no_grad():
-        return model(tokens, torch.arange(tokens.shape[1]), iter([LayerCache() for _ in model.layers]))  # type: ignore[union-attr]
+        return model(tokens, torch.arange(tokens.shape[1]), iter([KVCache() for _ in model.layers]))  # type: ignore[union-attr]
 
 
 def test_each_stage_end_is_written_for_transformers_beside_training_and_what_is_missing_at_the_next_start(

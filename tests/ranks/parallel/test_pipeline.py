@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.config.sections import Parallel
 from torchtitan_cp.parallel import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
@@ -65,7 +66,7 @@ def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 4)])
+@deep_rows(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 4)], default=[("gpipe", 2)])
 def test_the_measured_idle_share_is_the_bubble(
     ranks: Callable[[int], RankPool], schedule: str, micro_batches: int
 ) -> None:
