@@ -2,10 +2,10 @@
 # Train a config: environment (once), a check of the config, then train.py on every rank.
 #
 #   ./run_train.sh [--section.key=value ...]           train_configs/quickstart.toml
-#   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          anything else
+#   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          another config and number of ranks
 #   ./run_train.sh --help                               every key
-#   ./run_train.sh --verify-parity                      compare the first step with parallelism and on one rank
-#   ./run_train.sh --dry-run --world-size 8             a step of each stage as one of 8 ranks, without devices
+#   ./run_train.sh --verify-parity                      compare the first step on all ranks with one rank
+#   ./run_train.sh --dry-run --world-size 8             run a step of each stage as one of 8 ranks, without devices
 #
 #   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)
 #   NPROC          ranks on this node                   (default: one per GPU; 2 without a GPU)

@@ -1,4 +1,4 @@
-# Sourced by run_train.sh and run_tests.sh: leaves $PYTHON pointing at an environment with everything installed.
+# Sourced by run_train.sh and run_tests.sh: sets PYTHON to the Python of an environment with everything installed.
 # The caller sets EXTRAS (e.g. "[dev]"). The environment is VENV, else the active one, else .venv.
 
 venv="${VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}"
@@ -21,25 +21,25 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 PYTHON="$venv/bin/python"
 
-# The stamp changes with the requirements, so that an environment is set up again only when they change.
+# The stamp is made of the requirements, so the environment is set up again only when they change.
 stamp="$venv/.torchtitan-cp-${EXTRAS:-base}"
 wanted="$ROOT $(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    # An environment that was there keeps its PyTorch, which may be the build for its driver, and a setuptools to fit.
+    # An environment that we did not make keeps its PyTorch, which may be built for its driver, and its setuptools.
     pins="$venv/.torchtitan-cp-pins.txt" kept=""
     if [ ! -e "$venv/.torchtitan-cp-made" ]; then
         kept="$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)"
     fi
     if [ -n "$kept" ]; then
         { grep -vE '^(torch|setuptools)==' "$ROOT/constraints.txt"; echo "torch==$kept"; } >"$pins"
-        echo "installing pinned requirements into $venv, beside the PyTorch $kept that is there"
+        echo "installing pinned requirements into $venv, and keeping its PyTorch $kept"
     else
         cp "$ROOT/constraints.txt" "$pins"
         echo "installing pinned requirements into $venv (once; PyTorch may take a few minutes)"
     fi
-    # uv makes environments without pip.
+    # uv creates environments without pip.
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null
-    # setuptools warns of every editable installation.
+    # setuptools warns about every editable installation.
     PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$pins" -e "$ROOT${EXTRAS:-}" || {
         echo "error: the requirements could not be installed; pip's message above says why" >&2
         exit 2
