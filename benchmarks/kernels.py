@@ -106,11 +106,11 @@ def plans_to_run(
                 if name != "causal":
                     mask = AttentionMask(document_lengths=(draw_lengths(name, seq_len, max(8, seq_len // 4096), 1),))
                 for strategy in strategies:
-                    inner = min(8, count) if strategy == "hybrid" else 1
-                    if inner == count > 1:
+                    all_to_all_ranks = min(8, count) if strategy == "hybrid" else 1
+                    if all_to_all_ranks == count > 1:
                         continue
                     plan = partial(
-                        make_plan, seq_len, mask=mask, ranks=count, strategy=strategy, all_to_all_ranks=inner
+                        make_plan, seq_len, mask=mask, ranks=count, strategy=strategy, all_to_all_ranks=all_to_all_ranks
                     )
                     yield name, strategy, count, plan(rank=busiest_rank(plan()))
 
@@ -137,9 +137,9 @@ def measure(
             raise PlanError(f"kernel {name} cannot run here: {why}", fix="choose with --kernels, --dtype and --device")
     single = {}
     for mask, strategy, count, plan in plans_to_run(lengths, ranks, masks, strategies):
-        inner = plan.all_to_all_ranks
-        own = max(1, heads[0] // inner), max(1, heads[1] // inner)
-        queries, steps = plan.local_tokens * inner, steps_of(plan)
+        all_to_all_ranks = plan.all_to_all_ranks
+        own = max(1, heads[0] // all_to_all_ranks), max(1, heads[1] // all_to_all_ranks)
+        queries, steps = plan.local_tokens * all_to_all_ranks, steps_of(plan)
         for name in kernels:
             key = (name, queries, own)
             if key not in single:

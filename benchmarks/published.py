@@ -190,8 +190,8 @@ def alst() -> list[Setup]:
     long = ("--activation.checkpoint=full", "--activation.offload=true", "--activation.mlp_tiles=128")
     on_host = ("--parallel.fsdp_cpu_offload=true", *long)
     sharded = ("--optimizer.offload_state=true", "--training.reduce_dtype=bfloat16")
-    trade = "--context_parallel.strategy=all_to_all"
-    spread = (*sharded, *long, trade)
+    all_to_all_group = "--context_parallel.strategy=all_to_all"
+    spread = (*sharded, *long, all_to_all_group)
     plain = (*sharded, "--activation.checkpoint=full")
     found: list[Setup] = []
     settings: tuple[str, ...]
@@ -208,8 +208,8 @@ def alst() -> list[Setup]:
         found += [longest, Setup(f"ALST 8B, twice {name}", cluster, twice, notes, fits=False)]
     for name, length, cp, settings, misses in (
         ("loss in chunks, 160K", 160_000, 1, plain, True),
-        ("and heads traded, 1.1M", 1_100_000, 8, (*plain, trade), False),
-        ("and offload, 2.4M", 2_400_000, 8, (*plain, trade, "--activation.offload=true"), True),
+        ("and heads traded, 1.1M", 1_100_000, 8, (*plain, all_to_all_group), False),
+        ("and offload, 2.4M", 2_400_000, 8, (*plain, all_to_all_group, "--activation.offload=true"), True),
     ):
         overrides = _overrides("8B", length, length * 8 // cp, cp, *settings)
         found.append(Setup(f"ALST 8B, {name}", node, overrides, "c f", misses=misses))

@@ -40,8 +40,8 @@ def figures(strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads:
     Returns:
         milliseconds; the share of them in which the rank waits for messages; its work over the ranks' mean.
     """
-    inner = {"all_to_all": ranks, "hybrid": rates.cluster.ranks_per_node}.get(strategy, 1)
-    layer = busiest_layer(seq_len, ranks, strategy, inner, 0, "auto", mask, heads, rates)
+    all_to_all_ranks = {"all_to_all": ranks, "hybrid": rates.cluster.ranks_per_node}.get(strategy, 1)
+    layer = busiest_layer(seq_len, ranks, strategy, all_to_all_ranks, 0, "auto", mask, heads, rates)
     work = layer.pairs * heads.dim * (FORWARD_FLOPS / rates.forward + BACKWARD_FLOPS / rates.backward)
     exposed = layer.forward_exposed + layer.backward_exposed
     mean_pairs = mask_pairs(seq_len, 0, mask) * heads.query / ranks

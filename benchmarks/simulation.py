@@ -93,10 +93,19 @@ def simulate(
     kept: list[Residuals | None] = [None] * ranks
 
     def call_of(rank: int, network: "Network") -> Call:
-        inner = plans[rank].all_to_all_ranks
-        ring = SimulatedGroup(network, tuple(range(rank % inner, ranks, inner)), rank)
-        trade = SimulatedGroup(network, tuple(range(rank // inner * inner, rank // inner * inner + inner)), rank)
-        return Call(plans[rank], chosen, scale, k.shape[2], ring, trade)
+        all_to_all_ranks = plans[rank].all_to_all_ranks
+        ring = SimulatedGroup(network, tuple(range(rank % all_to_all_ranks, ranks, all_to_all_ranks)), rank)
+        all_to_all_group = SimulatedGroup(
+            network,
+            tuple(
+                range(
+                    rank // all_to_all_ranks * all_to_all_ranks,
+                    rank // all_to_all_ranks * all_to_all_ranks + all_to_all_ranks,
+                )
+            ),
+            rank,
+        )
+        return Call(plans[rank], chosen, scale, k.shape[2], ring, all_to_all_group)
 
     def forward(rank: int, network: "Network") -> tuple[Tensor, ...]:
         q_local, k_local, v_local = (plans[rank].shard(x) for x in (q, k, v))

@@ -124,9 +124,9 @@ def attend(
     strategy = plan.strategy
     if strategy == "auto":
         strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    trade_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
+    all_to_all_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, trade_ranks)[0]
+    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, all_to_all_ranks)[0]
 
 
 class ContextParallel:

@@ -179,5 +179,5 @@ def open_groups(groups: Groups, device_type: str) -> None:
 
 def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:
     """Every rank's tensor of one shape, `[P, ..]`, in rank order: within the all-to-all group, then across the ring."""
-    ring, trade = groups
-    return ring.all_gather(trade.all_gather(x).wait()).wait().flatten(0, 1)
+    ring, all_to_all_group = groups
+    return ring.all_gather(all_to_all_group.all_gather(x).wait()).wait().flatten(0, 1)

@@ -136,3 +136,8 @@ def _lengths(name: str, cumulative: Tensor | Sequence[int]) -> list[int]:
     if not numbers or numbers[0] != 0 or any(later < earlier for earlier, later in pairwise(numbers)):
         raise PlanError(f"{name} does not rise from 0", fix="give [0, length of the first document, ...]")
     return [later - earlier for earlier, later in pairwise(numbers)]
+
+
+def count_rows(spans: tuple[Span, ...]) -> int:
+    """Rows in spans."""
+    return sum(stop - start for start, stop in spans)

@@ -25,14 +25,14 @@ def max_logits(q: Tensor, k: Tensor, plan: Plan, scale: float) -> Tensor:
     Returns:
         `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where nothing is attended to.
     """
-    ring, trade = groups = plan.process_groups
+    ring, all_to_all_group = groups = plan.process_groups
     per_key = q.shape[2] // k.shape[2]
     largest = torch.full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
     for head in range(k.shape[2]):
         keys = torch.cat(in_global_order(gather(k[:, :, head], groups), plan.layout, 1), 1)
         for place in range(head * per_key, (head + 1) * per_key):
             largest[place] = _of_head(q[:, :, place].to(largest.dtype) * scale, keys, plan)
-    return ring.maximum(trade.maximum(largest))
+    return ring.maximum(all_to_all_group.maximum(largest))
 
 
 def _of_head(q: Tensor, k: Tensor, plan: Plan) -> Tensor:

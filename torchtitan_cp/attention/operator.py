@@ -41,9 +41,9 @@ def _log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> Non
 def _call(
     plan: Plan, q: Tensor, v: Tensor, key_heads: int, slopes: Tensor | None, scale: float, softcap: float
 ) -> Call:
-    ring, trade = plan.process_groups
+    ring, all_to_all_group = plan.process_groups
     kernel = choose_kernel(plan.kernel, q, v, softcap, slopes is not None, merged=ring.ranks > 1)
-    return Call(plan, kernel, scale, key_heads, ring, trade, slopes)
+    return Call(plan, kernel, scale, key_heads, ring, all_to_all_group, slopes)
 
 
 # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
@@ -61,28 +61,28 @@ def attention(
     scale: float,
     softcap: float,
     strategy: str,
-    trade_ranks: int,
+    all_to_all_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `trade_ranks`)."""
+    """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `all_to_all_ranks`)."""
     plan = find_plan(handle)
     if plan.strategy == "auto":
         _log_choice(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
     call = _call(with_strategy(plan, strategy), q, v, k.shape[2], slopes, scale, softcap)
     out, lse, residuals = STRATEGIES[strategy].forward(q, k, v, sinks, call)
-    return out, lse, [] if trade_ranks == 1 else list(residuals)
+    return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    trade_ranks = options[-1]
+    all_to_all_ranks = options[-1]
     batch, rows, heads, _ = q.shape
     lse_dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
-    if trade_ranks == 1:
+    if all_to_all_ranks == 1:
         return out, lse, []
-    shares = share_heads(heads, k.shape[2], trade_ranks)
-    rows, query_heads, key_heads = rows * trade_ranks, shares.share, len(shares.keys[0])
+    shares = share_heads(heads, k.shape[2], all_to_all_ranks)
+    rows, query_heads, key_heads = rows * all_to_all_ranks, shares.share, len(shares.keys[0])
     q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
     k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
     return out, lse, [q_all, k_all, v_all, out_all, q.new_empty((batch, rows, query_heads), dtype=lse_dtype)]

@@ -70,7 +70,7 @@ class Plan:
         kernel: name of the local kernel, or "auto".
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.
-        kv_transfer: "exact", or "float8": KV travels in 8 bits with a scale per block.
+        kv_transfer: "exact", or "float8": KV travels in 8 bits, with a scale per head and row.
         groups: names of the process groups; None in a plan that is only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
     """
@@ -104,8 +104,10 @@ class Plan:
         Raises:
             PlanError: the plan was made without groups, or theirs have another size.
         """
-        ring, trade = (self.groups.ring, self.groups.all_to_all) if self.groups else (None, None)
-        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(trade, self.all_to_all_ranks)
+        ring, all_to_all_group = (self.groups.ring, self.groups.all_to_all) if self.groups else (None, None)
+        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(
+            all_to_all_group, self.all_to_all_ranks
+        )
 
     @property
     def areas(self) -> tuple[int, ...]:

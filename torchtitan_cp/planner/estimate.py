@@ -129,11 +129,11 @@ def stage_volumes(planned: PlannedStage) -> dict[str, Volume]:
     forwards = 2 if planned.config.activation.checkpoint == "full" else 1
     found = {}
     for strategy in EXCHANGES:
-        inner = planned.inner_of(strategy, ranks)
-        if strategy == "hybrid" and inner in (1, stage.cp):
+        all_to_all_ranks = planned.all_to_all_ranks_of(strategy, ranks)
+        if strategy == "hybrid" and all_to_all_ranks in (1, stage.cp):
             continue
         windows = planned.args.layer_windows
-        costs = {window: planned.attention(strategy, inner, window) for window in set(windows)}
+        costs = {window: planned.attention(strategy, all_to_all_ranks, window) for window in set(windows)}
         mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
         sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
         step = max(sum(sent[window] for window in planned.layer_windows(rank)) for rank in range(planned.degrees.pp))
@@ -163,7 +163,7 @@ def _rank_seconds(planned: PlannedStage, rank: int) -> dict[str, float]:
     numbers = planned.pipeline.of_rank(rank)
     total: dict[str, float] = {}
     for window in set(windows):
-        attention = planned.attention(planned.strategy, planned.inner, window)
+        attention = planned.attention(planned.strategy, planned.all_to_all_ranks, window)
         for name, value in _layer_seconds(planned, attention).items():
             total[name] = total.get(name, 0.0) + windows.count(window) * value * stage.micro_batches
     for name, value in _ends_seconds(planned, own, len(numbers)).items():

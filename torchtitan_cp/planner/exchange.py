@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
-from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
@@ -88,11 +88,6 @@ def check_exchange(strategy: str) -> str:
     return strategy
 
 
-def rows(spans: tuple[Span, ...]) -> int:
-    """Rows in spans."""
-    return sum(stop - start for start, stop in spans)
-
-
 def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
     """Bytes that a plan's rank sends for one sequence of one layer, (forward, backward)."""
     if plan.ranks == 1:
@@ -101,33 +96,40 @@ def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
         others = (plan.ranks - 1) * plan.local_tokens
         keys = others * heads.kv_row_bytes
         return keys, keys + others * heads.gradient_row_bytes
-    inner = plan.all_to_all_ranks
+    all_to_all_ranks = plan.all_to_all_ranks
     forward = backward = 0.0
     own = heads
-    if inner > 1:
-        own = traded(heads, inner)
-        part = (inner - 1) * plan.local_tokens * heads.element_bytes
+    if all_to_all_ranks > 1:
+        own = heads_after_all_to_all(heads, all_to_all_ranks)
+        part = (all_to_all_ranks - 1) * plan.local_tokens * heads.element_bytes
         qkv, out = part * (own.query + 2 * own.key) * own.dim, part * own.query * own.dim
         # The fp32 log-sum-exp rides with the output.
         forward, backward = qkv + out + part * own.query * FP32_BYTES / heads.element_bytes, out + qkv
-    keys = sum(rows(step.send) for step in plan.steps[1:]) * own.kv_row_bytes
-    returned = sum(rows(step.receive) for step in plan.steps[1:]) * own.gradient_row_bytes
+    keys = sum(count_rows(step.send) for step in plan.steps[1:]) * own.kv_row_bytes
+    returned = sum(count_rows(step.receive) for step in plan.steps[1:]) * own.gradient_row_bytes
     return forward + keys, backward + keys + returned
 
 
-def traded(heads: Heads, inner: int) -> Heads:
-    """The heads that a rank computes after an all-to-all of `inner` ranks, with padding and copies."""
-    shares = share_heads(heads.query, heads.key, inner)
+def heads_after_all_to_all(heads: Heads, all_to_all_ranks: int) -> Heads:
+    """The heads that a rank computes after an all-to-all of so many ranks, with padding and copies."""
+    shares = share_heads(heads.query, heads.key, all_to_all_ranks)
     return dataclasses.replace(heads, query=shares.share, key=len(shares.keys[0]))
 
 
 @lru_cache(maxsize=4096)
 def plan_for(
-    seq_len: int, ranks: int, rank: int, strategy: str, inner: int, window: int, layout: str, mask: AttentionMask
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    strategy: str,
+    all_to_all_ranks: int,
+    window: int,
+    layout: str,
+    mask: AttentionMask,
 ) -> Plan:
     """The plan of a layer: `mask` with the layer's window (0 for none), on the layout of the batch."""
     whole = make_plan(
-        seq_len, mask=mask, ranks=ranks, rank=rank, strategy=strategy, layout=layout, all_to_all_ranks=inner
+        seq_len, mask=mask, ranks=ranks, rank=rank, strategy=strategy, layout=layout, all_to_all_ranks=all_to_all_ranks
     )
     if not window:
         return whole
@@ -139,7 +141,7 @@ def plan_for(
         rank=rank,
         strategy=strategy,
         like=whole,
-        all_to_all_ranks=inner,
+        all_to_all_ranks=all_to_all_ranks,
     )
 
 
@@ -153,7 +155,7 @@ def step_pairs(plan: Plan) -> list[int]:
 def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
     """Cost of one sequence of one layer for a plan's rank."""
     pairs = step_pairs(plan)
-    own = traded(heads, plan.all_to_all_ranks) if plan.all_to_all_ranks > 1 else heads
+    own = heads_after_all_to_all(heads, plan.all_to_all_ranks) if plan.all_to_all_ranks > 1 else heads
     flops = [count * own.query * own.dim for count in pairs]
     forward = [FORWARD_FLOPS * count / rates.forward for count in flops]
     backward = [BACKWARD_FLOPS * count / rates.backward for count in flops]
@@ -173,7 +175,7 @@ def busiest_layer(
     seq_len: int,
     ranks: int,
     strategy: str,
-    inner: int,
+    all_to_all_ranks: int,
     window: int,
     layout: str,
     mask: AttentionMask,
@@ -183,11 +185,14 @@ def busiest_layer(
     """The largest of each number over four ranks: the one with the most pairs, the first, the middle and the last.
 
     Args:
-        inner: ranks that trade heads; window: of the layer, 0 for none.
+        all_to_all_ranks: that trade heads; window: of the layer, 0 for none.
     """
-    first = plan_for(seq_len, ranks, 0, strategy, inner, window, layout, mask)
+    first = plan_for(seq_len, ranks, 0, strategy, all_to_all_ranks, window, layout, mask)
     others = sorted({busiest_rank(first), ranks // 2, ranks - 1} - {0})
-    plans = [first, *(plan_for(seq_len, ranks, rank, strategy, inner, window, layout, mask) for rank in others)]
+    plans = [
+        first,
+        *(plan_for(seq_len, ranks, rank, strategy, all_to_all_ranks, window, layout, mask) for rank in others),
+    ]
     layers = [layer_of(plan, heads, rates) for plan in plans]
     return LayerCost(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(LayerCost)))
 
@@ -202,13 +207,17 @@ def _ring_exposed(
     waits = [0.0, 0.0]
     for index, following in enumerate([*steps[1:], None]):
         here = steps[index]
-        keys = max(rows(following.send), rows(following.receive)) * key_row if following else 0.0
+        keys = max(count_rows(following.send), count_rows(following.receive)) * key_row if following else 0.0
         # The first step's gradients are the rank's own; those of a step travel while the next one is computed.
-        back = max(rows(steps[index - 1].receive), rows(steps[index - 1].send)) * gradient_row if index > 1 else 0.0
+        back = (
+            max(count_rows(steps[index - 1].receive), count_rows(steps[index - 1].send)) * gradient_row
+            if index > 1
+            else 0.0
+        )
         waits[0] += max(0.0, rates.cluster.message_seconds(keys, ring, stride) - forward[index])
         waits[1] += max(0.0, rates.cluster.message_seconds(keys + back, ring, stride) - backward[index])
         if following is None and index:
-            last = max(rows(here.receive), rows(here.send)) * gradient_row
+            last = max(count_rows(here.receive), count_rows(here.send)) * gradient_row
             waits[1] += rates.cluster.message_seconds(last, ring, stride)
     return waits[0], waits[1]
 
@@ -228,8 +237,8 @@ def _gather_exposed(plan: Plan, heads: Heads, rates: Rates, forward: float, back
 
 def _trade_seconds(plan: Plan, own: Heads, rates: Rates) -> tuple[float, float]:
     """Messages of the all-to-all, which nothing hides."""
-    inner = plan.all_to_all_ranks
-    part = (inner - 1) * plan.local_tokens * own.element_bytes * own.dim
+    all_to_all_ranks = plan.all_to_all_ranks
+    part = (all_to_all_ranks - 1) * plan.local_tokens * own.element_bytes * own.dim
     qkv, out = part * (own.query + 2 * own.key), part * own.query
-    both = sum(rates.cluster.trade_seconds(message, inner, rates.stride) for message in (qkv, out))
+    both = sum(rates.cluster.trade_seconds(message, all_to_all_ranks, rates.stride) for message in (qkv, out))
     return both, both

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
-from torchtitan_cp.planner.exchange import FP32_BYTES, traded
+from torchtitan_cp.planner.exchange import FP32_BYTES, heads_after_all_to_all
 from torchtitan_cp.planner.stage import PlannedStage
 
 QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # two moments of a byte, with an fp32 scale for each 256 values
@@ -83,7 +83,7 @@ class BlockBytes:
         first_norm, second_norm: what a norm keeps, with its gathered output; the first's input is the stream.
         balance: what experts' balance keeps of a second pass of the second norm.
         qkv: rotated q, k and v, none where an all-to-all keeps its own; out: attention and log-sum-exp.
-        traded: what an all-to-all keeps.
+        all_to_all: what an all-to-all keeps.
         ffn: the MLP's four tensors of ffn_dim.
         copies: rows that are sent to experts, and what comes back.
     """
@@ -94,7 +94,7 @@ class BlockBytes:
     balance: float
     qkv: float
     out: float
-    traded: float
+    all_to_all: float
     ffn: float
     copies: float
 
@@ -110,15 +110,17 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
     # Experts' balance passes the norm once more, beside the same input.
     balance = second - stream if args.token_copies else 0.0
-    own, rows = traded(heads, planned.inner), tokens * planned.inner
+    own, rows = heads_after_all_to_all(heads, planned.all_to_all_ranks), tokens * planned.all_to_all_ranks
     return BlockBytes(
         stream=tokens * stream,
         first_norm=tokens * first,
         second_norm=tokens * second,
         balance=tokens * balance,
-        qkv=tokens * (query + 2 * key) * c if planned.inner == 1 else 0.0,
+        qkv=tokens * (query + 2 * key) * c if planned.all_to_all_ranks == 1 else 0.0,
         out=tokens * (query * c + heads.query * FP32_BYTES),
-        traded=rows * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES) if planned.inner > 1 else 0.0,
+        all_to_all=rows * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
+        if planned.all_to_all_ranks > 1
+        else 0.0,
         ffn=tokens * 4 * args.token_ffn_dim / tp * c,
         copies=tokens * 2 * args.token_copies * e * c,
     )
@@ -127,7 +129,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
 def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, float]:
     """Bytes a layer keeps for its backward, on the device or offloaded: (block inputs, attention, MLP)."""
     mode, tiles = planned.config.activation.checkpoint, planned.config.activation.mlp_tiles
-    attention = block.out + block.traded
+    attention = block.out + block.all_to_all
     if mode == "full":
         return block.stream, 0.0, 0.0
     if mode == "attention_saved":
@@ -156,11 +158,11 @@ def attention_backward_bytes(planned: PlannedStage) -> float:
     if planned.strategy == "all_gather":
         gathered = cp * tokens * kv / min(HEAD_GROUPS, heads.key)
         return gathered * (2 * c + 2 * FP32_BYTES) + tokens * (q + kv) * c
-    own = traded(heads, planned.inner) if planned.inner > 1 else heads
-    rows = tokens * planned.inner
+    own = heads_after_all_to_all(heads, planned.all_to_all_ranks) if planned.all_to_all_ranks > 1 else heads
+    rows = tokens * planned.all_to_all_ranks
     q, kv = own.query * own.dim, own.key * 2 * own.dim
-    message = rows * (q + kv) * c if planned.inner > 1 else 0.0
-    if cp == planned.inner:
+    message = rows * (q + kv) * c if planned.all_to_all_ranks > 1 else 0.0
+    if cp == planned.all_to_all_ranks:
         return message + rows * ((q + kv) * c + q * sums)
     return message + rows * (2 * kv * c + (q + 3 * kv) * FP32_BYTES)
 
@@ -261,8 +263,8 @@ def _block_moments(
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = planned.tokens * args.dim / tp * c
     # With offload two layers' shares are on the device at a time.
-    parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.traded)) if activation.offload else 0.0
-    again = block.qkv + (block.out + block.traded if mode == "full" else 0.0)
+    parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.all_to_all)) if activation.offload else 0.0
+    again = block.qkv + (block.out + block.all_to_all if mode == "full" else 0.0)
     # Backward of SwiGLU's product: three of the MLP's tensors are still needed, beside their three gradients. Experts
     # have theirs one after another, and the gradients of their rows all at once.
     ffn = (block.ffn + 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles

@@ -108,14 +108,16 @@ def _powers(most: int) -> list[int]:
 
 def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
     """The config with these choices; hybrid trades heads inside a node."""
-    inner = max(1, cluster.ranks_per_node // choice.tp)
+    all_to_all_ranks = max(1, cluster.ranks_per_node // choice.tp)
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(
             config.parallel, tp=choice.tp, pp=choice.pp, dp_replicate=1, dp_shard=-1, cp=1, pp_split=()
         ),
         activation=dataclasses.replace(config.activation, checkpoint=choice.checkpoint),
-        context_parallel=dataclasses.replace(config.context_parallel, strategy="auto", all_to_all_ranks=inner),
+        context_parallel=dataclasses.replace(
+            config.context_parallel, strategy="auto", all_to_all_ranks=all_to_all_ranks
+        ),
     )
 
 
@@ -146,8 +148,8 @@ def stage_options(
 
 def _try(config: Config, args: Any, stage: Stage, cluster: Cluster, refused: list[Exception]) -> Option | None:
     """One way to run a stage; None if a run would refuse it."""
-    inner = config.context_parallel.all_to_all_ranks
-    if stage.strategy == "hybrid" and not 1 < inner < (stage.cp or 1):
+    all_to_all_ranks = config.context_parallel.all_to_all_ranks
+    if stage.strategy == "hybrid" and not 1 < all_to_all_ranks < (stage.cp or 1):
         return None
     # Without its gate, which compares with other stages.
     alone = dataclasses.replace(

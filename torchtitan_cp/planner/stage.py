@@ -82,11 +82,11 @@ class PlannedStage:
         return check_exchange(strategy)
 
     @cached_property
-    def inner(self) -> int:
+    def all_to_all_ranks(self) -> int:
         """Ranks that trade heads."""
-        return self.inner_of(self.strategy, self.stage.all_to_all_ranks)
+        return self.all_to_all_ranks_of(self.strategy, self.stage.all_to_all_ranks)
 
-    def inner_of(self, strategy: str, all_to_all_ranks: int) -> int:
+    def all_to_all_ranks_of(self, strategy: str, all_to_all_ranks: int) -> int:
         """Ranks that trade heads under a strategy, where hybrid has so many."""
         if strategy == "all_to_all":
             return self.stage.cp
@@ -106,7 +106,7 @@ class PlannedStage:
         backward = self.cluster.rate(dtype, accelerator.attention_backward)
         return Rates(self.cluster, forward, backward, self.degrees.tp)
 
-    def attention(self, strategy: str, inner: int, window: int) -> LayerCost:
+    def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
         settings = self.config.context_parallel
         float8 = settings.kv_transfer == "float8" and strategy != "all_to_all"
@@ -114,7 +114,7 @@ class PlannedStage:
             self.stage.seq_len,
             self.stage.cp,
             strategy,
-            inner,
+            all_to_all_ranks,
             window,
             settings.layout,
             AttentionMask(),

@@ -463,12 +463,12 @@ def test_unshard_inverts_shard_and_its_gradient_is_the_rows_own(ranks: Callable[
 def run_layers() -> list[bool]:
     """A window layer by ring and a global layer by all-to-all, on one layout."""
     tensors = inputs("GQA 4:1", "16/16", torch.float64)
-    ring, trade = make_cp("ring", "balanced"), make_cp("all_to_all", "zigzag")
+    ring, all_to_all_group = make_cp("ring", "balanced"), make_cp("all_to_all", "zigzag")
     mask = AttentionMask(document_lengths=((30, 66),))
     packed = ring.plan(S, mask)
-    plans = [ring.plan(S, replace(mask, window=(9, -1)), like=packed), trade.plan(S, mask, like=packed)]
+    plans = [ring.plan(S, replace(mask, window=(9, -1)), like=packed), all_to_all_group.plan(S, mask, like=packed)]
     same = []
-    for cp, plan in zip((ring, trade), plans, strict=True):
+    for cp, plan in zip((ring, all_to_all_group), plans, strict=True):
         assert plan.layout == packed.layout
         out = plan.unshard(cp.attention(*(plan.shard(x) for x in tensors[:3]), plan, scale=SCALE))
         want = attention_with_gradients(*tensors, plan.mask, SCALE)[0]

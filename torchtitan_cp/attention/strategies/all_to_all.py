@@ -62,9 +62,9 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShare:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
-    if call.trade.ranks == 1:
+    if call.all_to_all_group.ranks == 1:
         return ring.forward(q, k, v, sinks, call)
-    heads = share_heads(q.shape[2], k.shape[2], call.trade.ranks)
+    heads = share_heads(q.shape[2], k.shape[2], call.all_to_all_group.ranks)
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
     q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _trade(parts, call))
     out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_own_heads(sinks, heads, call))
@@ -78,9 +78,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
 def backward(
     dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    if call.trade.ranks == 1:
+    if call.all_to_all_group.ranks == 1:
         return ring.backward(dout, residuals, sinks, call)
-    heads = share_heads(dout.shape[2], call.key_heads, call.trade.ranks)
+    heads = share_heads(dout.shape[2], call.key_heads, call.all_to_all_group.ranks)
     dout_rows = _join_rows(_trade([_queries_by_rank(dout, heads)], call)[0], call)
     *gradients, dsinks = ring.backward(dout_rows, residuals, *_own_heads(sinks, heads, call))
     del dout_rows
@@ -88,7 +88,10 @@ def backward(
     parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
     dq, dk, dv = _trade(parts, call)
     if dsinks is not None:
-        before, after = (rank * heads.share for rank in (call.trade.rank, call.trade.ranks - 1 - call.trade.rank))
+        before, after = (
+            rank * heads.share
+            for rank in (call.all_to_all_group.rank, call.all_to_all_group.ranks - 1 - call.all_to_all_group.rank)
+        )
         dsinks = F.pad(dsinks, (before, after))[: heads.query_heads]
     return _join_queries(dq, heads), _sum_keys(dk, heads, call), _sum_keys(dv, heads, call), dsinks
 
@@ -113,18 +116,21 @@ def _trade(tensors: list[list[Stretches]], call: Call) -> list[list[Tensor]]:
         batch, _, heads, dim = parts[0][0].shape
         shapes.append((batch, sum(stretch.shape[1] for stretch in parts[0]), heads, dim))
     sizes = [math.prod(shape) for shape in shapes]
-    message = tensors[0][0][0].new_empty((call.trade.ranks, sum(sizes)))
+    message = tensors[0][0][0].new_empty((call.all_to_all_group.ranks, sum(sizes)))
 
     def views(rank: int, flat: Tensor) -> list[Tensor]:
         return [piece.view(shape) for piece, shape in zip(flat[rank].split(sizes), shapes, strict=True)]
 
-    for rank in range(call.trade.ranks):
+    for rank in range(call.all_to_all_group.ranks):
         for parts, room in zip(tensors, views(rank, message), strict=True):
             torch.cat(parts[rank], 1, out=room)
     tensors.clear()
     del parts
-    received = call.trade.all_to_all(message)
-    return [list(parts) for parts in zip(*(views(rank, received) for rank in range(call.trade.ranks)), strict=True)]
+    received = call.all_to_all_group.all_to_all(message)
+    return [
+        list(parts)
+        for parts in zip(*(views(rank, received) for rank in range(call.all_to_all_group.ranks)), strict=True)
+    ]
 
 
 def _queries_by_rank(x: Tensor, heads: HeadShare) -> list[Stretches]:
@@ -168,7 +174,7 @@ def _join_rows(parts: list[Tensor], call: Call) -> Tensor:
 def _split_rows(x: Tensor, call: Call) -> list[Stretches]:
     """`[B, P*s, h, D]`, each rank's own rows."""
     tokens = call.plan.layout.chunk_tokens
-    held: list[Stretches] = [[] for _ in range(call.trade.ranks)]
+    held: list[Stretches] = [[] for _ in range(call.all_to_all_group.ranks)]
     for place, (rank, _) in enumerate(_group_chunks(call)):
         held[rank].append(x[:, place * tokens : (place + 1) * tokens])
     return held
@@ -176,7 +182,7 @@ def _split_rows(x: Tensor, call: Call) -> list[Stretches]:
 
 def _group_chunks(call: Call) -> list[tuple[int, int]]:
     """Chunks of the group's ranks in the order of the sequence: (rank within the group, its local row)."""
-    size = call.trade.ranks
+    size = call.all_to_all_group.ranks
     first = call.plan.rank // size * size
     return [(rank - first, start) for rank, start in call.plan.layout.owners if first <= rank < first + size]
 
@@ -184,7 +190,7 @@ def _group_chunks(call: Call) -> list[tuple[int, int]]:
 def _own_heads(sinks: Tensor | None, heads: HeadShare, call: Call) -> tuple[Tensor | None, Call]:
     """The sinks of the query heads that this rank computes, and the call with their slopes."""
     own, slopes = (
-        None if x is None else F.pad(x, (0, heads.padding)).split(heads.share)[call.trade.rank]
+        None if x is None else F.pad(x, (0, heads.padding)).split(heads.share)[call.all_to_all_group.rank]
         for x in (sinks, call.slopes)
     )
     return own, replace(call, slopes=slopes)

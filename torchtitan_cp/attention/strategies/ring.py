@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.codec import CODECS, find_codec
 from torchtitan_cp.attention.collectives import Pending
-from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
 from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
@@ -52,7 +52,7 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tu
 
     def start(step: RingStep) -> Pending[Tensor | None]:
         send = codec.encode(rows_in(k, step.send), rows_in(v, step.send)) if step.send else None
-        receive = codec.new_message(count(step.receive), k, v) if step.receive else None
+        receive = codec.new_message(count_rows(step.receive), k, v) if step.receive else None
         return call.ring.send_receive(send, step.target, receive, step.source)
 
     for step, following in zip(steps, [*steps[1:], None], strict=True):
@@ -60,7 +60,7 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tu
         yield step, here
         if following and arriving:
             message = arriving.wait()
-            rows = count(following.receive)
+            rows = count_rows(following.receive)
             here = (k[:, :0], v[:, :0]) if message is None else codec.decode(message, rows, k, v)
 
 
@@ -68,7 +68,7 @@ def _return_gradients(here: list[GradientSum], step: RingStep, call: Call) -> Pe
     """Send the gradients of `step`'s KV to their owner, and receive those of own KV from the rank that read it."""
     codec, (dk, dv) = CODECS["exact"], (gradient.total() for gradient in here)
     send = codec.encode(dk, dv) if step.receive else None
-    receive = codec.new_message(count(step.send), dk, dv) if step.send else None
+    receive = codec.new_message(count_rows(step.send), dk, dv) if step.send else None
     return call.ring.send_receive(send, step.source, receive, step.target)
 
 
@@ -81,13 +81,8 @@ def _add_returned(own: list[GradientSum], returning: tuple[RingStep, Pending[Ten
     if message is None:
         return
     dk, dv = (gradient.total() for gradient in own)
-    for total, back in zip((dk, dv), CODECS["exact"].decode(message, count(step.send), dk, dv), strict=True):
+    for total, back in zip((dk, dv), CODECS["exact"].decode(message, count_rows(step.send), dk, dv), strict=True):
         before = 0
         for start, stop in step.send:
             total[:, start:stop] += back[:, before : before + stop - start]
             before += stop - start
-
-
-def count(spans: tuple[Span, ...]) -> int:
-    """Rows in spans."""
-    return sum(stop - start for start, stop in spans)

@@ -25,7 +25,7 @@ class Call:
         scale: of the scores.
         key_heads: Hkv.
         ring: the group across which KV travels.
-        trade: the group within which heads are traded for sequence.
+        all_to_all_group: the ranks that trade heads for sequence.
         slopes: `[Hq]` of linear biases, or None.
     """
 
@@ -34,7 +34,7 @@ class Call:
     scale: float
     key_heads: int
     ring: Group
-    trade: Group
+    all_to_all_group: Group
     slopes: Tensor | None = None
 
     def kernel_for(self, step: RingStep | None, heads: slice = ALL_HEADS) -> Kernel:
