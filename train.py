@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rank", type=int, default=0, help="with --dry-run: which of them to be")
     options, overrides = parser.parse_known_args(arguments)
     if options.world_size is not None and not options.dry_run:
-        parser.error("--world-size goes with --dry-run; NPROC=... says how many ranks of a node to start")
+        parser.error("--world-size needs --dry-run; set NPROC for the ranks of a node")
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
     register(ARCHITECTURES)

@@ -221,7 +221,7 @@ def interrupt(job: LaunchedJob) -> None:
     assert len({os.getsid(process) for process in [job.process.pid, *ranks]}) == 3
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 128 + signal.SIGINT, job.log.read_text()
-    said = "SIGINT: the ranks were ended; the same command goes on from the last checkpoint"
+    said = "SIGINT: the ranks were ended; the same command resumes from the last checkpoint"
     assert job.log.read_text().splitlines()[-1] == said
     assert not job.says("Traceback")
     assert not job.says("frame #")

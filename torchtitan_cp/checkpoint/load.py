@@ -42,7 +42,7 @@ class TableUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in TABLE_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint must not contain")
         return super().find_class(module, name)
 
 

@@ -152,7 +152,7 @@ class CheckpointManager:
         size = sum(file.stat().st_size for file in pending.writer.final.iterdir())
         before = f" and {pending.waited_seconds:.2f} s for the save before" if pending.waited_seconds > 0.01 else ""
         logger.info(
-            "%s: training stood still %.2f s to copy it%s; %s bytes were on disk after %.1f s",
+            "%s: training paused %.2f s for the copy%s; %s bytes were on disk after %.1f s",
             pending.writer.final,
             pending.copy_seconds,
             before,

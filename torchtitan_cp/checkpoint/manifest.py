@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})") from None
     if not plain or not manifest.files.keys() >= {METADATA_FILE, PROGRESS_FILE}:
-        raise DamagedError(f"{MANIFEST_FILE} does not list a checkpoint's files")
+        raise DamagedError(f"{MANIFEST_FILE} is not a list of a checkpoint's files")
     return manifest
 
 

@@ -63,7 +63,7 @@ class CheckpointWriter(FileSystemWriter):
         _write(self.partial / MANIFEST_FILE, manifest.to_json())
         damage = compare_files(self.partial, manifest, files, content=False)
         if damage:
-            raise OSError(f"the first rank does not see what was written: {'; '.join(damage)}")
+            raise OSError(f"rank 0 cannot see files that other ranks wrote: {'; '.join(damage)}")
         _sync_folder(self.partial)
         if self.final.exists():
             # It is damaged: otherwise the run would have resumed from it.

@@ -79,7 +79,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         complete = CheckpointManager(path / "checkpoints").complete()
         if not complete:
             raise ConfigError(
-                f"{path} is no checkpoint and has none", fix="give a run's folder, or .../checkpoints/step-N"
+                f"{path} is not a checkpoint and contains none", fix="give a run's folder, or .../checkpoints/step-N"
             )
         path = complete[-1][1]
     config = load_config(path.parents[1] / "config.toml")

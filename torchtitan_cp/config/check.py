@@ -176,7 +176,7 @@ def check_sources(config: Config) -> None:
         _check_source(source, where)
         if source.token_field and config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path:
             raise ConfigError(
-                f"{where}.token_field = {source.token_field!r} holds ids of a tokenizer, and [tokenizer] names none",
+                f"{where}.token_field = {source.token_field!r} holds token ids, and [tokenizer] names no tokenizer",
                 fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
             )
 
@@ -225,7 +225,7 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     if stage.cp is not None and stage.cp < 1 and stage.cp != -1:
-        raise ConfigError(f"{where}.cp = {stage.cp} is not a degree", fix="use 1 or more, or -1 for every rank")
+        raise ConfigError(f"{where}.cp = {stage.cp} is not a valid degree", fix="use 1 or more, or -1 for every rank")
     cp = degrees.stage_cp(stage)
     if degrees.fsdp % cp:
         divisors = [str(n) for n in range(1, degrees.fsdp + 1) if degrees.fsdp % n == 0]

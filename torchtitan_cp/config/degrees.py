@@ -60,7 +60,7 @@ def resolve_degrees(parallel: Parallel, ranks: int) -> Degrees:
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
             raise ConfigError(
-                f"parallel.{name} = {degree} is not a degree", fix="use 1 or more, or -1 for the remaining ranks"
+                f"parallel.{name} = {degree} is not a valid degree", fix="use 1 or more, or -1 for the remaining ranks"
             )
     open_axes = [name for name, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:

@@ -383,7 +383,7 @@ class Inject:
         step: optimizer step that gets the fault, from 1; 0: none
         steps: number of steps in a row that get it
         rank: rank that gets it
-        where: data: a label that is no token; embedding, forward: a module's output; backward: the gradient of its
+        where: data: an out-of-range label; embedding, forward: a module's output; backward: the gradient of its
             input; gradient: a weight's gradient, before the ranks' sum; weight: a weight itself
         layer: forward, backward, gradient, weight: number of the block
         module: forward to weight: a module in the block by name, e.g. feed_forward.w2; empty: the block

@@ -206,7 +206,7 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
         return event
     if unit is None:
         raise UserError(
-            "the bundle holds no module: the step was healthy when it was repeated, or no single module is to blame",
+            "the bundle holds no module: the step was healthy when it was repeated, or no single module is the cause",
             fix="read its report.json; a step that is healthy when repeated points to the hardware, or to a race",
         )
     module = build(bundle)

@@ -106,7 +106,7 @@ def _check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -
     for index, rule in enumerate(rules):
         if id(rule) not in used:
             raise ConfigError(
-                f"optimizer.groups[{index}].match = {rule.match!r} matches no parameter that the rules before it left",
+                f"optimizer.groups[{index}].match = {rule.match!r} matches no parameter that an earlier rule left",
                 fix=f"names are like {names[0]}, {names[len(names) // 2]}, {names[-1]}",
             )
 

@@ -159,7 +159,7 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
             needed = -(-stage.global_batch_tokens // unit) * unit
             logger.warning(
                 "%d ranks cannot share curriculum.stages[%d].global_batch_tokens = %d, and a run would refuse it; "
-                "a step of %d tokens is walked instead",
+                "the dry run uses a step of %d tokens instead",
                 *(ranks, index, stage.global_batch_tokens, needed),
             )
             stage = dataclasses.replace(stage, global_batch_tokens=needed)

@@ -37,7 +37,7 @@ def end_job(message: str, code: int) -> int:
             time.sleep(WAIT_SECONDS)
             return code
         except OSError as error:  # no room in the temporary folder
-            print(f"the launcher cannot be told why the job ends: {error}", file=sys.stderr)
+            print(f"could not write the reason for the launcher: {error}", file=sys.stderr)
     if message and (folder or os.environ.get("RANK", "0") == "0"):
         print(message, file=sys.stderr)
     return code

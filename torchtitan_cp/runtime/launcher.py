@@ -145,7 +145,7 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         return EndNote(1, f"error: the nodes of the job lost each other: {error}")
     except (SignalException, KeyboardInterrupt) as stop:
         number = getattr(stop, "sigval", signal.SIGINT)
-        outcome = "the ranks were ended; the same command goes on from the last checkpoint"
+        outcome = "the ranks were ended; the same command resumes from the last checkpoint"
         return EndNote(128 + number, f"{number.name}: {outcome}")
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next agent, if there is one

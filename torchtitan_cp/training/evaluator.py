@@ -110,7 +110,7 @@ class Evaluator:
         """
         self.left_out, self.interruptible = {}, not at_end
         if not (at_end or stage.until or self._affords(self.settings.tokens)):
-            logger.info("no evaluation now: more than evaluation.max_share = %g of the time", self.budget.max_share)
+            logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
             return None
         layout, data = resized(batch_layout, stage.seq_len), self.data_pipeline.stage_data(stage)
         try:
@@ -124,7 +124,7 @@ class Evaluator:
             if length != stage.seq_len and self._is_due(f"loss by position to {length:,}"):
                 by_position = self.held_out_losses(resized(layout, length), data) or held_out
         except _Stopped:
-            logger.info("the evaluation ends unfinished, as the run is to stop")
+            logger.info("evaluation stopped: the run is stopping")
             return None
         return EvaluationResult(
             loss=held_out.loss,

@@ -65,7 +65,7 @@ def check_support(config: Config, degrees: Any) -> None:
         plain = 1 if section == "parallel" else False
         if (getattr(degrees, name) if section == "parallel" else getattr(getattr(config, section), name)) != plain:
             raise ConfigError(
-                f"{key} does not go with the architecture {config.model.architecture!r}: {reason}",
+                f"{key} is not supported by the architecture {config.model.architecture!r}: {reason}",
                 fix=f"set {key} = {str(plain).lower()}, or use another model.architecture",
             )
 

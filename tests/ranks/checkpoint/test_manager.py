@@ -112,7 +112,7 @@ def test_a_save_holds_what_was_when_it_began_and_tells_how_long_training_stood_s
     unchanged, lines = ranks(1)(change_while_it_is_written, tmp_path)[0]
     assert unchanged
     assert len(lines) == 1
-    assert "step-1: training stood still 0." in lines[0]
+    assert "step-1: training paused 0." in lines[0]
     assert "bytes were on disk after" in lines[0]
 
 
@@ -213,7 +213,7 @@ def tensor_file(folder: Path) -> Path:
         ),
         (
             lambda step: (step / MANIFEST_FILE).write_text('{"files": {}, "step": 3, "stage_end": false}'),
-            "manifest.json does not list a checkpoint's files",
+            "manifest.json is not a list of a checkpoint's files",
         ),
     ],
 )

@@ -25,4 +25,4 @@ def test_a_person_can_talk_to_what_was_trained(
     assert capsys.readouterr().out != first.out
     assert program.main([*arguments, "--temperature", "0", "--prompt", ""]) == 0
     assert program.main([str(tmp_path / "none"), "--prompt", "a"]) == 2
-    assert "is no checkpoint and has none" in capsys.readouterr().err
+    assert "is not a checkpoint and contains none" in capsys.readouterr().err

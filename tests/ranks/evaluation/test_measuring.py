@@ -377,7 +377,7 @@ def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
 ) -> None:
     code, said = ranks(1)(refused, str(tmp_path))[0]
     assert code == 2
-    assert said.startswith(f"error: {tmp_path} is no checkpoint and has none")
+    assert said.startswith(f"error: {tmp_path} is not a checkpoint and contains none")
 
 
 def refused(folder: str) -> tuple[int, str]:

@@ -262,7 +262,7 @@ def test_a_run_of_its_own_exports_with_its_tokenizer(
     assert (tmp_path / "elsewhere" / "tokenizer.model").read_bytes() == own
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "other")]) == 2
-    assert "is no checkpoint and has none" in capsys.readouterr().err
+    assert "is not a checkpoint and contains none" in capsys.readouterr().err
 
 
 def logits_here(checkpoint: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -37,7 +37,7 @@ def test_the_pickle_of_this_test_does_run_code_in_an_ordinary_unpickler(tmp_path
 def test_a_table_of_tensors_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path, nested: bool) -> None:
     evil: Any = Evil(tmp_path / "hit")
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=evil) if nested else evil))
-    with pytest.raises(ConfigError, match=r"\.metadata is refused: it asks for posix\.mkdir, which no checkpoint"):
+    with pytest.raises(ConfigError, match=r"\.metadata is refused: it refers to posix\.mkdir, which a checkpoint"):
         read_table(tmp_path, NO_FILES)
     assert not (tmp_path / "hit").exists()
 

@@ -57,7 +57,7 @@ def test_what_is_left_goes_to_the_open_axis() -> None:
         (Parallel(dp_shard=2, cp=2), 6, "[parallel] asks for dp_shard 2 x cp 2 and there are 6 ranks: 4 is not their"),
         (Parallel(cp=4), 6, "4 does not divide them"),
         (Parallel(cp=-1), 4, "parallel.dp_shard and parallel.cp are all -1"),
-        (Parallel(cp=0), 4, "parallel.cp = 0 is not a degree"),
+        (Parallel(cp=0), 4, "parallel.cp = 0 is not a valid degree"),
     ],
 )
 def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks: int, wanted: str) -> None:
@@ -69,7 +69,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
     [
         (dataclasses.replace(STAGE, cp=3), 8, "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 8"),
         (dataclasses.replace(STAGE, cp=3), 8, "use 1, 2, 4, 8 or -1"),
-        (dataclasses.replace(STAGE, cp=0), 8, "curriculum.stages[0].cp = 0 is not a degree"),
+        (dataclasses.replace(STAGE, cp=0), 8, "curriculum.stages[0].cp = 0 is not a valid degree"),
         (dataclasses.replace(STAGE, seq_len=1022, cp=2), 2, "seq_len = 1022 is not divisible by 2 x cp = 4"),
         (dataclasses.replace(STAGE, seq_len=1022, cp=2), 2, "use 1020 or 1024"),
         (dataclasses.replace(STAGE, seq_len=2, cp=2), 2, "fix: use 4, or another cp"),
@@ -297,7 +297,7 @@ BOOKS = DataSource(name="books", source="text", path="books")
         (Data(source="jsonl", group_depth=1), "data.group_depth is set, and source = 'jsonl' does not read it"),
         (Data(source="parquet", split="test"), "data.split is set, and source = 'parquet' does not read it"),
         (Data(source="jsonl", token_field="ids", text_field="t"), "data has both text_field and token_field"),
-        (Data(source="jsonl", token_field="ids"), "data.token_field = 'ids' holds ids of a tokenizer, and [tokenizer]"),
+        (Data(source="jsonl", token_field="ids"), "data.token_field = 'ids' holds token ids, and [tokenizer]"),
         (Data(min_document=10, max_document=9), "data.max_document = 9 is less than min_document = 10 or 2"),
         (Data(max_document=1), "fix: raise max_document, or set it to 0 to split nothing"),
     ],

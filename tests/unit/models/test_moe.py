@@ -109,7 +109,7 @@ def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--parallel.tp=2", "parallel.tp does not go with the architecture 'moe': its experts are not sharded"),
+        ("--parallel.tp=2", "parallel.tp is not supported by the architecture 'moe': its experts are not sharded"),
         ("--parallel.pp=2", "set parallel.pp = 1, or use another model.architecture"),
         ("--compile.enable=true", "set compile.enable = false"),
         ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),

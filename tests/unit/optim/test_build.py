@@ -46,7 +46,7 @@ def test_a_rule_that_matches_nothing_is_refused_by_name(rules: tuple[str, ...]) 
     index, last = len(rules) - 1, rules[-1]
     with pytest.raises(ConfigError) as caught:
         build_optimizer(small_net(), Optimizer(groups=tuple(ParameterGroup(rule) for rule in rules)))
-    assert f"optimizer.groups[{index}].match = '{last}' matches no parameter that the rules" in str(caught.value)
+    assert f"optimizer.groups[{index}].match = '{last}' matches no parameter that an earlier rule" in str(caught.value)
     assert "names are like tok_embeddings.weight, layers.0.bias, norm.weight" in str(caught.value)
 
 

@@ -236,7 +236,7 @@ class Tokenization:
             raise DataError(
                 f"{where}.validation_fraction = {fraction} holds out no document: {state.kept_documents} are too few "
                 "to split",
-                fix=f"split the text into more files, or set {where}.validation_fraction to 0 to validate on nothing",
+                fix=f"split the text into more files, or set {where}.validation_fraction to 0 to disable validation",
             )
 
 
