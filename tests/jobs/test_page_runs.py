@@ -112,6 +112,7 @@ def cut_of(command: str) -> tuple[str, ...]:
         return ("--curriculum.stages[0].global_batch_tokens=8192",)
     config = re.match(r"(?:CONFIG_FILE=|torchtitan-cp train )(\S+)", command)
     cut = RUNS[config[1] if config else "train_configs/quickstart.toml"]
+    cut = (*cut, "--lr_scheduler.warmup_steps=1")
     return (*cut, *stages(1, tokens=2048, steps=20)) if command == TRACED else cut
 
 

@@ -26,7 +26,7 @@ class Manifest:
     """What a checkpoint consists of.
 
     Attributes:
-        step: optimizer steps taken when it was saved.
+        step: optimizer steps begun when it was saved.
         stage_end: whether a stage of the curriculum ended there; such a checkpoint is never deleted.
         files: by name, every file but the manifest itself.
     """

@@ -27,7 +27,7 @@ class ResolvedRun:
 
     Attributes:
         stages: of the curriculum.
-        degrees: of the mesh in each stage. Two stages differ in tp and pp only.
+        degrees: of the mesh in each stage.
         model_args: sizes of the model; vocab_size is 0 where the tokenizer decides it.
     """
 
@@ -52,7 +52,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `training.export.check_exportable`: whether Hugging Face's format can describe the model.
     - `registry.check_support`: degrees and flags that the architecture lacks.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP.
-    - `parallel.plan_pipeline`: pp and the schedule divide the layers.
+    - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
     So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines, the schedule takes the
