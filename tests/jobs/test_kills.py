@@ -42,7 +42,7 @@ def record_samples(folder: Path) -> None:
     def recorded(trainer: Trainer, batches: Any) -> Any:
         progress, samples = trainer.progress, trainer.data_pipeline.samples
         numbers = [number for batch in batches for number in batch.numbers]
-        rows = [[progress.stage, progress.stage_step, n, str(samples.sequence(n).pieces)] for n in numbers]
+        rows = [[progress.stage, progress.stage_step, n, str(samples.sequence(n).spans)] for n in numbers]
         # At once, so that a kill leaves whole lines.
         os.write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
         return forward_backward(trainer, batches)

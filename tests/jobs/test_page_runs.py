@@ -72,6 +72,7 @@ RUNS = {
     # A model of the same kind that a test makes: that of the command does not fit here.
     "train_configs/yarn_128k.toml": (
         *stages(2, seq_len=4096, tokens=8192),
+        *(f"--curriculum.stages[{index}].lr.warmup_steps=1" for index in range(2)),
         "--data.validation_fraction=0.2",
         *("--model.flavor=debug", "--model.overrides.dim=48", "--model.overrides.n_layers=4"),
         *("--model.overrides.n_heads=4", "--model.overrides.n_kv_heads=2", "--model.overrides.head_dim=12"),
