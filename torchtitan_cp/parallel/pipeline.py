@@ -5,7 +5,7 @@ micro-batch's tokens, positions and plan by itself, so only hidden states travel
 Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (Qi et al., 2024).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -128,12 +128,27 @@ class HiddenSpec:
 
 Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 
-# What of torch's pipeline stages is timed, and which stopwatch runs meanwhile.
-TIMED = {
-    "forward_one_chunk": "forward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "backward",
-}
+
+class _TimedStage(PipelineStage):
+    """torch's pipeline stage, with a stopwatch running while it computes.
+
+    Its methods are overridden and not replaced: an attribute that refers to its own object would keep the receive
+    buffers until the garbage collector runs.
+    """
+
+    watches: Mapping[str, Stopwatch]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watches["forward"].running():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watches["backward"].running():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watches["backward"].running():
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class Pipeline:
@@ -238,9 +253,8 @@ class Pipeline:
         for number, part in self.parts.items():
             takes = between if number else torch.empty(1, dtype=torch.int64, device="meta")
             gives = between if number < self.last else torch.empty((), device="meta", requires_grad=True)
-            stage = PipelineStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
-            for method, watch in TIMED.items():
-                setattr(stage, method, self.watches[watch].running()(getattr(stage, method)))
+            stage = _TimedStage(part, number, self.last + 1, self.device, takes, gives, group=self.group)
+            stage.watches = self.watches
             stages.append(stage)
         kind = get_schedule_class(self.schedule.torch_name)
         one_or_all: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages

@@ -1,7 +1,6 @@
 """One step of each stage by the trainer's own code, as one rank of a job of any size, without a device or data."""
 
 import dataclasses
-import gc
 import logging
 import multiprocessing
 import sys
@@ -82,7 +81,6 @@ class DryModel(ParallelModel):
         """A whole optimizer step of a stage."""
         if self.pipeline:
             self.pipeline.release()  # what an earlier stage left
-            gc.collect()  # torch's schedule and its pipeline stages refer to each other
         with real_tensors():
             batch_layout = self.configure_stage(stage)
         self.tracker.messages.clear()
