@@ -75,30 +75,43 @@ class Comparison:
 
 
 NOTES = {
-    "a": "Llama 3 (arXiv 2407.21783), table 4, by a copy of it on glennklockwood.com/garden/llama-3.1 (TP 8, PP 16, "
-    "16M tokens a batch; CP 16 at 128K). From memory, not opened: its MFU is PaLM's, which counts every pair of "
-    "the sequence; at 8K it ran nothing again. Assumed: interleaved 1F1B with 4 stages a rank, weights kept "
-    "gathered, keys and values by all-gather, H100 SXM at the planner's own shares. Ours keeps the gathered "
-    "outputs of norms on every tensor-parallel rank, and so must run products again: `activation.checkpoint = "
-    '"attention_saved"`.',
-    "b": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 2, opened: H100 of 96 GB with 2.4 "
-    "TB/s at 500 W, compiled; the lengths of table 2 with full recomputation and float8 products. Assumed: torch "
-    "sees 95 GiB of the 96 GB; logits of a whole sequence at once; ring. Rates are those of the planner's H100 "
-    "times 0.65, so that the 8K run in bf16 comes out, and products in float8 are 1.5 times as fast, so that the "
-    "8K run with them does. Their selective recomputation runs every second product again, ours none, which the "
-    "factor takes in.",
-    "c": "ALST (arXiv 2506.13996): lengths from its abstract and from the recipes in ArcticTraining's folder "
-    "projects/sequence-parallelism (run-h100-sp1, -sp8 and -sp32-llama-8b.yml), opened; TFLOP/s from memory, not "
-    "opened. They count every pair, and the forward twice: lengths, times and TFLOP/s as remembered agree so to "
-    "2 %. Ours: full recomputation with `activation.offload`, `mlp_tiles = 128`, the loss in chunks, AdamW's "
-    "moments in host memory (`optimizer.offload_state`), fp32 weights and gradients sharded over the devices, "
-    "FlashAttention-2 at the planner's own shares. Twice the longest published length stands for what does not "
-    "fit.",
-    "d": "On one device weights, gradients and moments in host memory (`parallel.fsdp_cpu_offload`), as ALST has them.",
-    "e": "Plain Hugging Face with ZeRO-3: logits of the whole sequence, nothing in tiles, activations on the device. "
-    "A recipe has 32K on 8 GPUs; the abstract says that what is longer runs out of memory.",
-    "f": "Recipes on the way to (c), at their longest: without offload, and without tiles. The planner is wrong about "
-    "two of them. They use Liger's fused SwiGLU, where the formula has six wide tensors of an MLP at a time.",
+    "a": (
+        "Llama 3 (arXiv 2407.21783), table 4, from a copy on glennklockwood.com/garden/llama-3.1 (TP 8, PP 16, "
+        "16M tokens a batch; CP 16 at 128K). From memory, not looked up: its MFU is PaLM's, which counts every "
+        "pair of the sequence; at 8K it recomputed nothing. Assumed: interleaved 1F1B with 4 stages a rank, "
+        "weights kept gathered, keys and values by all-gather, H100 SXM at the planner's own shares. Our code "
+        "keeps the gathered outputs of norms on every tensor-parallel rank, and so must recompute products: "
+        '`activation.checkpoint = "attention_saved"`.'
+    ),
+    "b": (
+        "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 2, looked up: H100 of 96 GB with "
+        "2.4 TB/s at 500 W, compiled; the lengths of table 2 with full recomputation and float8 products. "
+        "Assumed: torch sees 95 GiB of the 96 GB; logits of a whole sequence at once; ring. Rates are those of "
+        "the planner's H100 times 0.65, which fits the 8K run in bf16; products in float8 are 1.5 times as fast, "
+        "which fits the 8K run in float8. Their selective recomputation repeats every second product, ours none; "
+        "the factor absorbs this."
+    ),
+    "c": (
+        "ALST (arXiv 2506.13996): lengths from its abstract and from the recipes in ArcticTraining's folder "
+        "projects/sequence-parallelism (run-h100-sp1, -sp8 and -sp32-llama-8b.yml), looked up; TFLOP/s from "
+        "memory, not looked up. They count every pair, and the forward twice: counted that way, lengths, times "
+        "and TFLOP/s agree within 2 %. Ours: full recomputation with `activation.offload`, `mlp_tiles = 128`, the "
+        "loss in chunks, AdamW's moments in host memory (`optimizer.offload_state`), fp32 weights and gradients "
+        "sharded over the devices, FlashAttention-2 at the planner's own shares. Twice the longest published "
+        "length stands for what does not fit."
+    ),
+    "d": (
+        "On one device: weights, gradients and moments are in host memory (`parallel.fsdp_cpu_offload`), as in ALST."
+    ),
+    "e": (
+        "Plain Hugging Face with ZeRO-3: logits of the whole sequence, no tiles, activations on the device. A "
+        "recipe has 32K on 8 GPUs; the abstract says that longer sequences run out of memory."
+    ),
+    "f": (
+        "Recipes on the way to (c), at their longest: without offload, and without tiles. The planner is wrong "
+        "about two of them. They use Liger's fused SwiGLU, where the formula assumes six wide tensors of an MLP "
+        "at a time."
+    ),
 }
 
 H100 = ACCELERATORS["h100-80g"]

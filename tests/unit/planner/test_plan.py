@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.Captu
         (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
         (
             ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--parallel.tp=2", "--nodes", "16"],
-            "parallel.tp does not go with",
+            "parallel.tp is not supported by",
         ),
     ],
 )
