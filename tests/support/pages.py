@@ -19,7 +19,7 @@ USAGE = re.compile(r" \[|[ =]\.\.\.")  # "[--quick]", "NPROC=...": how to write 
 
 
 def commands_of(page: str) -> Iterator[str]:
-    """Each command that stands on a line of its own, with the lines that go on with it, and each in the text."""
+    """Each command on a line of its own, with its continuation lines, and each command in the text."""
     text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"`([^`]+)`", text):
         whole = " ".join(span.split())

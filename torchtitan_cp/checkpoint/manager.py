@@ -135,7 +135,7 @@ class CheckpointManager:
             return
         pending, self._pending = self._pending, None
         step = pending.writer.progress.step
-        # Beside what the disk says: a lost rank, which training finds by itself, or the save's own timeout.
+        # From the disk, a lost rank (which training notices by itself), or the save's own timeout.
         error = pending.written.exception()
         if not error:
             self.newest_step = step
@@ -268,5 +268,5 @@ def _is_stage_end(path: Path) -> bool:
     try:
         return read_manifest(path).stage_end
     except DamagedError:
-        # A person may still want to save something of it.
+        # Damaged, so unknown: kept, as its owner may still recover something.
         return True

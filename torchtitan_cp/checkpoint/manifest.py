@@ -16,7 +16,6 @@ MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
 READ_BYTES = 2**24
 
-
 # Size in bytes and SHA-256 of a file.
 Checksum = dict[str, Any]
 

@@ -80,7 +80,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk, not only its files."""
+    """Flush the names in a folder to disk, as fsync of a file does not."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -20,10 +20,8 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.config import Config, ConfigError, UserError
-from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import Stage, StageActivation
-from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.data import prepare
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
@@ -34,6 +32,7 @@ from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.model import ParallelModel
+from torchtitan_cp.training.resolve import resolve_run
 
 WAIT_SECONDS = 3600.0
 
@@ -47,12 +46,12 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
     Raises:
         UserError: the config does not fit the ranks, a file cannot be read, or nothing is held out.
     """
-    degrees = check_config(config, world.size)
-    stages, number = resolve_stages(config, world.size), saved.config.curriculum.stages.index(saved.stage)
+    args = saved.model_args(type(next(iter(registry.architecture(config.model).flavors.values()))))
+    run, number = resolve_run(config, world.size, args), saved.config.curriculum.stages.index(saved.stage)
+    config, stages = run.config, run.stages
     stage, longest = stages[number], max(stage.seq_len for stage in stages)
     data_pipeline = DataPipeline(config, prepare(config.data, config.tokenizer), longest)
-    args = saved.model_args(type(next(iter(registry.architecture(config.model).flavors.values()))))
-    model = ParallelModel(config, world, Meshes(world.device.device.type, degrees), args, stage, longest)
+    model = ParallelModel(config, world, Meshes(world.device.device.type, run.degrees[number]), args, stage, longest)
     load_weights(saved, model.parts)
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
