@@ -127,6 +127,8 @@ class RecoveryPolicy:
             message = f"{what}. ROLLED BACK to {path}, and the text since is skipped"
         self.state = state
         if action == "lower_lr":
-            message += f"; the learning rate is LOWERED to {self.lr_factor:g} of it for {settings.lr_steps} steps"
+            message += (
+                f"; the learning rate is LOWERED to {self.lr_factor:g} of its schedule for {settings.lr_steps} steps"
+            )
         message += f" ({state.rollbacks} rollbacks, {state.lr_cuts} cuts so far)"
         return Recovery(action, message, checkpoint)

@@ -71,8 +71,8 @@ def test_what_is_done_is_said() -> None:
     lowered = it.decide(WHAT, find)
     assert lowered.checkpoint == CHECKPOINT
     assert lowered.message == (
-        f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped; the learning rate is LOWERED to 0.25 of it for "
-        "9 steps (0 rollbacks, 1 cuts so far)"
+        f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped; the learning rate is LOWERED to "
+        "0.25 of its schedule for 9 steps (0 rollbacks, 1 cuts so far)"
     )
 
 
