@@ -8,8 +8,7 @@ from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.parallel import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster, make_cluster
-from torchtitan_cp.planner.memory import stage_memory
-from torchtitan_cp.planner.stage import PlannedStage
+from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.training.registry import model_args_of
 
 FLAVORS, LENGTHS = ("8B", "70B", "405B"), (32768, 131072, 524288, 1048576)
@@ -69,8 +68,7 @@ def fits(flavor: str, seq_len: int, device: str, ranks: int, tp: int, cp: int) -
         degrees = check_config(config, ranks)
     except ConfigError:
         return False
-    planned = PlannedStage(config, args, degrees, resolve_stages(config, ranks)[0], cluster)
-    return stage_memory(planned).total <= cluster.usable_bytes
+    return Estimate(config, args, degrees, resolve_stages(config, ranks)[0], cluster).fits
 
 
 def _config(flavor: str, seq_len: int, ranks: int, tp: int, cp: int) -> Config:

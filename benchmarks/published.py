@@ -254,7 +254,7 @@ def _row(found: Comparison) -> str:
     ratio = f"{found.ratio:.2f}" if setup.published else "-"
     if setup.calibrates:
         ratio += ", set"
-    memory = f"{estimate.memory.total / GIB:.0f} of {estimate.usable_bytes / GIB:.0f}"
+    memory = f"{estimate.memory.total / GIB:.0f} of {estimate.cluster.usable_bytes / GIB:.0f}"
     if setup.published_memory_bytes:
         memory += f" ({setup.published_memory_bytes / GIB:.0f})"
     verdict = f"{_fits(setup.fits)}; {_fits(estimate.fits)}{' (wrong)' if setup.misses else ''}"

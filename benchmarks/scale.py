@@ -20,7 +20,6 @@ from torchtitan_cp.planner.exchange import (
     Heads,
     Rates,
     busiest_layer,
-    plan_for,
 )
 
 STRATEGIES = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -40,7 +39,7 @@ def figures(strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads:
     Returns:
         milliseconds; the share of them in which the rank waits for messages; its work over the ranks' mean.
     """
-    all_to_all_ranks = {"all_to_all": ranks, "hybrid": rates.cluster.ranks_per_node}.get(strategy, 1)
+    all_to_all_ranks = {"all_to_all": ranks, "hybrid": rates.cluster.accelerator.ranks_per_node}.get(strategy, 1)
     layer = busiest_layer(seq_len, ranks, strategy, all_to_all_ranks, 0, "auto", mask, heads, rates)
     work = layer.pairs * heads.dim * (FORWARD_FLOPS / rates.forward + BACKWARD_FLOPS / rates.backward)
     exposed = layer.forward_exposed + layer.backward_exposed
@@ -88,7 +87,7 @@ def measure(
             names = {"mask": kind, "tokens": seq_len, "ranks": count, "strategy": strategy}
             yield names | figures(strategy, seq_len, count, mask, heads, rates)
         # Thousands of plans of thousands of steps would fill the memory.
-        for cache in (plan_for, busiest_layer, ring_steps):
+        for cache in (busiest_layer, ring_steps):
             cache.cache_clear()
 
 

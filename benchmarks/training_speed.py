@@ -27,9 +27,8 @@ from torchtitan_cp.metrics import find_peak, flops_per_token
 from torchtitan_cp.optim import ChunkedCrossEntropy
 from torchtitan_cp.parallel import Meshes, parallelize
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import estimate_stage
+from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.measure import measure_accelerator
-from torchtitan_cp.planner.stage import PlannedStage
 from torchtitan_cp.runtime.device import Device, find_device
 
 CHUNK = 2048
@@ -69,9 +68,9 @@ def plan_step(shape: LlamaArgs, seq_len: int, config: Config) -> tuple[float, fl
     config = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=stages))
     cluster = make_cluster("here", 1, 1, measured=measure_accelerator(config, shape, 1))
     (stage,) = resolve_stages(config, 1)
-    estimate = estimate_stage(PlannedStage(config, shape, Degrees(1, 1, 1, 1, 1), stage, cluster))
+    estimate = Estimate(config, shape, Degrees(1, 1, 1, 1, 1), stage, cluster)
     seconds = estimate.step_seconds - estimate.seconds["optimizer"]
-    return seconds, estimate.memory.total - estimate.memory.optimizer
+    return seconds, estimate.memory.total - estimate.memory.by_kind["optimizer"]
 
 
 def measure(

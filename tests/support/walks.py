@@ -8,8 +8,9 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.planner.dry_run import StageWalk, stage_walker
-from torchtitan_cp.planner.stage import resolve_with_vocabulary
+from torchtitan_cp.planner.stage import model_args_of
 from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.resolve import resolve_run
 
 LONGER = (
     "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 704}",
@@ -37,5 +38,5 @@ def walk_of_two(folder: Path) -> tuple[Config, Path]:
 
 def walk_all(config: Config, stages: Sequence[StagePlan]) -> list[StageWalk]:
     """Stages walked by rank 0 of four, one after the other."""
-    with stage_walker(resolve_with_vocabulary(config, 4), 0) as walk:
+    with stage_walker(resolve_run(config, 4, model_args_of(config)), 0) as walk:
         return [walk(stage) for stage in stages]

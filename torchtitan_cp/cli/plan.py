@@ -11,7 +11,7 @@ from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError, UserError, format_error, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
-from torchtitan_cp.planner.estimate import plan_config, plan_volumes
+from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
@@ -59,12 +59,11 @@ def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool
     check_stages(config)
     cluster = _cluster_of(options, config)
     if options.search:
-        found = search(config, cluster)
-        config = found.config
-        for reason in found.reasons:
+        config, reasons = search(config, cluster)
+        for reason in reasons:
             console.print(reason, markup=False)
     estimates = plan_config(config, cluster)
-    print_estimates(console, estimates, plan_volumes(config, cluster), cluster)
+    print_estimates(console, estimates)
     if options.write:
         note = f"# Found by the planner for {cluster.ranks} x {cluster.name}.\n# Ranks: {cluster.ranks}\n"
         try:

@@ -1,6 +1,7 @@
 """Devices by their data sheets, and how much of them kernels are assumed to reach."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -85,22 +86,15 @@ ASYNC_TP_EXPOSED = 0.3  # of tensor-parallel messages where the compiler pipelin
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of one accelerator.
-
-    Attributes:
-        link_bandwidth, network_bandwidth: bytes/s of a rank, one direction, as stated.
-    """
+    """Equal nodes of one accelerator, with the node's size and bandwidths in it."""
 
     name: str
     accelerator: Accelerator
     nodes: int
-    ranks_per_node: int
-    link_bandwidth: float
-    network_bandwidth: float
 
     @property
     def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
+        return self.nodes * self.accelerator.ranks_per_node
 
     @property
     def usable_bytes(self) -> float:
@@ -124,9 +118,10 @@ class Cluster:
         """
         if not sent_bytes:
             return 0.0
-        inside = ranks * stride <= self.ranks_per_node
-        bandwidth = self.link_bandwidth if inside else self.network_bandwidth
-        return self.accelerator.latency_seconds + sent_bytes / (bandwidth * BANDWIDTH)
+        device = self.accelerator
+        inside = ranks * stride <= device.ranks_per_node
+        bandwidth = device.link_bandwidth if inside else device.network_bandwidth
+        return device.latency_seconds + sent_bytes / (bandwidth * BANDWIDTH)
 
     def collective_seconds(self, whole_bytes: float, ranks: int, stride: int) -> float:
         """Time to gather `whole_bytes` on every rank of a group, or to reduce-scatter as many.
@@ -136,19 +131,23 @@ class Cluster:
         """
         if ranks == 1 or not whole_bytes:
             return 0.0
-        members = max(1, min(ranks, self.ranks_per_node // stride))
-        inside = whole_bytes * (members - 1) / members / self.link_bandwidth
-        across = whole_bytes * (ranks - members) / ranks / members / self.network_bandwidth
-        return self.accelerator.latency_seconds + max(inside, across) / BANDWIDTH
+        device, members = self.accelerator, self._members(ranks, stride)
+        inside = whole_bytes * (members - 1) / members / device.link_bandwidth
+        across = whole_bytes * (ranks - members) / ranks / members / device.network_bandwidth
+        return device.latency_seconds + max(inside, across) / BANDWIDTH
 
     def trade_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
         """Time of an all-to-all in which each rank sends `sent_bytes` in equal parts to the others."""
         if ranks == 1 or not sent_bytes:
             return 0.0
-        members = max(1, min(ranks, self.ranks_per_node // stride))
+        device, members = self.accelerator, self._members(ranks, stride)
         outside = sent_bytes * (ranks - members) / (ranks - 1)
-        slower = max((sent_bytes - outside) / self.link_bandwidth, outside / self.network_bandwidth)
-        return self.accelerator.latency_seconds + slower / BANDWIDTH
+        slower = max((sent_bytes - outside) / device.link_bandwidth, outside / device.network_bandwidth)
+        return device.latency_seconds + slower / BANDWIDTH
+
+    def _members(self, ranks: int, stride: int) -> int:
+        """How many ranks of a group share a node."""
+        return max(1, min(ranks, self.accelerator.ranks_per_node // stride))
 
 
 def make_cluster(
@@ -159,25 +158,18 @@ def make_cluster(
     network_bandwidth: float = 0.0,
     measured: Accelerator | None = None,
 ) -> Cluster:
-    """A cluster of a device by name; 0 takes the device's own number.
+    """A cluster of a device of the table; 0 takes the device's own number.
 
     Args:
         measured: a device that is not in the table.
         link_bandwidth, network_bandwidth: bytes/s of a rank, one direction.
 
     Raises:
-        ConfigError: an unknown device, or numbers below 1.
+        ConfigError: numbers below 1.
     """
-    if measured is None and name not in ACCELERATORS:
-        raise ConfigError(f"device {name!r} is not in the planner's table", fix=f"use one of {', '.join(ACCELERATORS)}")
-    if nodes < 1 or ranks_per_node < 0 or min(link_bandwidth, network_bandwidth) < 0:
+    given: dict[str, Any] = {"link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
+    given["ranks_per_node"] = ranks_per_node
+    if nodes < 1 or min(given.values()) < 0:
         raise ConfigError("a cluster has at least one node, and bandwidths above 0", fix="use --nodes 1 or more")
-    accelerator = measured or ACCELERATORS[name]
-    return Cluster(
-        name,
-        accelerator,
-        nodes,
-        ranks_per_node or accelerator.ranks_per_node,
-        link_bandwidth or accelerator.link_bandwidth,
-        network_bandwidth or accelerator.network_bandwidth,
-    )
+    own = {key: value for key, value in given.items() if value}
+    return Cluster(name, replace(measured or ACCELERATORS[name], **own), nodes)

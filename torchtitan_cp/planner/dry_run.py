@@ -24,16 +24,16 @@ from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel import Meshes
-from torchtitan_cp.planner.fake import CachingFakeMode, Message, StepTracker, fake_job, real_tensors
-from torchtitan_cp.planner.stage import resolve_with_vocabulary
+from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_job, real_tensors
+from torchtitan_cp.planner.stage import model_args_of
 from torchtitan_cp.runtime import World
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.resolve import ResolvedRun
+from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("weights", "gradients", "optimizer", "activations and buffers")
+KINDS = ("weights", "gradients", "optimizer", WORKING)
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class DryModel(ParallelModel):
         """Make the optimizer's state, and set the kinds of weights and state."""
         for parameter in self.parts.parameters():
             parameter.grad = torch.zeros_like(parameter)
-            self.tracker.storages.set_kind(local_tensor(parameter), "weights")
+            self._set_kind(parameter, "weights")
         for optimizer in self.optimizers:
             optimizer.step()
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        self.tracker.storages.set_kind(local_tensor(value), "optimizer")
+                        self._set_kind(value, "optimizer")
         self.zero_grad()
 
     def walk(self, stage: StagePlan) -> StageWalk:
@@ -83,8 +83,7 @@ class DryModel(ParallelModel):
             self.pipeline.release()  # what an earlier stage left
         with real_tensors():
             batch_layout = self.configure_stage(stage)
-        self.tracker.messages.clear()
-        self.tracker.storages.start_peak()
+        self.tracker.start_peak()
         with real_tensors():
             plans = batch_layout.plans()
         rows = (stage.micro_batch_sequences, plans[0].local_tokens)
@@ -92,25 +91,24 @@ class DryModel(ParallelModel):
         labels = torch.zeros(rows, dtype=torch.int64)
         positions = torch.empty(rows[1], dtype=torch.int64)
         batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
-        batches = (batch,) * self._walked(stage)
+        # Memory repeats after two micro-batches, or one for each pipeline rank.
+        pipeline = self.meshes.pp.size()
+        batches = (batch,) * min(stage.micro_batches, pipeline if pipeline > 1 else 2)
         self.forward_backward(batches)
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
-        storages = self.tracker.storages
-        messages = Counter(self.tracker.messages)
-        return StageWalk(stage, len(batches), storages.peak, dict(storages.at_peak), messages)
+        tracker = self.tracker
+        return StageWalk(stage, len(batches), tracker.peak, dict(tracker.at_peak), Counter(tracker.messages))
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
         for parameter in self.parts.parameters():
             if parameter.grad is not None:
-                self.tracker.storages.set_kind(local_tensor(parameter.grad), "gradients")
+                self._set_kind(parameter.grad, "gradients")
 
-    def _walked(self, stage: StagePlan) -> int:
-        """Micro-batches until memory repeats: two, or one for each pipeline rank."""
-        pipeline = self.meshes.pp.size()
-        return min(stage.micro_batches, pipeline if pipeline > 1 else 2)
+    def _set_kind(self, x: Tensor, kind: str) -> None:
+        self.tracker.update(local_tensor(x).untyped_storage(), kind)
 
 
 def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
@@ -132,7 +130,7 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
         compile=dataclasses.replace(config.compile, enable=False),
         context_parallel=dataclasses.replace(config.context_parallel, kernel="auto"),
     )
-    run = resolve_with_vocabulary(with_shared_batches(config, ranks), ranks)
+    run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
     processes = min(usable_cores(), len(run.stages))
     if processes == 1:
         with stage_walker(run, rank) as walk:
@@ -178,7 +176,7 @@ def stage_walker(run: ResolvedRun, rank: int) -> Iterator[Callable[[StagePlan], 
             models.append(DryModel(run, world, tracker, stage))
         return models[0].walk(stage)
 
-    with fake_job(run.ranks, rank), CachingFakeMode(), tracker.tracking():
+    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking():
         yield walk
         models.clear()
 

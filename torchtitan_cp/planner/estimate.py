@@ -1,18 +1,19 @@
 """A stage of a config on a cluster: FLOPs, memory, messages, the time of a step and what limits it."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
-from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.parallel import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
-from torchtitan_cp.planner.exchange import EXCHANGES, FP32_BYTES, LayerCost
-from torchtitan_cp.planner.memory import Memory, PlannedRank, block_bytes, kept_bytes, planned_rank, stage_memory
+from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
+from torchtitan_cp.planner.memory import Memory, add_up, block_bytes, kept_bytes, stage_memory
 from torchtitan_cp.planner.parameters import total_parameters
-from torchtitan_cp.planner.stage import PlannedStage, planned_stages
+from torchtitan_cp.planner.stage import PlannedRank, PlannedStage, model_args_of
+from torchtitan_cp.training.resolve import resolve_run
 
 SECONDS_A_DAY = 86400
 # ASSUMED passes of elementwise kernels over a layer's tensors, forward, reads and writes: norms, residual sums and
@@ -23,8 +24,7 @@ LOGIT_PASSES = 6  # of fp32 logits
 OPTIMIZER_PASSES = 7  # of fp32 numbers a parameter: weight, two moments read and written, gradient read
 
 
-@dataclass(frozen=True)
-class Volume:
+class Volume(NamedTuple):
     """What a rank sends for attention under one strategy: in a layer and sequence, and in a step."""
 
     layer_bytes: float
@@ -32,27 +32,38 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """One stage of a config on a cluster.
+class Estimate(PlannedStage):
+    """A stage, and what is worked out of it once it is asked for; raises as `find_exchange`."""
 
-    Attributes:
-        strategy: of attention, what `auto` came to.
-        parameters: of the network.
-        linear_flops, attention_flops: of a step over all ranks, forward and backward, recomputation not counted.
-        memory: of the fullest rank; usable_bytes: what it may be.
-        seconds: what a step's time goes to -> how long.
-        peak_flops: FLOP/s of all ranks.
-    """
+    @cached_property
+    def parameters(self) -> int:
+        """Of the network."""
+        return total_parameters(self.args)
 
-    stage: StagePlan
-    strategy: str
-    parameters: int
-    linear_flops: float
-    attention_flops: float
-    memory: Memory
-    usable_bytes: float
-    seconds: dict[str, float]
-    peak_flops: float
+    @cached_property
+    def linear_flops(self) -> float:
+        """Of a step over all ranks, forward and backward, recomputation not counted."""
+        return model_flops(self.args, self.stage.seq_len)[0] * self.stage.global_batch_tokens
+
+    @cached_property
+    def attention_flops(self) -> float:
+        """As `linear_flops`."""
+        pairs = model_flops(self.args, self.stage.seq_len)[1]
+        return pairs * self.stage.global_batch_tokens / self.stage.seq_len
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return stage_memory(self)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.cluster.usable_bytes
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """What a step's time goes to on the slowest pipeline rank -> how long."""
+        return max((_rank_seconds(self, own) for own in self.ranks), key=lambda seconds: sum(seconds.values()))
 
     @property
     def step_seconds(self) -> float:
@@ -71,7 +82,8 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOP/s over the peak of all ranks; a fraction."""
-        return (self.linear_flops + self.attention_flops) / self.step_seconds / self.peak_flops
+        peak = self.cluster.rate(self.config.training.compute_dtype, 1.0) * self.cluster.ranks
+        return (self.linear_flops + self.attention_flops) / self.step_seconds / peak
 
     @property
     def days(self) -> float:
@@ -79,74 +91,52 @@ class Estimate:
         return self.stage.steps * self.step_seconds / SECONDS_A_DAY
 
     @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.usable_bytes
-
-    @property
     def limit(self) -> str:
         """What most of the time goes to, or memory where the stage does not fit."""
         return max(self.seconds, key=lambda name: self.seconds[name]) if self.fits else "memory"
 
+    @cached_property
+    def volumes(self) -> dict[str, Volume]:
+        """What the rank that sends most sends for attention, by strategy; hybrid only where it is possible."""
+        stage, settings, windows = self.stage, self.config.context_parallel, self.args.layer_windows
+        ranks = stage.all_to_all_ranks if stage.strategy == "hybrid" else settings.all_to_all_ranks
+        ranks = ranks if stage.cp % ranks == 0 else 1
+        forwards = 2 if self.config.activation.checkpoint == "full" else 1
+        found = {}
+        for strategy in EXCHANGES:
+            all_to_all_ranks = self.all_to_all_ranks_of(strategy, ranks)
+            if strategy == "hybrid" and all_to_all_ranks in (1, stage.cp):
+                continue
+            costs = {window: self.attention(strategy, all_to_all_ranks, window) for window in set(windows)}
+            mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
+            sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
+            step = max(sum(sent[window] for window in own.windows) for own in self.ranks)
+            found[strategy] = Volume(mean, step * (stage.micro_batches * stage.micro_batch_sequences))
+        return found
 
-def plan_config(config: Config, cluster: Cluster) -> tuple[Estimate, ...]:
-    """An estimate of each stage; raises as `planned_stages`."""
-    return tuple(map(estimate_stage, planned_stages(config, cluster)))
 
+def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tuple[Estimate, ...]:
+    """An estimate of each stage of a config on all ranks of a cluster, without preparing its corpus.
 
-def plan_volumes(config: Config, cluster: Cluster) -> tuple[dict[str, Volume], ...]:
-    """What the busiest rank sends in each stage, by strategy; raises as `planned_stages`."""
-    return tuple(map(stage_volumes, planned_stages(config, cluster)))
-
-
-def estimate_stage(planned: PlannedStage) -> Estimate:
-    """Estimate a stage.
+    Args:
+        model_args: what `model_args_of` returned, if it is known.
 
     Raises:
-        UserError, ContextParallelError: the strategy does not fit the stage.
+        UserError, ContextParallelError: what a run on so many ranks would refuse.
     """
-    args, degrees, stage, cluster = planned.args, planned.degrees, planned.stage, planned.cluster
-    linear, pairs = model_flops(args, stage.seq_len)
-    times = [_rank_seconds(planned, rank) for rank in range(degrees.pp)]
-    ranks = degrees.pp * degrees.dp_replicate * degrees.fsdp * degrees.tp
-    return Estimate(
-        stage=stage,
-        strategy=planned.strategy,
-        parameters=total_parameters(args),
-        linear_flops=linear * stage.global_batch_tokens,
-        attention_flops=pairs * stage.global_batch_tokens / stage.seq_len,
-        memory=stage_memory(planned),
-        usable_bytes=cluster.usable_bytes,
-        seconds=max(times, key=lambda seconds: sum(seconds.values())),
-        peak_flops=cluster.rate(planned.config.training.compute_dtype, 1.0) * ranks,
+    run = resolve_run(config, cluster.ranks, model_args or model_args_of(config))
+    return tuple(
+        Estimate(run.config_of(stage), run.model_args, degrees, stage, cluster)
+        for stage, degrees in zip(run.stages, run.degrees, strict=True)
     )
 
 
-def stage_volumes(planned: PlannedStage) -> dict[str, Volume]:
-    """What the rank that sends most sends for attention under each possible strategy."""
-    stage, settings = planned.stage, planned.config.context_parallel
-    ranks = stage.all_to_all_ranks if stage.strategy == "hybrid" else settings.all_to_all_ranks
-    ranks = ranks if stage.cp % ranks == 0 else 1
-    forwards = 2 if planned.config.activation.checkpoint == "full" else 1
-    found = {}
-    for strategy in EXCHANGES:
-        all_to_all_ranks = planned.all_to_all_ranks_of(strategy, ranks)
-        if strategy == "hybrid" and all_to_all_ranks in (1, stage.cp):
-            continue
-        windows = planned.args.layer_windows
-        costs = {window: planned.attention(strategy, all_to_all_ranks, window) for window in set(windows)}
-        mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
-        sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
-        step = max(sum(sent[window] for window in planned.layer_windows(rank)) for rank in range(planned.degrees.pp))
-        found[strategy] = Volume(mean, step * (stage.micro_batches * stage.micro_batch_sequences))
-    return found
-
-
-def model_flops(args: Any, seq_len: int, mask: AttentionMask | None = None) -> tuple[float, float]:
+def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
     """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
 
     6 a weight, and 12 Hq D for each allowed pair of each layer: two products forward, four backward.
     """
-    pairs = sum(mask_pairs(seq_len, window, mask or AttentionMask()) for window in args.layer_windows)
+    pairs = sum(mask_pairs(seq_len, window, AttentionMask()) for window in args.layer_windows)
     return 6.0 * args.linear_parameters(), 12.0 * args.n_heads * args.head_dim * pairs
 
 
@@ -156,53 +146,47 @@ def mask_pairs(seq_len: int, window: int, mask: AttentionMask) -> int:
     return sum(count_pairs(stop - start, stop - start, banded.band) for start, stop in mask.documents(seq_len)[0])
 
 
-def _rank_seconds(planned: PlannedStage, rank: int) -> dict[str, float]:
+def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage, degrees = planned.config, planned.stage, planned.degrees
-    own, windows = planned_rank(planned, rank), planned.layer_windows(rank)
-    numbers = planned.pipeline.of_rank(rank)
-    total: dict[str, float] = {}
-    for window in set(windows):
+    parts = [_ends_seconds(planned, own)]
+    for window in set(own.windows):
         attention = planned.attention(planned.strategy, planned.all_to_all_ranks, window)
-        for name, value in _layer_seconds(planned, attention).items():
-            total[name] = total.get(name, 0.0) + windows.count(window) * value * stage.micro_batches
-    for name, value in _ends_seconds(planned, own, len(numbers)).items():
-        total[name] = total.get(name, 0.0) + value
+        times = own.windows.count(window) * stage.micro_batches
+        parts.append({name: times * value for name, value in _layer_seconds(planned, attention).items()})
+    total = add_up(*parts)
     if degrees.pp > 1:
-        share = bubble_fraction(config.parallel, degrees.pp, len(numbers), stage.micro_batches)
+        share = bubble_fraction(config.parallel, degrees.pp, own.pipeline_stages, stage.micro_batches)
         total["pipeline bubble"] = sum(total.values()) * share / (1 - share)
-    total["optimizer"] = _optimizer_seconds(planned, own.parameters / degrees.fsdp)
+    moved = own.parameters / degrees.fsdp * FP32_BYTES * OPTIMIZER_PASSES
+    on_host = config.parallel.fsdp_cpu_offload or config.optimizer.offload_state
+    total["optimizer"] = moved / HOST_BANDWIDTH if on_host else planned.cluster.memory_seconds(moved)
     return total
 
 
 def _layer_seconds(planned: PlannedStage, attention: LayerCost) -> dict[str, float]:
     """Seconds of one layer and micro-batch, forward, backward and recomputation."""
     config, args, cluster, rates = planned.config, planned.args, planned.cluster, planned.rates
-    tokens, tp = planned.tokens, planned.degrees.tp
-    mode, tiles, sequences = (
-        config.activation.checkpoint,
-        config.activation.mlp_tiles,
-        config.training.micro_batch_sequences,
-    )
-    counts = planned.counts
+    tokens, tp, sequences = planned.tokens, planned.degrees.tp, planned.stage.micro_batch_sequences
+    mode, tiles = config.activation.checkpoint, config.activation.mlp_tiles
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
-    forward = 2 * counts.token_matrices * tokens / product_rate
+    forward = 2 * planned.counts.token_matrices * tokens / product_rate
     mlp = 2 * 3 * args.dim * args.token_ffn_dim / tp * tokens / product_rate
     # Tiles run again for themselves, and before that with a block that is.
     in_tiles = 0.0 if tiles == 1 else mlp
     again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
     linear_backward = 2 * forward + again + in_tiles
-    scores = 4 * args.head_dim * attention.pairs * sequences
-    attention_forward = scores / rates.forward
-    attention_backward = 2.5 * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
+    scores = args.head_dim * attention.pairs * sequences
+    attention_forward = FORWARD_FLOPS * scores / rates.forward
+    attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
     moved = cluster.memory_seconds(_elementwise_bytes(planned))
     recomputed = 0.0 if mode == "none" else 1.0
     trade_again = attention.forward_exposed if mode == "full" else 0.0
     cp_forward = attention.forward_exposed * sequences
     cp_backward = (attention.backward_exposed + trade_again) * sequences
     message = cluster.collective_seconds(tokens * args.dim * planned.element_bytes, tp, 1)
-    tp_share = ASYNC_TP_EXPOSED if config.parallel.async_tp else 1.0
-    tp_forward, tp_backward = 4 * message * tp_share, 4 * message * (1 + recomputed) * tp_share
+    tp_forward = 4 * message * (ASYNC_TP_EXPOSED if config.parallel.async_tp else 1.0)
+    tp_backward = tp_forward * (1 + recomputed)
     busy_forward = forward + attention_forward + moved + cp_forward + tp_forward
     busy_backward = linear_backward + attention_backward + moved * (2 + recomputed) + cp_backward + tp_backward
     return {
@@ -250,7 +234,7 @@ def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> 
     return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
-def _ends_seconds(planned: PlannedStage, own: PlannedRank, pipeline_stages: int) -> dict[str, float]:
+def _ends_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     """Output layer and loss, the ends' weights, and hidden states between pipeline ranks; of a step."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
     tokens, times, ends = planned.tokens, planned.stage.micro_batches, own.end_parameters
@@ -269,13 +253,5 @@ def _ends_seconds(planned: PlannedStage, own: PlannedRank, pipeline_stages: int)
     if degrees.pp > 1:
         stride = degrees.dp_replicate * degrees.fsdp * degrees.tp
         one = cluster.message_seconds(hidden / planned.degrees.tp, degrees.pp, stride)
-        seconds["pipeline messages"] = 2 * pipeline_stages * times * one
+        seconds["pipeline messages"] = 2 * own.pipeline_stages * times * one
     return seconds
-
-
-def _optimizer_seconds(planned: PlannedStage, shard: float) -> float:
-    config = planned.config
-    moved = shard * FP32_BYTES * OPTIMIZER_PASSES
-    if config.parallel.fsdp_cpu_offload or config.optimizer.offload_state:
-        return moved / HOST_BANDWIDTH
-    return planned.cluster.memory_seconds(moved)

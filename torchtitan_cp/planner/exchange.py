@@ -1,24 +1,24 @@
 """Context parallelism of one layer from its plans: work, bytes, and the exposed time of its messages.
 
 Bytes are counted from the plan's steps, so windows, packed documents and layouts are included. A test compares them
-with what `simulate` sends.
+with what `simulate` sends. What an exchange costs stands in EXCHANGES alone.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.plan import busiest_rank
-from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.planner.devices import Cluster
 
 FP32_BYTES = 4  # gradients travel and are summed in fp32
-EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")  # of attention.strategies, those with formulas here
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair and dim of a head: 2 products forward, 5 backward (scores again)
 
 
@@ -48,9 +48,13 @@ class Heads:
         """Bytes of one row of dK and dV, which travel in fp32."""
         return self.key * 2 * self.dim * FP32_BYTES
 
+    def after_all_to_all(self, ranks: int) -> "Heads":
+        """The heads that a rank computes after an all-to-all of so many ranks, with padding and copies."""
+        shares = share_heads(self.query, self.key, ranks)
+        return dataclasses.replace(self, query=shares.share, key=len(shares.keys[0]))
 
-@dataclass(frozen=True)
-class LayerCost:
+
+class LayerCost(NamedTuple):
     """Attention of one layer on one rank, for one sequence.
 
     Attributes:
@@ -76,98 +80,45 @@ class Rates:
     stride: int
 
 
-def check_exchange(strategy: str) -> str:
-    """The name of an exchange that can be estimated.
+class Exchange(NamedTuple):
+    """What an exchange costs.
+
+    Attributes:
+        messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> the last four of a
+            LayerCost.
+        working_bytes: (tokens of a rank, ranks, of these those that trade heads, heads) -> bytes of a backward beside
+            q, k, v, out and their gradients.
+    """
+
+    messages: Callable[[Plan, Heads, Rates, list[float], list[float]], tuple[float, float, float, float]]
+    working_bytes: Callable[[int, int, int, Heads], float]
+
+
+def find_exchange(strategy: str, ranks: int) -> Exchange:
+    """What an exchange among so many ranks costs.
 
     Raises:
         ConfigError: there are no formulas for it here.
     """
     if strategy not in EXCHANGES:
-        known = ", ".join(name for name in STRATEGIES if name in EXCHANGES)
+        known = ", ".join(EXCHANGES)
         raise ConfigError(f"the planner cannot estimate the exchange {strategy!r}", fix=f"use one of {known}")
-    return strategy
-
-
-def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
-    """Bytes that a plan's rank sends for one sequence of one layer, (forward, backward)."""
-    if plan.ranks == 1:
-        return 0.0, 0.0
-    if check_exchange(plan.strategy) == "all_gather":
-        others = (plan.ranks - 1) * plan.local_tokens
-        keys = others * heads.kv_row_bytes
-        return keys, keys + others * heads.gradient_row_bytes
-    all_to_all_ranks = plan.all_to_all_ranks
-    forward = backward = 0.0
-    own = heads
-    if all_to_all_ranks > 1:
-        own = heads_after_all_to_all(heads, all_to_all_ranks)
-        part = (all_to_all_ranks - 1) * plan.local_tokens * heads.element_bytes
-        qkv, out = part * (own.query + 2 * own.key) * own.dim, part * own.query * own.dim
-        # The fp32 log-sum-exp rides with the output.
-        forward, backward = qkv + out + part * own.query * FP32_BYTES / heads.element_bytes, out + qkv
-    keys = sum(count_rows(step.send) for step in plan.steps[1:]) * own.kv_row_bytes
-    returned = sum(count_rows(step.receive) for step in plan.steps[1:]) * own.gradient_row_bytes
-    return forward + keys, backward + keys + returned
-
-
-def heads_after_all_to_all(heads: Heads, all_to_all_ranks: int) -> Heads:
-    """The heads that a rank computes after an all-to-all of so many ranks, with padding and copies."""
-    shares = share_heads(heads.query, heads.key, all_to_all_ranks)
-    return dataclasses.replace(heads, query=shares.share, key=len(shares.keys[0]))
-
-
-@lru_cache(maxsize=4096)
-def plan_for(
-    seq_len: int,
-    ranks: int,
-    rank: int,
-    strategy: str,
-    all_to_all_ranks: int,
-    window: int,
-    layout: str,
-    mask: AttentionMask,
-) -> Plan:
-    """The plan of a layer: `mask` with the layer's window (0 for none), on the layout of the batch."""
-    whole = make_plan(
-        seq_len, mask=mask, ranks=ranks, rank=rank, strategy=strategy, layout=layout, all_to_all_ranks=all_to_all_ranks
-    )
-    if not window:
-        return whole
-    narrow = AttentionMask(mask.causal, (window - 1, -1), mask.document_lengths, mask.used_lengths)
-    return make_plan(
-        seq_len,
-        mask=narrow,
-        ranks=ranks,
-        rank=rank,
-        strategy=strategy,
-        like=whole,
-        all_to_all_ranks=all_to_all_ranks,
-    )
+    return EXCHANGES[strategy] if ranks > 1 else EXCHANGES["ring"]
 
 
 def step_pairs(plan: Plan) -> list[int]:
     """Pairs of each step that a plan's rank computes, for one head."""
-    if plan.strategy == "all_gather" and plan.ranks > 1:
-        return [sum(tile.pairs for tile in plan.gathered_tiles)]
     return [sum(tile.pairs for tile in step.tiles) for step in plan.steps]
 
 
 def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
-    """Cost of one sequence of one layer for a plan's rank."""
-    pairs = step_pairs(plan)
-    own = heads_after_all_to_all(heads, plan.all_to_all_ranks) if plan.all_to_all_ranks > 1 else heads
+    """Cost of one sequence of one layer for a plan's rank; raises as `find_exchange`."""
+    exchange, pairs = find_exchange(plan.strategy, plan.ranks), step_pairs(plan)
+    own = heads.after_all_to_all(plan.all_to_all_ranks)
     flops = [count * own.query * own.dim for count in pairs]
     forward = [FORWARD_FLOPS * count / rates.forward for count in flops]
     backward = [BACKWARD_FLOPS * count / rates.backward for count in flops]
-    if plan.ranks == 1:
-        exposed = (0.0, 0.0)
-    elif plan.strategy == "all_gather":
-        exposed = _gather_exposed(plan, heads, rates, forward[0], backward[0])
-    else:
-        exposed = _ring_exposed(plan, own, rates, forward, backward)
-        traded_seconds = _trade_seconds(plan, own, rates)
-        exposed = (exposed[0] + traded_seconds[0], exposed[1] + traded_seconds[1])
-    return LayerCost(sum(pairs) * own.query, *sent_bytes(plan, heads), *exposed)
+    return LayerCost(sum(pairs) * own.query, *exchange.messages(plan, own, rates, forward, backward))
 
 
 @lru_cache(maxsize=16384)
@@ -187,58 +138,85 @@ def busiest_layer(
     Args:
         all_to_all_ranks: that trade heads; window: of the layer, 0 for none.
     """
-    first = plan_for(seq_len, ranks, 0, strategy, all_to_all_ranks, window, layout, mask)
-    others = sorted({busiest_rank(first), ranks // 2, ranks - 1} - {0})
-    plans = [
-        first,
-        *(plan_for(seq_len, ranks, rank, strategy, all_to_all_ranks, window, layout, mask) for rank in others),
-    ]
-    layers = [layer_of(plan, heads, rates) for plan in plans]
-    return LayerCost(*(max(getattr(layer, field.name) for layer in layers) for field in dataclasses.fields(LayerCost)))
+    plan = make_plan(
+        seq_len, mask=mask, ranks=ranks, strategy=strategy, layout=layout, all_to_all_ranks=all_to_all_ranks
+    )
+    if window:  # on the layout of the batch
+        plan = dataclasses.replace(plan, mask=dataclasses.replace(mask, window=(window - 1, -1)))
+    chosen = sorted({0, busiest_rank(plan), ranks // 2, ranks - 1})
+    layers = [layer_of(dataclasses.replace(plan, rank=rank), heads, rates) for rank in chosen]
+    return LayerCost(*map(max, zip(*layers, strict=True)))
 
 
-def _ring_exposed(
+def _ring_messages(
     plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]
-) -> tuple[float, float]:
-    """The next keys travel while these are computed; in backward the last step's gradients travel back beside them."""
-    ring, stride = plan.ranks // plan.all_to_all_ranks, rates.stride * plan.all_to_all_ranks
-    key_row, gradient_row = own.kv_row_bytes, own.gradient_row_bytes
-    steps = plan.steps
+) -> tuple[float, float, float, float]:
+    """An all-to-all, which nothing hides, around a ring; either can be of one rank.
+
+    The next keys travel while these are computed; in backward the last step's gradients travel back beside them.
+    """
+    traded, steps = plan.all_to_all_ranks, plan.steps
+    part = (traded - 1) * plan.local_tokens
+    qkv, out = (part * own.element_bytes * own.dim * heads for heads in (own.query + 2 * own.key, own.query))
+    log_sum_exp = part * own.query * FP32_BYTES  # it rides with the output
+    keys = sum(count_rows(step.send) for step in steps[1:]) * own.kv_row_bytes
+    returned = sum(count_rows(step.receive) for step in steps[1:]) * own.gradient_row_bytes
+    trade_seconds = sum(rates.cluster.trade_seconds(message, traded, rates.stride) for message in (qkv, out))
+
+    def seconds(message: float) -> float:
+        return rates.cluster.message_seconds(message, plan.ranks // traded, rates.stride * traded)
+
+    # The first step's keys and gradients are the rank's own.
+    rows = [0, *(max(count_rows(step.send), count_rows(step.receive)) for step in steps[1:])]
     waits = [0.0, 0.0]
-    for index, following in enumerate([*steps[1:], None]):
-        here = steps[index]
-        keys = max(count_rows(following.send), count_rows(following.receive)) * key_row if following else 0.0
-        # The first step's gradients are the rank's own; those of a step travel while the next one is computed.
-        back = (
-            max(count_rows(steps[index - 1].receive), count_rows(steps[index - 1].send)) * gradient_row
-            if index > 1
-            else 0.0
-        )
-        waits[0] += max(0.0, rates.cluster.message_seconds(keys, ring, stride) - forward[index])
-        waits[1] += max(0.0, rates.cluster.message_seconds(keys + back, ring, stride) - backward[index])
-        if following is None and index:
-            last = max(count_rows(here.receive), count_rows(here.send)) * gradient_row
-            waits[1] += rates.cluster.message_seconds(last, ring, stride)
-    return waits[0], waits[1]
+    for following, before, ahead, back in zip([*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True):
+        arriving = following * own.kv_row_bytes
+        waits[0] += max(0.0, seconds(arriving) - ahead)
+        waits[1] += max(0.0, seconds(arriving + before * own.gradient_row_bytes) - back)
+    waits[1] += seconds(rows[-1] * own.gradient_row_bytes)
+    return (
+        qkv + out + log_sum_exp + keys,
+        out + qkv + keys + returned,
+        waits[0] + trade_seconds,
+        waits[1] + trade_seconds,
+    )
 
 
-def _gather_exposed(plan: Plan, heads: Heads, rates: Rates, forward: float, backward: float) -> tuple[float, float]:
+def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:
+    own, rows, c = heads.after_all_to_all(traded), tokens * traded, heads.element_bytes
+    q, kv = own.query * own.dim, own.key * 2 * own.dim
+    message = rows * (q + kv) * c if traded > 1 else 0.0
+    if ranks == traded:
+        sums = FP32_BYTES if c < FP32_BYTES else 0  # in which a kernel adds up dq, tile by tile
+        return message + rows * ((q + kv) * c + q * sums)
+    return message + rows * (2 * kv * c + (q + 3 * kv) * FP32_BYTES)
+
+
+def _gather_messages(
+    plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]
+) -> tuple[float, float, float, float]:
     """Groups of heads: the first gather waits, the next ones travel behind the group before them."""
-    groups = min(HEAD_GROUPS, heads.key)
-    whole_rows = plan.sequence_length / groups
-    keys = whole_rows * heads.kv_row_bytes
-    sums = whole_rows * heads.gradient_row_bytes
-    gather = rates.cluster.collective_seconds(keys, plan.ranks, rates.stride)
-    scatter = rates.cluster.collective_seconds(sums, plan.ranks, rates.stride)
-    behind = max(0.0, gather - forward / groups)
-    behind_both = max(0.0, gather + scatter - backward / groups)
-    return gather + (groups - 1) * behind, gather + (groups - 1) * behind_both + scatter
+    others, groups = (plan.ranks - 1) * plan.local_tokens, min(HEAD_GROUPS, heads.key)
+    keys, sums = others * heads.kv_row_bytes, others * heads.gradient_row_bytes
+    gather, scatter = (
+        rates.cluster.collective_seconds(plan.sequence_length / groups * row, plan.ranks, rates.stride)
+        for row in (heads.kv_row_bytes, heads.gradient_row_bytes)
+    )
+    behind = max(0.0, gather - sum(forward) / groups)
+    behind_both = max(0.0, gather + scatter - sum(backward) / groups)
+    return keys, keys + sums, gather + (groups - 1) * behind, gather + (groups - 1) * behind_both + scatter
 
 
-def _trade_seconds(plan: Plan, own: Heads, rates: Rates) -> tuple[float, float]:
-    """Messages of the all-to-all, which nothing hides."""
-    all_to_all_ranks = plan.all_to_all_ranks
-    part = (all_to_all_ranks - 1) * plan.local_tokens * own.element_bytes * own.dim
-    qkv, out = part * (own.query + 2 * own.key), part * own.query
-    both = sum(rates.cluster.trade_seconds(message, all_to_all_ranks, rates.stride) for message in (qkv, out))
-    return both, both
+def _gather_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:
+    q, kv, c = heads.query * heads.dim, heads.key * 2 * heads.dim, heads.element_bytes
+    gathered = ranks * tokens * kv / min(HEAD_GROUPS, heads.key)
+    return gathered * (2 * c + 2 * FP32_BYTES) + tokens * (q + kv) * c
+
+
+RING = Exchange(_ring_messages, _ring_working_bytes)
+EXCHANGES = {
+    "ring": RING,
+    "all_gather": Exchange(_gather_messages, _gather_working_bytes),
+    "all_to_all": RING,
+    "hybrid": RING,
+}

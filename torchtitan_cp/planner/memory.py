@@ -1,77 +1,34 @@
 """Bytes of a rank at the fullest moment of a step, by kind. Formulas and reasons: docs/memory.md, docs/planner.md."""
 
-import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
-from torchtitan_cp.planner.exchange import FP32_BYTES, heads_after_all_to_all
-from torchtitan_cp.planner.stage import PlannedStage
+from torchtitan_cp.planner.exchange import FP32_BYTES
+from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 
 QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # two moments of a byte, with an fp32 scale for each 256 values
+KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, and the moment at which they are most."""
+    """Bytes of one rank by kind, and the moment at which they are most."""
 
-    moment: str = ""
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    block_inputs: float = 0.0
-    attention: float = 0.0
-    mlp: float = 0.0
-    loss: float = 0.0
-    communication: float = 0.0
+    moment: str
+    by_kind: dict[str, float]
 
     @property
     def total(self) -> float:
-        return sum(self.by_kind().values())
-
-    def by_kind(self) -> dict[str, float]:
-        """Kind -> bytes."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "moment"}
+        return sum(self.by_kind.values())
 
 
-@dataclass(frozen=True)
-class PlannedRank:
-    """What a pipeline rank has of a model; its tensor-parallel ranks share it.
-
-    Attributes:
-        layers: how many; kept_layers: times the micro-batches whose activations are held at once.
-        closes: it has the output layer.
-        end_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
-    """
-
-    layers: int
-    kept_layers: float
-    closes: bool
-    end_parameters: int
-    parameters: int
-
-
-def planned_rank(planned: PlannedStage, rank: int) -> PlannedRank:
-    """What a pipeline rank has, and how many micro-batches of activations it holds at once."""
-    pipeline, counts = planned.pipeline, planned.counts
-    numbers = pipeline.of_rank(rank)
-    layers = sum(stop - start for start, stop in (pipeline.layers[number] for number in numbers))
-    chunks = _chunks_held(planned, rank, len(numbers))
-    closes = len(pipeline.owner) - 1 in numbers
-    ends = counts.ends(0 in numbers, closes, planned.args.tie_embeddings)
-    return PlannedRank(layers, layers * chunks / len(numbers), closes, ends, layers * counts.block + ends)
-
-
-def _chunks_held(planned: PlannedStage, rank: int, per_rank: int) -> int:
-    """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""
-    schedule, ranks = planned.config.parallel.pp_schedule, planned.degrees.pp
-    everything = planned.stage.micro_batches * per_rank
-    if schedule == "gpipe" or ranks == 1:
-        return everything if ranks > 1 else 1
-    if schedule == "1f1b":
-        return min(ranks - rank, everything)
-    if schedule == "zbv_zero_bubble":
-        return min(2 * ranks, everything)
-    return min((per_rank - 1) * ranks + 2 * (ranks - rank - 1) + 1, everything)
+def add_up(*parts: Mapping[str, float]) -> dict[str, float]:
+    """The sum of each key."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
 
 
 @dataclass(frozen=True)
@@ -108,19 +65,17 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     # A norm keeps its input, or where it is not fused two fp32 copies (in fp32 one is the input); its output is whole.
     second = (stream if planned.fused_norm else 2 * FP32_BYTES * e / tp) + e * c
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
-    # Experts' balance passes the norm once more, beside the same input.
-    balance = second - stream if args.token_copies else 0.0
-    own, rows = heads_after_all_to_all(heads, planned.all_to_all_ranks), tokens * planned.all_to_all_ranks
+    traded = planned.all_to_all_ranks
+    own, kept_by_trade = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
     return BlockBytes(
         stream=tokens * stream,
         first_norm=tokens * first,
         second_norm=tokens * second,
-        balance=tokens * balance,
-        qkv=tokens * (query + 2 * key) * c if planned.all_to_all_ranks == 1 else 0.0,
+        # Experts' balance passes the norm once more, beside the same input.
+        balance=tokens * (second - stream) if args.token_copies else 0.0,
+        qkv=tokens * (query + 2 * key) * c if traded == 1 else 0.0,
         out=tokens * (query * c + heads.query * FP32_BYTES),
-        all_to_all=rows * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
-        if planned.all_to_all_ranks > 1
-        else 0.0,
+        all_to_all=kept_by_trade * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES),
         ffn=tokens * 4 * args.token_ffn_dim / tp * c,
         copies=tokens * 2 * args.token_copies * e * c,
     )
@@ -139,81 +94,60 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
         width = planned.tokens * planned.args.dim * planned.element_bytes
         ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width)
         return block.stream + width, attention + block.qkv, ffn
-    inputs = block.stream + block.first_norm + second_norm_kept(block, tiles)
+    inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles)
     return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.ffn + block.copies
 
 
-def second_norm_kept(block: BlockBytes, tiles: int) -> float:
+def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
     """What a layer that is not recomputed keeps of its second norm: in tiles its input, and what is outside of them."""
     return block.balance + (block.second_norm if tiles == 1 else block.stream)
 
 
-def attention_backward_bytes(planned: PlannedStage) -> float:
-    """Bytes of one attention's backward beside q, k, v, out and their gradients."""
-    c, tokens, cp, heads = planned.element_bytes, planned.tokens, planned.stage.cp, planned.heads
-    q, kv = heads.query * heads.dim, heads.key * 2 * heads.dim
-    sums = FP32_BYTES if c < FP32_BYTES else 0  # in which a kernel adds up dq, tile by tile
-    if cp == 1:
-        return tokens * ((q + kv) * c + q * sums)
-    if planned.strategy == "all_gather":
-        gathered = cp * tokens * kv / min(HEAD_GROUPS, heads.key)
-        return gathered * (2 * c + 2 * FP32_BYTES) + tokens * (q + kv) * c
-    own = heads_after_all_to_all(heads, planned.all_to_all_ranks) if planned.all_to_all_ranks > 1 else heads
-    rows = tokens * planned.all_to_all_ranks
-    q, kv = own.query * own.dim, own.key * 2 * own.dim
-    message = rows * (q + kv) * c if planned.all_to_all_ranks > 1 else 0.0
-    if cp == planned.all_to_all_ranks:
-        return message + rows * ((q + kv) * c + q * sums)
-    return message + rows * (2 * kv * c + (q + 3 * kv) * FP32_BYTES)
-
-
 def stage_memory(planned: PlannedStage) -> Memory:
     """The fullest moment of a stage's step on the pipeline rank that holds most."""
-    ranks = (planned_rank(planned, rank) for rank in range(planned.degrees.pp))
-    return max((_rank_memory(planned, own) for own in ranks), key=lambda memory: memory.total)
+    moments = (memory for own in planned.ranks for memory in _rank_memory(planned, own))
+    return max(moments, key=lambda memory: memory.total)
 
 
-def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Memory:
-    """The fullest moment of a step on a pipeline rank."""
-    always = _always(planned, own)
+Moment = tuple[str, float, dict[str, float]]
+"""What a moment is called, the share of activations freed by then, and what it adds, by kind."""
+
+
+def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
+    """Each moment of a step on a pipeline rank."""
+    always, parked = _always(planned, own)
     weights = _gathered_weights(planned, own)
     block = block_bytes(planned)
     kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
-    held = {kind: own.kept_layers * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
-    moments = [
+    # The ends' gradients, whole and on their way to their shards.
+    reduced = own.end_parameters * (planned.element_bytes + planned.reduce_bytes)
+    moments: list[Moment] = [
         *_loss_moments(planned, own, weights),
         *_block_moments(planned, own, block, kept[2], weights),
-        _last_moment(planned, own, weights),
-        ("update, with the state back from the host", 1.0, {"optimizer": always.pop("parked")}),
+        ("reduction of the last gradients", 1.0, {"communication": weights + reduced}),
+        ("update, with the state back from the host", 1.0, {"optimizer": parked}),
     ]
-    fullest = Memory()
     for moment, gone, extra in moments:
-        total = dict(always)
-        for kind, value in held.items():
-            total[kind] = total.get(kind, 0.0) + value * (1 - gone)
+        left = own.kept_layers * (1 - gone)
+        held = {kind: left * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
         # Without accumulation a shard's gradient exists once its layer has run backward.
-        if planned.stage.micro_batches == 1:
-            total["gradients"] *= gone
-        for kind, value in extra.items():
-            total[kind] = total.get(kind, 0.0) + value
-        fullest = max(fullest, Memory(moment, **total), key=lambda memory: memory.total)
-    return fullest
+        shards = gone if planned.stage.micro_batches == 1 else 1.0
+        now = always | {"gradients": always["gradients"] * shards}
+        yield Memory(moment, add_up(dict.fromkeys(KINDS, 0.0), now, held, extra))
 
 
-def _always(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
-    """Shards of weights, gradients and optimizer state; `parked` is what of that is on the host between updates."""
+def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], float]:
+    """Shards of weights, gradients and optimizer state; and what of the state is on the host between updates."""
     config, fsdp = planned.config, planned.degrees.fsdp
     if config.parallel.fsdp_cpu_offload:
-        return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "parked": 0.0}
+        return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}, 0.0
     shard = own.parameters / fsdp
     moments = QUANTIZED_MOMENTS if config.optimizer.state == "8bit" else 2 * FP32_BYTES
     # Muon has a momentum alone.
     by_muon = own.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
     state = (shard - by_muon) * moments + by_muon * FP32_BYTES
     parked = state if config.optimizer.offload_state else 0.0
-    return {
-        "weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state - parked, "parked": parked,
-    }  # fmt: skip
+    return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state - parked}, parked
 
 
 def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
@@ -226,10 +160,6 @@ def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
     gathered = (blocks * block + own.end_parameters) * planned.element_bytes
     # A pipeline reduces once a step: until then whole gradients add up.
     return gathered + (own.parameters * planned.reduce_bytes if parallel.pp > 1 else 0)
-
-
-Moment = tuple[str, float, dict[str, float]]
-"""What a moment is called, the share of activations freed by then, and what it adds, by kind."""
 
 
 def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Moment]:
@@ -263,13 +193,14 @@ def _block_moments(
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = planned.tokens * args.dim / tp * c
     # With offload two layers' shares are on the device at a time.
-    parked = 2 * (block.stream + (0 if mode == "full" else block.out + block.all_to_all)) if activation.offload else 0.0
+    attention = 0.0 if mode == "full" else block.out + block.all_to_all
+    parked = 2 * (block.stream + attention) if activation.offload else 0.0
     again = block.qkv + (block.out + block.all_to_all if mode == "full" else 0.0)
     # Backward of SwiGLU's product: three of the MLP's tensors are still needed, beside their three gradients. Experts
     # have theirs one after another, and the gradients of their rows all at once.
     ffn = (block.ffn + 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
     held_ffn = {"none": block.ffn + block.copies, "selective": (block.ffn + block.copies) / 2}.get(mode, 0.0)
-    second = second_norm_kept(block, tiles)
+    second = _second_norm_kept(block, tiles)
     # In tiles the second norm is run again with each, and the gradients of their inputs add up beside the output's.
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
@@ -279,16 +210,15 @@ def _block_moments(
         "communication": traffic,
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
+    exchange = planned.exchange.working_bytes(planned.tokens, planned.stage.cp, planned.all_to_all_ranks, planned.heads)
     in_attention = {
         "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
-        "attention": recomputed * again + attention_backward_bytes(planned) + block.out,
+        "attention": recomputed * again + exchange + block.out,
         "mlp": -kept_mlp,
         "communication": traffic,
     }
-    moments = [
-        ("MLP of the first layer backward", 0.0, in_mlp),
-        ("attention of the first layer backward", 0.0, in_attention),
-    ]
+    layer = [("MLP", in_mlp), ("attention", in_attention)]
+    moments: list[Moment] = [(f"{part} of the first layer backward", 0.0, extra) for part, extra in layer]
     if tp > 1 and recomputed:
         # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.
         whole = planned.tokens * args.dim * c
@@ -301,14 +231,5 @@ def _block_moments(
     if own.kept_layers == own.layers:
         # One micro-batch at a time: when the last layer runs backward, the others' activations are gone.
         gone = 1 - 1 / own.layers
-        moments += [
-            ("MLP of the last layer backward", gone, in_mlp),
-            ("attention of the last layer backward", gone, in_attention),
-        ]
+        moments += [(f"{part} of the last layer backward", gone, extra) for part, extra in layer]
     return moments
-
-
-def _last_moment(planned: PlannedStage, own: PlannedRank, weights: float) -> Moment:
-    """The ends' gradients, whole and on their way to their shards."""
-    reduced = own.end_parameters * (planned.element_bytes + planned.reduce_bytes)
-    return "reduction of the last gradients", 1.0, {"communication": weights + reduced}

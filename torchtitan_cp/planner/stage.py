@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
+
 from torchtitan_cp.attention import AttentionMask, choose_strategy
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
@@ -13,10 +15,33 @@ from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.parallel import plan_pipeline
 from torchtitan_cp.parallel.pipeline import PipelineStages
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.exchange import Heads, LayerCost, Rates, busiest_layer, check_exchange
+from torchtitan_cp.planner.exchange import Exchange, Heads, LayerCost, Rates, busiest_layer, find_exchange
 from torchtitan_cp.planner.parameters import Parameters, count_parameters, vocabulary_of
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """What a pipeline rank has of a model; its tensor-parallel ranks share it.
+
+    Attributes:
+        windows: of its layers, 0 for none.
+        pipeline_stages: how many.
+        kept_layers: layers times the micro-batches whose activations are held at once.
+        closes: it has the output layer.
+        end_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
+    """
+
+    windows: tuple[int, ...]
+    pipeline_stages: int
+    kept_layers: float
+    closes: bool
+    end_parameters: int
+    parameters: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
 
 
 @dataclass(frozen=True)
@@ -42,11 +67,11 @@ class PlannedStage:
 
     @cached_property
     def element_bytes(self) -> int:
-        return 2 if self.config.training.compute_dtype == "bfloat16" else 4
+        return _bytes_of(self.config.training.compute_dtype)
 
     @cached_property
     def reduce_bytes(self) -> int:
-        return 2 if self.config.training.reduce_dtype == "bfloat16" else 4
+        return _bytes_of(self.config.training.reduce_dtype)
 
     @cached_property
     def fused_norm(self) -> bool:
@@ -59,27 +84,41 @@ class PlannedStage:
         return count_parameters(self.args, self.degrees.tp)
 
     @cached_property
-    def pipeline(self) -> PipelineStages:
-        """The layers of each pipeline rank; the longest stage decides."""
+    def ranks(self) -> tuple[PlannedRank, ...]:
+        """Each pipeline rank; the longest stage decides which layers it has."""
         longest = max([self.stage.seq_len, *(other.seq_len for other in self.config.curriculum.stages)])
-        return _pipeline(self.config.parallel, self.degrees.pp, self.args, longest)
+        pipeline = _pipeline(self.config.parallel, self.degrees.pp, self.args, longest)
+        return tuple(self._rank(pipeline, rank) for rank in range(self.degrees.pp))
 
-    def layer_windows(self, pipeline_rank: int) -> list[int]:
-        """The window of each layer on a pipeline rank."""
-        spans = (self.pipeline.layers[number] for number in self.pipeline.of_rank(pipeline_rank))
-        return [window for start, stop in spans for window in self.args.layer_windows[start:stop]]
+    def _rank(self, pipeline: PipelineStages, rank: int) -> PlannedRank:
+        numbers, counts = pipeline.of_rank(rank), self.counts
+        spans = (pipeline.layers[number] for number in numbers)
+        windows = tuple(window for start, stop in spans for window in self.args.layer_windows[start:stop])
+        kept = len(windows) * self._chunks_held(rank, len(numbers)) / len(numbers)
+        closes = len(pipeline.owner) - 1 in numbers
+        ends = counts.ends(0 in numbers, closes, self.args.tie_embeddings)
+        return PlannedRank(windows, len(numbers), kept, closes, ends, len(windows) * counts.block + ends)
+
+    def _chunks_held(self, rank: int, per_rank: int) -> int:
+        """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""
+        schedule, ranks = self.config.parallel.pp_schedule, self.degrees.pp
+        everything = self.stage.micro_batches * per_rank
+        if ranks == 1:
+            return 1
+        most = {"gpipe": everything, "1f1b": ranks - rank, "zbv_zero_bubble": 2 * ranks}
+        return min(most.get(schedule, (per_rank - 1) * ranks + 2 * (ranks - rank - 1) + 1), everything)
 
     @cached_property
     def strategy(self) -> str:
-        """The exchange that `auto` chooses, or the one that is set.
+        """The exchange that `auto` chooses, or the one that is set."""
+        if self.stage.strategy == "auto":
+            return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, AttentionMask().band)
+        return self.stage.strategy
 
-        Raises:
-            ConfigError: the planner has no formulas for it.
-        """
-        strategy = self.stage.strategy
-        if strategy == "auto":
-            strategy = choose_strategy(self.heads.query, self.heads.key, self.stage.cp, AttentionMask().band)
-        return check_exchange(strategy)
+    @cached_property
+    def exchange(self) -> Exchange:
+        """What attention's exchange costs; raises as `find_exchange`."""
+        return find_exchange(self.strategy, self.stage.cp)
 
     @cached_property
     def all_to_all_ranks(self) -> int:
@@ -95,8 +134,8 @@ class PlannedStage:
     @cached_property
     def heads(self) -> Heads:
         """Heads of a tensor-parallel rank."""
-        args, tp = self.args, self.degrees.tp
-        return Heads(args.n_heads // tp, args.n_kv_heads // tp, args.head_dim, self.element_bytes)
+        args, tp, float8 = self.args, self.degrees.tp, self.config.context_parallel.kv_transfer == "float8"
+        return Heads(args.n_heads // tp, args.n_kv_heads // tp, args.head_dim, self.element_bytes, float8)
 
     @cached_property
     def rates(self) -> Rates:
@@ -108,19 +147,14 @@ class PlannedStage:
 
     def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
-        settings = self.config.context_parallel
-        float8 = settings.kv_transfer == "float8" and strategy != "all_to_all"
-        return busiest_layer(
-            self.stage.seq_len,
-            self.stage.cp,
-            strategy,
-            all_to_all_ranks,
-            window,
-            settings.layout,
-            AttentionMask(),
-            dataclasses.replace(self.heads, float8=float8),
-            self.rates,
-        )
+        layout, stage = self.config.context_parallel.layout, self.stage
+        group = (stage.seq_len, stage.cp, strategy, all_to_all_ranks)
+        return busiest_layer(*group, window, layout, AttentionMask(), self.heads, self.rates)
+
+
+def _bytes_of(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
 
 
 @lru_cache(maxsize=512)
@@ -129,33 +163,10 @@ def _pipeline(parallel: Any, ranks: int, args: Any, longest: int) -> PipelineSta
 
 
 def model_args_of(config: Config) -> Any:
-    """The config's ModelArgs with the vocabulary set.
+    """The config's ModelArgs with the vocabulary set, without preparing its corpus.
 
     Raises:
         UserError: an unknown flavor or override, or a tokenizer that cannot be read.
     """
     args = registry.model_args_of(config.model)
     return dataclasses.replace(args, vocab_size=vocabulary_of(config, args))
-
-
-def resolve_with_vocabulary(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
-    """The run of a config on so many ranks, without preparing its corpus.
-
-    Args:
-        model_args: what `model_args_of` returned, if it is known.
-
-    Raises:
-        UserError, ContextParallelError: what a run on so many ranks would refuse.
-    """
-    run = resolve_run(config, ranks, model_args)
-    vocab_size = vocabulary_of(config, run.model_args)
-    return dataclasses.replace(run, model_args=dataclasses.replace(run.model_args, vocab_size=vocab_size))
-
-
-def planned_stages(config: Config, cluster: Cluster, model_args: Any = None) -> tuple[PlannedStage, ...]:
-    """The stages of a config on all ranks of a cluster; arguments and errors as of `resolve_with_vocabulary`."""
-    run = resolve_with_vocabulary(config, cluster.ranks, model_args)
-    return tuple(
-        PlannedStage(run.config_of(stage), run.model_args, degrees, stage, cluster)
-        for stage, degrees in zip(run.stages, run.degrees, strict=True)
-    )

@@ -1,8 +1,6 @@
 """The real step as one rank of many, without tensors: its memory and messages, and the memory formula beside it."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.curriculum import resolve_stages
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import StageWalk, dry_run
-from torchtitan_cp.planner.estimate import plan_config, plan_volumes
+from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.training.registry import register
 
 
@@ -87,16 +85,16 @@ def test_weights_and_optimizer_state_are_the_shards_of_the_plan(tmp_path: Path, 
     config = load_config(path, options)
     (planned,) = plan_config(config, make_cluster("cpu", 2))
     # 257 rows of the vocabulary do not divide by 4, and a shard is as long as the longest.
-    assert walked.by_kind["weights"] == pytest.approx(planned.memory.weights, rel=2e-2)
-    assert walked.by_kind["optimizer"] == pytest.approx(planned.memory.optimizer, rel=2e-2)
+    assert walked.by_kind["weights"] == pytest.approx(planned.memory.by_kind["weights"], rel=2e-2)
+    assert walked.by_kind["optimizer"] == pytest.approx(planned.memory.by_kind["optimizer"], rel=2e-2)
 
 
 def test_the_rings_messages_are_those_of_the_planner(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     options = ["--parallel.cp=4", "--context_parallel.strategy=ring", "--curriculum.stages[0].seq_len=512"]
-    (volumes,) = plan_volumes(load_config(path, options), make_cluster("cpu", 2))
+    (planned,) = plan_config(load_config(path, options), make_cluster("cpu", 2))
     by_rank = [sent(walk(path, 4, *options, rank=rank), "send") for rank in range(4)]
-    assert max(by_rank) == volumes["ring"].step_bytes
+    assert max(by_rank) == planned.volumes["ring"].step_bytes
 
 
 def test_of_a_pipeline_a_rank_sends_the_messages_of_its_own_layers(tmp_path: Path) -> None:
@@ -104,7 +102,7 @@ def test_of_a_pipeline_a_rank_sends_the_messages_of_its_own_layers(tmp_path: Pat
     options = ["--context_parallel.strategy=ring", "--curriculum.stages[0].seq_len=512", "--curriculum.stages[0].cp=4"]
     options.append("--curriculum.stages[0].global_batch_tokens=4096")
     plans = (load_config(path, [*options, f"--parallel.pp={pp}"]) for pp in (1, 2))
-    whole, halved = (plan_volumes(config, make_cluster("cpu", 4))[0] for config in plans)
+    whole, halved = (plan_config(config, make_cluster("cpu", 4))[0].volumes for config in plans)
     # Half as many ranks share the sequences of a step, and each has half of the layers.
     assert halved["ring"].step_bytes == whole["ring"].step_bytes
     assert halved["ring"].layer_bytes == whole["ring"].layer_bytes
@@ -151,18 +149,13 @@ def test_a_step_too_small_for_the_ranks_is_walked_with_what_they_can_share_and_t
         walk(path, 6, "--curriculum.stages[0].cp=4")
 
 
-# A key of its own for each attention, or no result of an operation that is known: so that none is remembered.
-@pytest.mark.parametrize(
-    ("name", "forgetful"), [("_as_key", lambda leaf: object()), ("_cached_result", lambda *_: None)]
-)
-def test_what_is_remembered_counts_as_what_is_run(
-    name: str, forgetful: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_remembered_counts_as_what_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path)
     options = ("--parallel.cp=4", "--parallel.tp=2", "--context_parallel.strategy=hybrid",
                "--context_parallel.all_to_all_ranks=2", "--activation.checkpoint=full")  # fmt: skip
     remembered = walk(path, 8, *LONGER, *options)
-    monkeypatch.setattr(f"torchtitan_cp.planner.fake.{name}", forgetful)
+    # A key of its own for each attention, so that none is remembered.
+    monkeypatch.setattr("torchtitan_cp.planner.fake._as_key", lambda leaf: object())
     assert walk(path, 8, *LONGER, *options) == remembered
 
 

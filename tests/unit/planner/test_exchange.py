@@ -7,16 +7,21 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import mask_pairs
-from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, sent_bytes, step_pairs
+from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, step_pairs
 
 SLOW, FAST = 1e6, 1e30  # FLOP/s beside which messages are free, and beside which work is
 
 
 def rates(kernel: float) -> Rates:
     return Rates(make_cluster("h100-80g"), kernel, kernel, 1)
+
+
+def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
+    layer = layer_of(plan, heads, rates(FAST))
+    return layer.forward_bytes, layer.backward_bytes
 
 
 @given(cases(), st.sampled_from(["ring", "all_gather", "all_to_all", "hybrid"]))

@@ -1,8 +1,8 @@
 """Exchanges: how the ranks of a group see each other's keys and values, one file each.
 
 To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
-its name to STRATEGIES in config/names.py (docs/config.md is made again then), and teach the planner what it costs:
-EXCHANGES, `sent_bytes` and `layer_of` in planner/exchange.py, and `attention_backward_bytes` in planner/memory.py.
+its name to STRATEGIES in config/names.py (docs/config.md is made again then), and what it costs to EXCHANGES in
+planner/exchange.py.
 Rules that only it has (a mesh of two axes, no float8) belong in api.py. Tests fail until the names agree; conformance
 and parity run every strategy of this registry.
 """
