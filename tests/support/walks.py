@@ -8,7 +8,7 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.planner.dry_run import StageWalk, stage_walker
-from torchtitan_cp.planner.stage import model_args_of
+from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
 

@@ -13,9 +13,9 @@ from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
 from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
+from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
-from torchtitan_cp.planner.stage import model_args_of
 from torchtitan_cp.training.registry import register
 
 BAD_INPUT, DOES_NOT_FIT = 2, 1

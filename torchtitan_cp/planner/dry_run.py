@@ -7,9 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +24,7 @@ from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel import Meshes
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_job, real_tensors
-from torchtitan_cp.planner.stage import model_args_of
+from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.runtime import World
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.model import ParallelModel
@@ -62,10 +61,6 @@ class DryModel(ParallelModel):
             meshes.for_cp(1)
         super().__init__(run.config, world, meshes, run.model_args, begins, max(stage.seq_len for stage in run.stages))
         self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
-        self._make_state()
-
-    def _make_state(self) -> None:
-        """Make the optimizer's state, and set the kinds of weights and state."""
         for parameter in self.parts.parameters():
             parameter.grad = torch.zeros_like(parameter)
             self._set_kind(parameter, "weights")
@@ -82,15 +77,11 @@ class DryModel(ParallelModel):
         if self.pipeline:
             self.pipeline.release()  # what an earlier stage left
         with real_tensors():
-            batch_layout = self.configure_stage(stage)
+            plans = self.configure_stage(stage).plans()
         self.tracker.start_peak()
-        with real_tensors():
-            plans = batch_layout.plans()
         rows = (stage.micro_batch_sequences, plans[0].local_tokens)
-        # Real, as the loss counts them.
-        labels = torch.zeros(rows, dtype=torch.int64)
-        positions = torch.empty(rows[1], dtype=torch.int64)
-        batch = MicroBatch(torch.empty(rows, dtype=torch.int64), labels, positions, plans)
+        tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for shape in (rows, rows, rows[1:]))
+        batch = MicroBatch(tokens, labels, positions, plans)
         # Memory repeats after two micro-batches, or one for each pipeline rank.
         pipeline = self.meshes.pp.size()
         batches = (batch,) * min(stage.micro_batches, pipeline if pipeline > 1 else 2)
@@ -132,15 +123,15 @@ def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
     )
     run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
     processes = min(usable_cores(), len(run.stages))
-    if processes == 1:
-        with stage_walker(run, rank) as walk:
-            return [walk(stage) for stage in run.stages]
-    # Forked processes have the architectures and the logging. The bar starts a thread, so it comes after them.
     forked = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, forked, _begin_walking, (run, rank)) as pool:
-        walks = pool.map(_walk, run.stages)
-        with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
-            return list(progress.track(walks, len(run.stages), description="stages walked"))
+    with stage_walker(run, rank) as walk:
+        if processes == 1:
+            return [walk(stage) for stage in run.stages]
+        # Each forked process is the rank too. The bar starts a thread, so it comes after them.
+        with ProcessPoolExecutor(processes, forked, _set_walk, (walk,)) as pool:
+            walks = pool.map(_walk, run.stages)
+            with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
+                return list(progress.track(walks, len(run.stages), description="stages walked"))
 
 
 def with_shared_batches(config: Config, ranks: int) -> Config:
@@ -148,10 +139,10 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     stages = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
-        # Where cp does not divide, resolve_run refuses it.
-        divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0
-        unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences) if divides else 0
-        if unit and stage.global_batch_tokens % unit:
+        cp, unit = degrees.stage_cp(stage), 1
+        if cp > 0 and degrees.fsdp % cp == 0:  # else resolve_run refuses it
+            unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
+        if stage.global_batch_tokens % unit:
             needed = -(-stage.global_batch_tokens // unit) * unit
             logger.warning(
                 "%d ranks cannot share curriculum.stages[%d].global_batch_tokens = %d, and a run would refuse it; "
@@ -181,18 +172,17 @@ def stage_walker(run: ResolvedRun, rank: int) -> Iterator[Callable[[StagePlan], 
         models.clear()
 
 
-_process: tuple[AbstractContextManager[Any], Callable[[StagePlan], StageWalk]]
+_walk_stage: Callable[[StagePlan], StageWalk]
 
 
-def _begin_walking(run: ResolvedRun, rank: int) -> None:
-    """Make this process of a pool a rank, until it ends."""
-    global _process
-    walker = stage_walker(run, rank)
-    _process = walker, walker.__enter__()
+def _set_walk(walk: Callable[[StagePlan], StageWalk]) -> None:
+    """Tell a process of a pool how to walk a stage."""
+    global _walk_stage
+    _walk_stage = walk
 
 
 def _walk(stage: StagePlan) -> StageWalk:
-    return _process[1](stage)
+    return _walk_stage(stage)
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
@@ -210,12 +200,6 @@ def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: 
             "operation", "group", "times", "MiB each", "GiB in all", title=f"messages of stage {walk.stage.name}"
         )
         for message, times in sorted(walk.messages.items(), key=lambda item: -item[0].size_bytes * item[1]):
-            total = message.size_bytes * times
-            table.add_row(
-                message.operation,
-                message.group,
-                str(times),
-                f"{message.size_bytes / 2**20:.3f}",
-                f"{total / 2**30:.3f}",
-            )
+            sizes = f"{message.size_bytes / 2**20:.3f}", f"{message.size_bytes * times / 2**30:.3f}"
+            table.add_row(message.operation, message.group, str(times), *sizes)
         console.print(table)

@@ -11,8 +11,8 @@ from torchtitan_cp.parallel import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
 from torchtitan_cp.planner.memory import Memory, add_up, block_bytes, kept_bytes, stage_memory
-from torchtitan_cp.planner.parameters import total_parameters
-from torchtitan_cp.planner.stage import PlannedRank, PlannedStage, model_args_of
+from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.training.resolve import resolve_run
 
 SECONDS_A_DAY = 86400
@@ -34,11 +34,6 @@ class Volume(NamedTuple):
 @dataclass(frozen=True)
 class Estimate(PlannedStage):
     """A stage, and what is worked out of it once it is asked for; raises as `find_exchange`."""
-
-    @cached_property
-    def parameters(self) -> int:
-        """Of the network."""
-        return total_parameters(self.args)
 
     @cached_property
     def linear_flops(self) -> float:

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.metrics.throughput import find_peak
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accelerator
+from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.runtime.device import Device, find_device
 
 TOKENS = 4096  # at most, of the tensors that kernels are given here
@@ -99,28 +101,18 @@ def _bandwidth(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> fl
 
 
 def _attention_rates(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> tuple[float, float]:
-    """FLOP/s of the allowed pairs, forward and backward, over the layers' windows."""
-    pairs, forward, backward = 0, 0.0, 0.0
-    for window, layers in Counter(args.layer_windows).items():
-        mask = AttentionMask(window=(window - 1, -1)) if window else AttentionMask()
-        seconds = _attention_seconds(device, dtype, args, tokens, mask)
-        forward += layers * seconds[0]
-        backward += layers * seconds[1]
-        pairs += layers * count_pairs(tokens, tokens, mask.band)
-    flops = 4 * args.head_dim * args.n_heads * pairs
-    return flops / forward, 2.5 * flops / backward
-
-
-def _attention_seconds(
-    device: Device, dtype: torch.dtype, args: Any, tokens: int, mask: AttentionMask
-) -> tuple[float, float]:
-    """A layer's attention on one rank, forward and backward."""
+    """FLOP/s of the allowed pairs of a rank, forward and backward, over the layers' windows."""
     with device.device:
         q, dout = (torch.randn(1, tokens, args.n_heads, args.head_dim, dtype=dtype) for _ in range(2))
         k, v = (torch.randn(1, tokens, args.n_kv_heads, args.head_dim, dtype=dtype) for _ in range(2))
-    plan = make_plan(tokens, mask=mask)
-    with torch.no_grad():
-        forward = _seconds(lambda: attend(q, k, v, plan))
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    out = attend(q, k, v, plan)
-    return forward, _seconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    pairs, forward, backward = 0, 0.0, 0.0
+    for window, layers in Counter(args.layer_windows).items():
+        mask = AttentionMask(window=(window - 1, -1)) if window else AttentionMask()
+        run = partial(attend, q, k, v, make_plan(tokens, mask=mask))
+        pairs += layers * count_pairs(tokens, tokens, mask.band)
+        with torch.no_grad():
+            forward += layers * _seconds(run)
+        backward += layers * _seconds(partial(torch.autograd.grad, run(), inputs, dout, retain_graph=True))
+    work = args.head_dim * args.n_heads * pairs
+    return FORWARD_FLOPS * work / forward, BACKWARD_FLOPS * work / backward

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torchtitan_cp.planner.exchange import FP32_BYTES
+from torchtitan_cp.planner.exchange import FP32_BYTES, find_exchange
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 
 QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # two moments of a byte, with an fp32 scale for each 256 values
@@ -210,10 +210,11 @@ def _block_moments(
         "communication": traffic,
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
-    exchange = planned.exchange.working_bytes(planned.tokens, planned.stage.cp, planned.all_to_all_ranks, planned.heads)
+    group = (planned.stage.cp, planned.all_to_all_ranks)
+    working = find_exchange(planned.strategy, planned.stage.cp).working_bytes(planned.tokens, *group, planned.heads)
     in_attention = {
         "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
-        "attention": recomputed * again + exchange + block.out,
+        "attention": recomputed * again + working + block.out,
         "mlp": -kept_mlp,
         "communication": traffic,
     }

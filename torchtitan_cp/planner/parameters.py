@@ -1,10 +1,11 @@
 """How many parameters a rank has, from ModelArgs; a test compares with the model itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, trains_tokenizer
+from torchtitan_cp.training import registry
 
 
 @dataclass(frozen=True)
@@ -12,25 +13,19 @@ class Parameters:
     """Parameters of a model on one tensor-parallel rank.
 
     Attributes:
-        block_matrices: of one layer; block_norms: its norms, biases and sinks.
-        muon: of block_matrices, 2-D parameters; experts are one 3-D tensor.
-        token_matrices: of block_matrices, those that a token uses: only some experts.
+        block: of one layer.
+        muon: of these, those of 2-D parameters that are no norm, bias or sink; experts are one 3-D tensor.
+        token_matrices: of its matrices, those that a token uses: only some experts.
         embedding: V E; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
     """
 
-    block_matrices: int
-    block_norms: int
+    block: int
     muon: int
     token_matrices: int
     embedding: int
     output: int
     last_norm: int
-
-    @property
-    def block(self) -> int:
-        """Of one layer."""
-        return self.block_matrices + self.block_norms
 
     def ends(self, opens: bool, closes: bool, tied: bool) -> int:
         """Outside the layers, on a pipeline rank that has the first layer (`opens`) or the last (`closes`)."""
@@ -50,7 +45,8 @@ def count_parameters(args: Any, tp: int = 1) -> Parameters:
     small += args.n_heads // tp * args.sinks
     # Experts lie in one tensor of three dims.
     alone = met - 3 * args.dim * args.token_ffn_dim // tp if args.token_copies else matrices
-    return Parameters(matrices, small, alone, met, vocabulary, 0 if args.tie_embeddings else vocabulary, args.dim)
+    untied = 0 if args.tie_embeddings else vocabulary
+    return Parameters(matrices + small, alone, met, vocabulary, untied, args.dim)
 
 
 def total_parameters(args: Any) -> int:
@@ -59,13 +55,14 @@ def total_parameters(args: Any) -> int:
     return args.n_layers * counts.block + counts.ends(True, True, args.tie_embeddings)
 
 
-def vocabulary_of(config: Config, args: Any) -> int:
-    """V without preparing the corpus: the model's, or the tokenizer's.
+def model_args_of(config: Config) -> Any:
+    """The config's ModelArgs with the vocabulary set, without preparing its corpus: the model's, or the tokenizer's.
 
     Raises:
-        DataError: the tokenizer's file is needed and cannot be read.
+        UserError: an unknown flavor or override, or a tokenizer that cannot be read.
     """
+    args, settings = registry.model_args_of(config.model), config.tokenizer
     if args.vocab_size:
-        return args.vocab_size
-    settings = config.tokenizer
-    return settings.vocab_size if trains_tokenizer(settings) else load_tokenizer(settings).vocab_size
+        return args
+    size = settings.vocab_size if trains_tokenizer(settings) else load_tokenizer(settings).vocab_size
+    return replace(args, vocab_size=size)

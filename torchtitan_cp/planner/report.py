@@ -10,6 +10,7 @@ from torchtitan_cp.planner.devices import ACCELERATORS, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.exchange import EXCHANGES
 from torchtitan_cp.planner.memory import KINDS
+from torchtitan_cp.planner.parameters import total_parameters
 
 GIB = 2**30
 # Keys of a stage's [data] that leave pairs of attention out.
@@ -63,9 +64,10 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "
         f"{accelerator.link_bandwidth / 1e9:g} GB/s inside a node and {accelerator.network_bandwidth / 1e9:g} GB/s "
-        f"outside\n{estimates[0].parameters:,} parameters. Device: {accelerator.source}. {taken}: matrix products at "
-        f"{accelerator.linear:.0%} of the peak, attention at {accelerator.attention_forward:.0%} forward and "
-        f"{accelerator.attention_backward:.0%} backward; assumed: {USABLE_MEMORY:.0%} of memory usable"
+        f"outside\n{total_parameters(estimates[0].args):,} parameters. Device: {accelerator.source}. {taken}: "
+        f"matrix products at {accelerator.linear:.0%} of the peak, attention at "
+        f"{accelerator.attention_forward:.0%} forward and {accelerator.attention_backward:.0%} backward; assumed: "
+        f"{USABLE_MEMORY:.0%} of memory usable"
     )
     for title, columns in TABLES.items():
         table = Table(*columns, title=title)

@@ -11,7 +11,7 @@ from torchtitan_cp.parallel import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.exchange import EXCHANGES
-from torchtitan_cp.planner.stage import model_args_of
+from torchtitan_cp.planner.parameters import model_args_of
 
 MODES = ("none", "selective", "attention_saved", "full")
 MOST_PIPELINE_RANKS = 16

@@ -1,6 +1,5 @@
 """A stage of a run on a cluster: everything that its memory and time depend on."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,9 +14,8 @@ from torchtitan_cp.metrics import layer_costs
 from torchtitan_cp.parallel import plan_pipeline
 from torchtitan_cp.parallel.pipeline import PipelineStages
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.exchange import Exchange, Heads, LayerCost, Rates, busiest_layer, find_exchange
-from torchtitan_cp.planner.parameters import Parameters, count_parameters, vocabulary_of
-from torchtitan_cp.training import registry
+from torchtitan_cp.planner.exchange import Heads, LayerCost, Rates, busiest_layer
+from torchtitan_cp.planner.parameters import Parameters, count_parameters
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,11 @@ class PlannedStage:
 
     @cached_property
     def element_bytes(self) -> int:
-        return _bytes_of(self.config.training.compute_dtype)
+        return int(getattr(torch, self.config.training.compute_dtype).itemsize)
 
     @cached_property
     def reduce_bytes(self) -> int:
-        return _bytes_of(self.config.training.reduce_dtype)
+        return int(getattr(torch, self.config.training.reduce_dtype).itemsize)
 
     @cached_property
     def fused_norm(self) -> bool:
@@ -116,11 +114,6 @@ class PlannedStage:
         return self.stage.strategy
 
     @cached_property
-    def exchange(self) -> Exchange:
-        """What attention's exchange costs; raises as `find_exchange`."""
-        return find_exchange(self.strategy, self.stage.cp)
-
-    @cached_property
     def all_to_all_ranks(self) -> int:
         """Ranks that trade heads."""
         return self.all_to_all_ranks_of(self.strategy, self.stage.all_to_all_ranks)
@@ -152,21 +145,6 @@ class PlannedStage:
         return busiest_layer(*group, window, layout, AttentionMask(), self.heads, self.rates)
 
 
-def _bytes_of(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size
-
-
 @lru_cache(maxsize=512)
 def _pipeline(parallel: Any, ranks: int, args: Any, longest: int) -> PipelineStages:
     return plan_pipeline(parallel, ranks, layer_costs(args, longest))
-
-
-def model_args_of(config: Config) -> Any:
-    """The config's ModelArgs with the vocabulary set, without preparing its corpus.
-
-    Raises:
-        UserError: an unknown flavor or override, or a tokenizer that cannot be read.
-    """
-    args = registry.model_args_of(config.model)
-    return dataclasses.replace(args, vocab_size=vocabulary_of(config, args))

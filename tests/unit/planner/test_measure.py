@@ -15,7 +15,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner import measure
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH
 from torchtitan_cp.planner.measure import measure_accelerator
-from torchtitan_cp.planner.stage import model_args_of
+from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.registry import register
 

@@ -14,6 +14,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.exchange import EXCHANGES, Heads, Rates, layer_of
+from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.training.registry import register
 
 LONG = "train_configs/llama3_8b_4k_to_1m.toml"
@@ -120,7 +121,7 @@ def test_state_that_waits_on_the_host_is_back_for_the_update() -> None:
         estimates(LONG, *tight, *stages, f"--optimizer.offload_state={offload}", nodes=1)[0]
         for offload in ("true", "false")
     )
-    bytes_of_all = 16 * there.parameters / 8
+    bytes_of_all = 16 * total_parameters(there.args) / 8
     assert waiting.memory.moment == "update, with the state back from the host"
     assert waiting.memory.total == pytest.approx(bytes_of_all, rel=0.01)
     assert there.memory.total > bytes_of_all
