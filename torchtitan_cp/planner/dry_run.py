@@ -99,7 +99,7 @@ class DryModel(ParallelModel):
                 self._set_kind(parameter.grad, "gradients")
 
     def _set_kind(self, x: Tensor, kind: str) -> None:
-        self.tracker.update(local_tensor(x).untyped_storage(), kind)
+        self.tracker.update_storage(local_tensor(x).untyped_storage(), kind)
 
 
 def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:

@@ -119,7 +119,7 @@ class StepTracker(TorchDispatchMode):
         self.peak, self.at_peak = self.now, dict(self.by_kind)
         self.messages.clear()
 
-    def update(self, storage: torch.UntypedStorage, kind: str = "", size_bytes: int | None = None) -> None:
+    def update_storage(self, storage: torch.UntypedStorage, kind: str = "", size_bytes: int | None = None) -> None:
         """Count a tracked storage as another kind or size."""
         number = storage._cdata
         if number in self.held:
@@ -197,7 +197,7 @@ class StepTracker(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
             result = resize_plain(storage, size_bytes)
-            self.update(storage, size_bytes=size_bytes)
+            self.update_storage(storage, size_bytes=size_bytes)
             return result
 
         def propagate_untracked(*arguments: Any) -> Any:

@@ -152,7 +152,7 @@ def test_an_exchange_without_formulas_is_refused_by_name(monkeypatch: pytest.Mon
     wanted = "cannot estimate the exchange 'tree'\n  fix: use one of ring, all_gather, all_to_all, hybrid"
     unknown = dataclasses.replace(config, context_parallel=settings, curriculum=curriculum)
     with pytest.raises(ConfigError, match=wanted):
-        print(plan_config(unknown, make_cluster("h100-80g", 8))[0].memory)
+        assert plan_config(unknown, make_cluster("h100-80g", 8))[0].fits
     plan = dataclasses.replace(make_plan(1024, ranks=4), strategy="tree")
     with pytest.raises(ConfigError, match=wanted):
         layer_of(plan, Heads(4, 2, 64), Rates(make_cluster("h100-80g"), 1e12, 1e12, 1))
