@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> int:
     register(ARCHITECTURES)
     try:
         config = load_config(options.config, overrides)
+        if rank == 0:
+            logging.getLogger("torchtitan_cp").setLevel(config.job.log_level.upper())
         if options.dry_run:
             ranks = options.world_size or 1
             print_walks(Console(), dry_run(config, ranks, options.rank), ranks, options.rank)

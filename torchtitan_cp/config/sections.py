@@ -40,6 +40,7 @@ class Job:
         timeout_seconds: a step, validation or final save that takes longer ends the job
         startup_timeout_seconds: the limit for joining, building, loading and each stage's first step
         max_restarts: times that run_train.sh starts the ranks again after one died or hung
+        log_level: of rank 0; debug also says why other attention kernels were passed over
     """
 
     dump_folder: str = "outputs/run"
@@ -47,6 +48,7 @@ class Job:
     timeout_seconds: float = key(300.0, least=1, most=LONGEST_SECONDS)
     startup_timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
     max_restarts: int = key(3, least=0)
+    log_level: str = key("info", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True)

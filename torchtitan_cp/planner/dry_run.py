@@ -60,7 +60,7 @@ class DryModel(ParallelModel):
         with real_tensors():
             meshes = Meshes(world.device.device.type, run.degrees[begins.index])
             meshes.for_cp(1)
-        super().__init__(run.config, world, meshes, run.model_args, begins, max(stage.seq_len for stage in run.stages))
+        super().__init__(run, world, meshes, begins)
         self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
         self._make_state()
 

@@ -37,6 +37,11 @@ class ResolvedRun:
     degrees: tuple[Degrees, ...]
     model_args: Any
 
+    @property
+    def longest(self) -> int:
+        """Sequence length of the longest stage, in tokens."""
+        return max(stage.seq_len for stage in self.stages)
+
     def config_of(self, stage: StagePlan) -> Config:
         """The config with the tp, pp and activation memory of a stage."""
         parallel = dataclasses.replace(self.config.parallel, tp=stage.tp, pp=stage.pp)
