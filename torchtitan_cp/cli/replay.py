@@ -11,7 +11,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.health.replay import Bundle, replay
-from torchtitan_cp.optim import ChunkedCrossEntropy
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import architecture, register
 
