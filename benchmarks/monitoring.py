@@ -26,10 +26,9 @@ from torchtitan_cp.config.load import build
 from torchtitan_cp.data.batches.loader import MicroBatch, read_step
 from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read_report
 from torchtitan_cp.health.recovery import RecoveryState
-from torchtitan_cp.metrics import MetricsLogger
-from torchtitan_cp.optim import square_norms
-from torchtitan_cp.runtime import World
-from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.metrics.logger import MetricsLogger
+from torchtitan_cp.optim.clip import square_norms
+from torchtitan_cp.runtime.device import World, find_device
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.run_recorder import RunRecorder

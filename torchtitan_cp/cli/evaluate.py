@@ -24,9 +24,8 @@ from torchtitan_cp.config.sections import Stage, StageActivation
 from torchtitan_cp.data import prepare
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
-from torchtitan_cp.parallel import Meshes
-from torchtitan_cp.runtime import World, start_ranks, stop_ranks
-from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.model import ParallelModel

@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.health.replay import Bundle, replay
-from torchtitan_cp.optim import ChunkedCrossEntropy
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.registry import architecture, args_from
 

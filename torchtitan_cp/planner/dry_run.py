@@ -23,11 +23,10 @@ from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
-from torchtitan_cp.parallel import Meshes
+from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.planner.fake import CachingFakeMode, Message, StepTracker, fake_job, real_tensors
 from torchtitan_cp.planner.stage import resolve_with_vocabulary
-from torchtitan_cp.runtime import World
-from torchtitan_cp.runtime.device import Device
+from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun
 

@@ -1,7 +1,7 @@
 """Stop signals of a scheduler: remembered on the rank that gets them, and answered between steps."""
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ class StopSignals:
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             # After a failure the launcher sends SIGTERM, and the failure must still be reported.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # one that comes now waits for the next context

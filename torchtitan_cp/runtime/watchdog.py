@@ -5,7 +5,6 @@ several times within the time limit, and ends the process after it. The launcher
 the job.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -14,12 +13,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +44,7 @@ class LostRankError(RuntimeError):
     """A collective failed because another rank is gone or silent."""
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What this process's main thread does.
 
     Attributes:
@@ -63,8 +60,7 @@ class Activity:
     since: float
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """The last message of a rank to the others.
 
     Attributes:
@@ -124,9 +120,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         self._thread.join()
 
@@ -150,7 +144,7 @@ class Watchdog:
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
         beat = Beat(self._beats, socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
-        text = json.dumps(dataclasses.asdict(beat))
+        text = json.dumps(beat)
         self._ask(lambda store: store.set(f"beat/{self.rank}", text), None)
         self._known = {**self._known, **self._read([STORE_HOST]), self.rank: beat}
 
@@ -175,7 +169,7 @@ class Watchdog:
         texts = self._ask(
             lambda store: {rank: store.get(name) for rank, name in wanted.items() if store.check([name])}, {}
         )
-        return {rank: Beat(**json.loads(text)) for rank, text in texts.items()}
+        return {rank: Beat(*json.loads(text)) for rank, text in texts.items()}
 
     def report(self, reason: str) -> None:
         """Log which rank is to blame, on the first rank that reports, and write the flight recorder of each."""
@@ -228,11 +222,10 @@ def _last(beats: dict[int, Beat], rank: int) -> str:
 
 def _place(frame: Any) -> str:
     """File, line and function of the innermost frame in this package."""
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for caller, line in traceback.walk_stack(frame):
+        name = caller.f_code.co_filename
         if name.startswith(PACKAGE):
-            return f"{name[len(PACKAGE) :]}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f"{name[len(PACKAGE) :]}:{line} in {caller.f_code.co_name}"
     return "no line of the trainer"
 
 

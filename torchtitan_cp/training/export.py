@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.checkpoint import CheckpointManager
 from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Model, Rope

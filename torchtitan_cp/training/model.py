@@ -15,27 +15,16 @@ from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
-from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.optim import (
-    ChunkedCrossEntropy,
-    VocabularyShard,
-    build_optimizer,
-    scale_gradients,
-    set_learning_rates,
-    square_norms,
-)
-from torchtitan_cp.parallel import (
-    HiddenSpec,
-    Meshes,
-    Pipeline,
-    Stopwatch,
-    bubble_fraction,
-    parallelize,
-    plan_pipeline,
-    vocabulary_shard,
-    wrap_blocks,
-)
-from torchtitan_cp.runtime import World
+from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.clip import scale_gradients, square_norms
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
+from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
+from torchtitan_cp.parallel.stopwatch import Stopwatch
+from torchtitan_cp.parallel.tensor import vocabulary_shard
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun
 

@@ -28,7 +28,7 @@ from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
-from torchtitan_cp.runtime import World
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.trainer import Trainer
 

@@ -15,8 +15,9 @@ from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data import check_corpus, check_tokenizer
-from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import check_tensor_parallel, plan_pipeline
+from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.parallel.pipeline import plan_pipeline
+from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.export import check_exportable
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import Config, to_toml
 from torchtitan_cp.config.check import check_dump_folder
@@ -23,12 +23,14 @@ from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import trains_tokenizer
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health import StepReport
-from torchtitan_cp.metrics import MetricsLogger, StepRecord, figures, find_peak, flops_per_token
+from torchtitan_cp.metrics import figures
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
+from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
+from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
-from torchtitan_cp.metrics.throughput import imbalance, mean_keys
-from torchtitan_cp.runtime import World
+from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, mean_keys
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 

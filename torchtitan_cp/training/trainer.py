@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.checkpoint import CheckpointManager, Progress, SaveSchedule, check_identity
 from torchtitan_cp.checkpoint.hub import start_from_hub
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
@@ -20,11 +21,12 @@ from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 from torchtitan_cp.health.replay import save_bundle
-from torchtitan_cp.metrics import MetricsLogger
+from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
-from torchtitan_cp.optim import LearningRates
-from torchtitan_cp.parallel import Meshes
-from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
+from torchtitan_cp.optim.schedule import LearningRates
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.runtime.device import World, seed_step, use_deterministic_kernels
+from torchtitan_cp.runtime.signals import StopSignals, any_rank
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
@@ -93,7 +95,7 @@ class Trainer:
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
         self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
-        self.save_schedule = SaveSchedule(config.checkpoint)
+        self.checkpoints.restart_interval()
         self.stopping = self.save_requested = self.must_save = False
         self.announced_stage = -1
         identity = {
@@ -483,12 +485,12 @@ class Trainer:
 
     def _stop_and_save_requests(self) -> tuple[bool, bool]:
         """Whether this rank asks to stop, after a signal, and to save, as it is time to."""
-        return self._stop_requested(), self.save_schedule.time_is_up()
+        return self._stop_requested(), self.checkpoints.time_is_up()
 
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint if one is due. Collective."""
         self.checkpoints.poll()
-        due = self.save_requested or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
+        due = self.save_requested or self.checkpoints.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
@@ -497,7 +499,7 @@ class Trainer:
     def _save(self, stage_end: bool) -> None:
         # The save before it may have to finish first.
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
-        self.save_schedule.saved()
+        self.checkpoints.restart_interval()
         self.must_save = False
         nonfinite = find_nonfinite_weight(self.model.parts) is not None
         # A later start would resume from it, and retention might delete a good checkpoint for it.

@@ -18,11 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.rank_pool import RankFailure, RankPool
-from torchtitan_cp.checkpoint import CheckpointManager, Progress, manager
+from torchtitan_cp.checkpoint import manager
+from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter
 from torchtitan_cp.config.sections import Checkpoint, Optimizer
-from torchtitan_cp.optim import build_optimizer
+from torchtitan_cp.optim.build import build_optimizer
 
 NOBODY = 65534
 ORDINARY_STREAM = FileSystem.create_stream

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.checkpoint import CheckpointManager, Progress, check_identity
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import ConfigError
 
 

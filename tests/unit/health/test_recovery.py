@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config.sections import Health
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 

@@ -4,8 +4,7 @@ import pytest
 
 from torchtitan_cp.config import names
 from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
-from torchtitan_cp.optim import LearningRates
-from torchtitan_cp.optim.schedule import LR_SHAPES
+from torchtitan_cp.optim.schedule import LR_SHAPES, LearningRates
 
 PEAK = Optimizer(lr=1.0)
 
