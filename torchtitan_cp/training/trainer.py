@@ -387,12 +387,12 @@ class Trainer:
         """
         self.model.zero_grad()
         step = self.progress.step + 1
-        what, recoverable = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
+        what, weights_finite = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
         if self.config.health.replay:
             set_activity("running a bad step again with the others", step, self._recovery_seconds)
             found = self._diagnose(step, report, micro_batches)
-            what, recoverable = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.recoverable
-        recovery = self.recovery_policy.decide(what, self._find_good_checkpoint, recoverable=recoverable)
+            what, weights_finite = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.weights_finite
+        recovery = self.recovery_policy.choose_action(what, self._find_good_checkpoint, weights_finite=weights_finite)
         if recovery.checkpoint is None:
             self.progress = self.progress.after_skip()
         else:
@@ -413,7 +413,7 @@ class Trainer:
         state = self.recovery_policy.state
         if state.replays >= config.health.bundles or not (report.findings or self.healthy_batches):
             return found
-        self.recovery_policy.state = dataclasses.replace(state, replays=state.replays + 1)
+        state.replays += 1
         about = {
             "findings": report.findings or report.spikes,
             "inject": dataclasses.asdict(config.health.inject),
