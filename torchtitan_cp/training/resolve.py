@@ -81,9 +81,16 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
         registry.check_support(config, stage)
         check_tensor_parallel(model_args, stage.tp)
         plan_pipeline(config.parallel, stage.pp, costs)
-        _check_attention(config, stage)
-    parallels = (dataclasses.replace(config.parallel, tp=stage.tp, pp=stage.pp) for stage in stages)
-    degrees = tuple(resolve_degrees(parallel, ranks) for parallel in parallels)
+        make_plan(
+            stage.seq_len,
+            ranks=stage.cp,
+            strategy=stage.strategy,
+            kernel=config.context_parallel.kernel,
+            layout=config.context_parallel.layout,
+            all_to_all_ranks=stage.all_to_all_ranks,
+            kv_transfer=config.context_parallel.kv_transfer,
+        )
+    degrees = tuple(resolve_degrees(config.parallel, ranks, stage) for stage in config.curriculum.stages)
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
@@ -108,16 +115,3 @@ def check_files(config: Config) -> None:
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
-
-
-def _check_attention(config: Config, stage: StagePlan) -> None:
-    settings = config.context_parallel
-    make_plan(
-        stage.seq_len,
-        ranks=stage.cp,
-        strategy=stage.strategy,
-        kernel=settings.kernel,
-        layout=settings.layout,
-        all_to_all_ranks=stage.all_to_all_ranks,
-        kv_transfer=settings.kv_transfer,
-    )
