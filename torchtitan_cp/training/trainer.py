@@ -45,13 +45,14 @@ class Trainer:
     Args:
         config: of the run; it is checked against the number of ranks.
         world: this process among them.
+        model_args: of the model, if they are known.
 
     Attributes:
         progress: where the run stands.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        run = resolve_run(config, world.size)
+    def __init__(self, config: Config, world: World, model_args: Any = None) -> None:
+        run = resolve_run(config, world.size, model_args)
         config = run.config
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
