@@ -15,8 +15,8 @@ from torchtitan_cp.config import Config, to_toml
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.curriculum.gate import Verdict
-from torchtitan_cp.data import statistics_table
 from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.corpus.statistics import statistics_table
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health import StepReport
 from torchtitan_cp.metrics import MetricsLogger, StepRecord, figures, find_peak, flops_per_token
