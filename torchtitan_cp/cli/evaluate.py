@@ -21,7 +21,7 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import Stage, StageActivation
-from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.parallel.mesh import Meshes
