@@ -22,7 +22,7 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
 
     Args:
         curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
-            has NaN. See `metrics.positions`.
+            has NaN. See `metrics.loss_breakdown`.
     """
     figure, axes = _figure(7.0, 4.2)
     for index, (name, (starts, losses)) in enumerate(curves.items()):

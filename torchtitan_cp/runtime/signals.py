@@ -2,7 +2,6 @@
 
 import signal
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,6 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._mask: set[int | signal.Signals] = set()
 
     def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._remember) for number in STOP}

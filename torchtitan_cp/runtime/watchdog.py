@@ -61,15 +61,13 @@ class Activity(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The last message of a rank to the others.
+    """The last message of a rank to the others. It stays the same on a silent rank.
 
     Attributes:
-        number: beats so far; it stays the same on a silent rank.
         activity_seconds: time since `what` began.
         place: innermost line of this package in its main thread.
     """
 
-    number: int
     host: str
     pid: int
     what: str
@@ -110,7 +108,7 @@ class Watchdog:
         self.rank, self.world_size, self.beat_seconds, self.folder = rank, world_size, beat_seconds, Path(folder)
         # A connection of its own: the main thread may wait on the store for as long as it likes.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._reachable, self._beats = True, 0
+        self._reachable = True
         # The last beats of this rank and of the one that holds the store, for when that is gone.
         self._known: dict[int, Beat] = {}
         self._main, self._left = threading.get_ident(), threading.Event()
@@ -140,10 +138,9 @@ class Watchdog:
 
     def _beat(self) -> None:
         """Tell the others what this rank does now."""
-        self._beats += 1
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
-        beat = Beat(self._beats, socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
+        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
         text = json.dumps(beat)
         self._ask(lambda store: store.set(f"beat/{self.rank}", text), None)
         self._known = {**self._known, **self._read([STORE_HOST]), self.rank: beat}

@@ -14,7 +14,8 @@ from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
-from torchtitan_cp.data import check_corpus, check_tokenizer
+from torchtitan_cp.data.corpus.documents import check_corpus
+from torchtitan_cp.data.corpus.tokenizer import check_tokenizer
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline import plan_pipeline
 from torchtitan_cp.parallel.tensor import check_tensor_parallel

@@ -18,8 +18,8 @@ from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
-from torchtitan_cp.data import statistics_table
 from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.corpus.statistics import statistics_table
 from torchtitan_cp.data.corpus.tokenizer import trains_tokenizer
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health import StepReport
