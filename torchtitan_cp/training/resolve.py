@@ -20,7 +20,6 @@ from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline import plan_pipeline
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.export import check_exportable
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
       lengths and batches that the ranks can share, micro-batches for the pipeline schedule, RoPE, data, gates.
     - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
-    - `training.export.check_exportable`: whether Hugging Face's format can describe the model.
+    - `registry.config_for_hub`: whether Hugging Face's format can describe a model that is to be exported.
     - `registry.check_support`: degrees and flags that the architecture lacks.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP.
     - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
@@ -76,7 +75,8 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
     check_head_dim(stages, model_args.head_dim)
-    check_exportable(config, model_args)
+    if config.checkpoint.export != "no":
+        registry.config_for_hub(config.model, model_args)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         registry.check_support(config, stage)
