@@ -109,11 +109,8 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
-        (Path(config.job.dump_folder) / "parity.json").write_text(
-            json.dumps(
-                [dataclasses.asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons], indent=1
-            )
-        )
+        found = [dataclasses.asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
+        (Path(config.job.dump_folder) / "parity.json").write_text(json.dumps(found, indent=1))
     return all(comparison.holds for comparison in comparisons)
 
 
