@@ -54,7 +54,7 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     config = build(Config, tomli.loads(text), where="", file="benchmark")
     world = World(0, 1, find_device())
     trainer = Trainer(config, world)
-    bare = ParallelModel(config, world, trainer.meshes, trainer.model.args, trainer.stages[0], length)
+    bare = ParallelModel(trainer.resolved, world, trainer.meshes, trainer.stages[0])
     shape = trainer.enter_stage(trainer.stages[0])
     bare.configure_stage(trainer.stages[0])
     batches, spikes = read_step(trainer.data_pipeline.samples, shape, 0), trainer.health_monitor.spikes
@@ -84,8 +84,8 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     metrics_logger = MetricsLogger(config.metrics, 1, 0, enabled=False)
     recorder = RunRecorder(config, world, trainer.model, trainer.data_pipeline, metrics_logger)
     recorder.start(0)
-    recorder.start_stage(stage, 0, batches[0], "")
     progress = dataclasses.replace(trainer.progress, health=dataclasses.asdict(RecoveryState()))
+    recorder.start_stage(stage, progress, batches[0], "", 0.0)
 
     def tell() -> None:
         recorder.start_step(stage, 1, batches)

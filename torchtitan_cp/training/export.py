@@ -21,7 +21,7 @@ from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.registry import architecture, hub_of
+from torchtitan_cp.training.registry import args_from, hub_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,17 @@ def _hub_config(model: Model, args: Any) -> dict[str, Any]:
 def exported_stages(folder: Path, dtype: str, tokenizer: Tokenizer) -> Iterator[threading.Event]:
     """Export the checkpoints of stage ends to `hub/step-N` from a thread, also those that an earlier start missed.
 
+    Args:
+        folder: of the run.
+        dtype: checkpoint.export; nothing happens if it is "no".
+
     Yields:
         An event; once it is set, leaving does not wait for the thread: the next start exports what is missing.
     """
     hurry, ended = threading.Event(), threading.Event()
+    if dtype == "no":
+        yield hurry
+        return
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
     thread.start()
     yield hurry
@@ -101,8 +108,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="give a new folder")
     saved = open_saved_model(checkpoint)
-    kind = architecture(saved.config.model)
-    args = saved.model_args(type(next(iter(kind.flavors.values()))))
+    args = args_from(saved.config.model, saved.sizes)
     config = _hub_config(saved.config.model, args)
     tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
     names = hub_of(saved.config.model).names

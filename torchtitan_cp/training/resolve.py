@@ -14,7 +14,8 @@ from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
-from torchtitan_cp.data import check_corpus, check_tokenizer
+from torchtitan_cp.data.corpus.documents import check_corpus
+from torchtitan_cp.data.corpus.tokenizer import check_tokenizer
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline import plan_pipeline
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
@@ -37,6 +38,11 @@ class ResolvedRun:
     stages: tuple[StagePlan, ...]
     degrees: tuple[Degrees, ...]
     model_args: Any
+
+    @property
+    def longest(self) -> int:
+        """Sequence length of the longest stage, in tokens."""
+        return max(stage.seq_len for stage in self.stages)
 
     def config_of(self, stage: StagePlan) -> Config:
         """The config with the tp, pp and activation memory of a stage."""

@@ -16,10 +16,11 @@ from tests.support.corpus_cache import BYTES, assert_is_the_corpus, contents, da
 from tests.support.texts import read, text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import CacheBuilder, DataError, PreparationStoppedError, open_cache, prepare
 from torchtitan_cp.data.corpus import cache, progress, tokenization
+from torchtitan_cp.data.corpus.cache import CacheBuilder, open_cache, prepare
 from torchtitan_cp.data.corpus.documents import key_hash
 from torchtitan_cp.data.corpus.store import TokenWriter
+from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 
 @pytest.fixture
@@ -173,15 +174,15 @@ def test_where_the_hash_holds_out_nothing_the_document_with_the_lowest_hash_is_h
 def test_a_corpus_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     one = data_of(write_files(tmp_path / "corpus", {"a.txt": "the only one"}), tmp_path / "cache", 1e-9)
     message = refuse(one)
-    assert "data.validation_fraction = 1e-09 holds out no document: 1 are too few to split" in message
-    assert "fix: split the text into more files, or set data.validation_fraction to 0" in message
+    assert "data.validation_fraction = 1e-09 holds out 0 documents and leaves 1 to train on" in message
+    assert "fix: split the text into more files, lower data.validation_fraction, or set it to 0" in message
     assert not finished(one)
 
 
 def test_a_training_split_that_would_be_empty_is_refused(data: Data) -> None:
     message = refuse(data_of(Path(data.path), Path(data.cache_folder), validation_fraction=1.0))
-    assert "data.validation_fraction = 1.0 holds out all 40 documents" in message
-    assert "fix: lower data.validation_fraction" in message
+    assert "data.validation_fraction = 1.0 holds out 40 documents and leaves 0 to train on" in message
+    assert "lower data.validation_fraction" in message
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig()], ids=["bytes", "trained"])

@@ -10,8 +10,8 @@ import pytest
 from tests.support.half_made import BYTES, data_of, files, rows, shrink_until_the_end
 from tests.support.texts import text_corpus, warnings
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import prepare
-from torchtitan_cp.data.corpus.documents import Document
+from torchtitan_cp.data.corpus.cache import prepare
+from torchtitan_cp.data.corpus.records import Document
 from torchtitan_cp.data.corpus.tokenization import Tokenization
 
 

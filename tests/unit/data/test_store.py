@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cp.data import DataError
 from torchtitan_cp.data.corpus.store import TokenStore, TokenWriter, token_dtype
+from torchtitan_cp.data.errors import DataError
 
 FINGERPRINT = "847eb13461b09f29c8dd2e3a7c8802f1fdf0102411a437a05a55457fe38d92d0"
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -28,10 +28,12 @@ def write(
         writer.append(np.array(document, dtype=np.int32), groups[index] if groups else index)
         if index % 3 == 1:
             writer.commit()
+            writer = TokenWriter(folder, "train", vocab_size, shard_bytes)
     writer.commit()
     assert writer.documents == len(documents)
-    assert writer.tokens == sum(map(len, documents)) == writer.unigram_counts.sum()
-    return writer.fingerprint()
+    store = TokenStore(folder, "train", vocab_size)
+    assert writer.tokens == sum(map(len, documents)) == store.unigram_counts().sum()
+    return store.fingerprint()
 
 
 @settings(deadline=None)

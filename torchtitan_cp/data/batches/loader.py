@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 import torchdata.nodes as nodes
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_cp.attention import AttentionMask, Plan
@@ -117,14 +117,14 @@ def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> 
 def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
     """This rank's micro-batches of a step of the stage."""
     return tuple(
-        read_rows(samples, batch_layout, rows)
+        read_rows(samples.sequence, batch_layout, rows)
         for rows in assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
     )
 
 
-def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
+def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
     """The micro-batch of these sequences, with the plans for their documents."""
-    rows = [samples.sequence(number) for number in numbers]
+    rows = [read(number) for number in numbers]
     lengths = tuple(row.document_lengths for row in rows)
     whole = all(row == (batch_layout.seq_len,) for row in lengths)
     plans = batch_layout.plans(None if whole else AttentionMask(document_lengths=lengths))
@@ -135,16 +135,6 @@ def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -
     same = bool((positions == positions[0]).all())
     sources = tuple(row.spans[0].source for row in rows)
     return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
-
-
-class _Steps(Dataset[tuple[MicroBatch, ...]]):
-    """This rank's share of any step of the stage, by the step's number."""
-
-    def __init__(self, samples: Samples, batch_layout: BatchLayout) -> None:
-        self.samples, self.batch_layout = samples, batch_layout
-
-    def __getitem__(self, step: int) -> tuple[MicroBatch, ...]:
-        return read_step(self.samples, self.batch_layout, step)
 
 
 def read_steps(
@@ -160,24 +150,24 @@ def read_steps(
     Raises:
         RuntimeError: a worker died; torch names its signal.
     """
-    dataset, numbers = _Steps(samples, batch_layout), range(first, first + steps)
+    read, numbers = partial(read_step, samples, batch_layout), range(first, first + steps)
     if not workers:
-        source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), dataset.__getitem__)
+        source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), read)
         source = nodes.PinMemory(source) if pin else source
         return iter(nodes.Loader(nodes.Prefetcher(source, prefetch_factor=read_ahead)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
         loader = StatefulDataLoader(
-            dataset,
+            numbers,
             batch_size=None,
-            sampler=numbers,
+            collate_fn=read,  # of one number, in a worker
             num_workers=workers,
             pin_memory=pin,
             prefetch_factor=-(-read_ahead // workers),
             multiprocessing_context=START_METHOD,
             snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
         )
-    return map(tuple, _start_without_stop_signals(loader))  # the loader makes lists
+    return map(tuple, _start_without_stop_signals(loader))  # pinning makes lists
 
 
 def _start_without_stop_signals(loader: StatefulDataLoader) -> Iterator[Any]:

@@ -108,10 +108,6 @@ class PackedStream:
         sequences = -(-count // self.window_sequences) * self.window_sequences
         return self.first_token + self.seq_len * (sequences if self.samples is None else min(sequences, self.samples))
 
-    def epochs(self, count: int) -> float:
-        """How often the source was read, from its first stage to the first `count` sequences of this one."""
-        return self.cursor_after(count) / self.stream.store.tokens
-
     def whole_fraction(self, window: int) -> float:
         """Fraction of a window's documents that lie whole in one sequence."""
         rows, packed = self._window(window)

@@ -85,8 +85,8 @@ class StageSamples:
 
     def epochs_after(self, steps: int) -> dict[str, float]:
         """How often each of the stage's sources was read after so many steps of the stage."""
-        counts = self._counts(steps)
-        return {name: self.packed[name].epochs(count) for name, count in counts.items()}
+        after = self.tokens_after(steps)
+        return {name: after[name] / self.streams[name].store.tokens for name in self.packed}
 
     def last_steps(self) -> dict[str, int]:
         """The step of the stage, from 1, that takes the last of a source within its max_epochs; 0: none is left."""

@@ -101,9 +101,7 @@ def open_cache(locations: dict[str, Any], tokenizer: TokenizerConfig) -> Prepare
 
 
 def _open_source(name: str, folder: Path) -> PreparedSource:
-    manifest, values = read_json(folder / MANIFEST_FILE), read_json(folder / STATISTICS_FILE)
-    assert manifest, "only finished folders are opened"
-    assert values, "only finished folders are opened"
+    manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
     statistics = SourceStatistics.from_json(values)
     train, held_out, skipped = statistics.train, statistics.validation, statistics.skipped()
     logger.info(
@@ -268,7 +266,7 @@ def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any
         earlier = read_json(path)
         if path.parent != folder and earlier and earlier["settings"] == settings:
             what = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
-            reason = f"the {what} changed since {path.parent} was made; the tokens are made again"
-            logger.warning("%s (that folder is no longer needed)", reason)
+            message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"
+            logger.warning(message, what, path.parent)
             break
     logger.info("preparing %s: %d files, %.0f MB, in %s", name, len(corpus.files), corpus.size_bytes / 1e6, folder)

@@ -3,53 +3,17 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
-import numpy as np
-
 from torchtitan_cp.config.sections import Data, SourceKeys
-from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Document, ResumePoint, SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location
 from torchtitan_cp.data.errors import DataError
 
 JOINED_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where reading can begin: at a file; where files are joined, at the first of a folder.
-
-    Attributes:
-        file: its index in the corpus.
-        skipped: counts of what was skipped before it, by kind.
-    """
-
-    file: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Document:
-    """What the model may attend over as a whole.
-
-    Attributes:
-        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
-        held_out: belongs to the validation split.
-        read_bytes: how much of the corpus (as it is on disk) was read up to its end.
-        resume_point: the last one before it.
-        key: its name in the corpus; of a joined document, that of its first text.
-        group: name of the folder, repository or other group it belongs to; None: it belongs to none.
-    """
-
-    content: str | np.ndarray
-    held_out: bool
-    read_bytes: int
-    resume_point: ResumePoint
-    key: str
-    group: str | None
 
 
 class Corpus:
@@ -100,23 +64,23 @@ class Corpus:
         begin, kind = begin or ResumePoint(), SOURCES[self.source.source]
         skipped.counts.update(begin.skipped)
         joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
-        read_bytes, empty = sum(file.size_bytes for file in self.files[: begin.file]), begin.file == 0
+        starts = [0, *accumulate(file.size_bytes for file in self.files)]
+        empty = begin.file == 0
 
         def read(indices: list[int], resume_point: ResumePoint) -> Iterator[Document]:
-            nonlocal read_bytes
-            for file in (self.files[index] for index in indices):
-                for record in kind.read(file, self.source, skipped):
-                    held_out = is_held_out(record.key, fraction) or record.key == held_out_key
-                    position_bytes = read_bytes + record.position_bytes
-                    yield Document(record.content, held_out, position_bytes, resume_point, record.key, record.group)
-                read_bytes += file.size_bytes
+            for index in indices:
+                for document in kind.read(self.files[index], self.source, skipped):
+                    document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
+                    document.read_bytes += starts[index]
+                    document.resume_point = resume_point
+                    yield document
 
         def unit(index: int) -> object:
             return self.files[index].folder if joins else index
 
-        for _, indices in groupby(range(begin.file, len(self.files)), unit):
-            files = list(indices)
-            documents = read(files, ResumePoint(files[0], dict(skipped.counts)))
+        for _, unit_indices in groupby(range(begin.file, len(self.files)), unit):
+            indices = list(unit_indices)
+            documents = read(indices, ResumePoint(indices[0], dict(skipped.counts)))
             for document in _join(documents) if joins else documents:
                 empty = False
                 yield document
@@ -138,12 +102,12 @@ def _join(documents: Iterator[Document]) -> Iterator[Document]:
     sizes = {False: 0, True: 0}
     for document in documents:
         assert isinstance(document.content, str), "only files are joined"
-        text = document.content if document.content.endswith("\n") else document.content + "\n"
-        split, size_bytes = document.held_out, len(text.encode())
+        document.content += "" if document.content.endswith("\n") else "\n"
+        split, size_bytes = document.held_out, len(document.content.encode())
         if waiting[split] and sizes[split] + size_bytes > JOINED_BYTES:
             yield _joined(waiting[split])
             waiting[split], sizes[split] = [], 0
-        waiting[split].append(replace(document, content=text))
+        waiting[split].append(document)
         sizes[split] += size_bytes
     yield from (_joined(texts) for texts in waiting.values() if texts)
 

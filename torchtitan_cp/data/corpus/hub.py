@@ -2,14 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.config import UserError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, read_row
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile, read_row
 from torchtitan_cp.data.errors import DataError
 
 
@@ -19,11 +17,6 @@ def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
     Nothing is fetched, so the name of a dataset is not checked.
     """
     _import_datasets(source)
-    if not source.path:
-        raise DataError(
-            f"{source.where}.source = 'huggingface' needs {source.where}.path",
-            fix=f"set {source.where}.path to a dataset's name or a local folder",
-        )
     folder = Path(source.path).expanduser()
     statuses = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
     name = "/".join([source.path, source.subset, source.split, source.revision])
@@ -31,22 +24,20 @@ def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
     yield SourceFile(name, folder, size_bytes, max((status.st_mtime_ns for status in statuses), default=0))
 
 
-def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
+def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
     """The rows of a dataset.
 
     Raises:
         DataError: it cannot be found or read. The rest of a damaged dataset is not skipped.
     """
-    number, read_bytes = 0, 0
+    datasets, number, read_bytes = _import_datasets(source), 0, 0
     try:
-        for number, row in enumerate(_open(file.path, source), start=1):
-            where, key = f"{source.path}:{number}", f"{file.name}:{number}"
-            if record := read_row(row, source, skipped, where=where, key=key, position_bytes=0):
-                content = record.content
+        for number, row in enumerate(_open(datasets, file.path, source), start=1):
+            for document in read_row(row, number, file, 0, source, skipped):
+                content = document.content
                 read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
-                yield replace(record, position_bytes=read_bytes)
-    except UserError:
-        raise
+                document.read_bytes = read_bytes
+                yield document
     except Exception as error:  # the package raises whatever its file systems and formats raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -55,9 +46,8 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
         ) from error
 
 
-def _open(path: Path, source: SourceKeys) -> Any:
+def _open(datasets: Any, path: Path, source: SourceKeys) -> Any:
     """The split's rows, from a folder that `save_to_disk` wrote, a folder of data files, or a name."""
-    datasets = _import_datasets(source)
     if (path / "dataset_dict.json").exists():
         return datasets.load_from_disk(os.fspath(path))[source.split]
     if (path / "state.json").exists():

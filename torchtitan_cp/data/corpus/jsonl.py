@@ -9,32 +9,28 @@ from typing import BinaryIO
 import zstandard
 
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, read_row
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile, read_row
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 CHUNK_BYTES = 1 << 17
 
 
-def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
+def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
     """The text (or tokens) of each line of a file. Lines before a damaged part of an archive are kept."""
     number = 0
     try:
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
-                where = f"{file.path}:{number}"
                 try:
                     text = line.decode("utf-8").strip()
                     row = json.loads(text) if text else None
                 except UnicodeDecodeError:
-                    skipped.add("not UTF-8", where)
+                    skipped.add("not UTF-8", f"{file.path}:{number}")
                 except (ValueError, RecursionError):
-                    skipped.add("malformed JSON", where)
+                    skipped.add("malformed JSON", f"{file.path}:{number}")
                 else:
-                    key, position = f"{file.name}:{number}", raw.tell()
-                    if text and (
-                        record := read_row(row, source, skipped, where=where, key=key, position_bytes=position)
-                    ):
-                        yield record
+                    if text:
+                        yield from read_row(row, number, file, raw.tell(), source, skipped)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
     except OSError as error:

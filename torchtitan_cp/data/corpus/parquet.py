@@ -5,32 +5,29 @@ from typing import Any
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile, fields_of, read_row
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile, read_row
 
 BATCH_ROWS = 256
 
 
-def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
+def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
     """The rows of a file, one row group after the other. Rows before a damaged part are kept."""
     arrow, number = import_pyarrow(source), 0
+    wanted = source.token_field or source.text_field
     try:
         with arrow.parquet.ParquetFile(file.path) as parquet:
-            wanted = fields_of(source)
-            columns = [name for name in wanted if name in parquet.schema_arrow.names]
-            if wanted[0] not in columns:
-                skipped.add(f"Parquet file without the column {wanted[0]!r}", str(file.path))
+            columns = [name for name in (wanted, source.group_field) if name in parquet.schema_arrow.names]
+            if wanted not in columns:
+                skipped.add(f"Parquet file without the column {wanted!r}", str(file.path))
                 return
             for number, row in enumerate(_rows(parquet, columns), start=1):
-                where, key = f"{file.path}:{number}", f"{file.name}:{number}"
                 position = file.size_bytes * number // parquet.metadata.num_rows
                 try:
                     values = {name: _plain(value) for name, value in row.items()}
-                    record = read_row(values, source, skipped, where=where, key=key, position_bytes=position)
                 except UnicodeDecodeError:
-                    skipped.add("not UTF-8", where)
-                    continue
-                if record:
-                    yield record
+                    skipped.add("not UTF-8", f"{file.path}:{number}")
+                else:
+                    yield from read_row(values, number, file, position, source, skipped)
     except (arrow.ArrowException, OSError) as error:
         kind = "rest of a damaged Parquet file" if number else "no Parquet file"
         reason = (str(error).splitlines() or [type(error).__name__])[0]

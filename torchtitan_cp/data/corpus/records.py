@@ -1,9 +1,9 @@
-"""What sources yield: files, the records of text or tokens in them, and a count of the records that cannot be read."""
+"""What sources yield: files, the documents in them, and a count of the records that cannot be read."""
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,37 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Record:
-    """A file or a row: the unit that is trained on or held out.
+class ResumePoint:
+    """Where reading can begin: at a file; where files are joined, at the first of a folder.
+
+    Attributes:
+        file: its index in the corpus.
+        skipped: counts of what was skipped before it, by kind.
+    """
+
+    file: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Document:
+    """What the model may attend over as a whole: a file, a row, or the joined files of a folder.
 
     Attributes:
         content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
-        key: its name in the corpus, whose hash decides whether it is held out.
-        position_bytes: how much of its file (as it is on disk) was read up to its end.
+        key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
         group: name of the folder, repository or other group it belongs to; None: it belongs to none.
+        read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
+        held_out: belongs to the validation split; set by the corpus, as is the next.
+        resume_point: the last one before it.
     """
 
     content: str | np.ndarray
     key: str
-    position_bytes: int
-    group: str | None = None
+    group: str | None
+    read_bytes: int
+    held_out: bool = False
+    resume_point: ResumePoint = ResumePoint()
 
 
 class SkippedRecords:
@@ -80,34 +97,25 @@ class SkippedRecords:
 
 
 def read_row(
-    row: object, source: SourceKeys, skipped: SkippedRecords, *, where: str, key: str, position_bytes: int
-) -> Record | None:
-    """The record of a row (a line of JSONL, a row of Parquet or of a dataset).
+    row: object, number: int, file: SourceFile, read_bytes: int, source: SourceKeys, skipped: SkippedRecords
+) -> Iterator[Document]:
+    """The document of a row (a line of JSONL, a row of Parquet or of a dataset); none if it is empty, or skipped.
 
     Args:
         row: a mapping of fields; anything else is skipped.
-        where: names the row in messages, as `file:line`.
-        key, position_bytes: of the record.
-
-    Returns:
-        None if the row is empty, or skipped.
+        number: of the row in its file, from 1.
+        read_bytes: how much of the file was read up to the row's end.
     """
-    field = source.token_field or source.text_field
-    if not isinstance(row, Mapping) or field not in row:
-        skipped.add(f"no field {field!r}", where)
-        return None
-    content, problem = _tokens(row[field]) if source.token_field else _text(row[field])
+    name, where = source.token_field or source.text_field, f"{file.path}:{number}"
+    if not isinstance(row, Mapping) or name not in row:
+        skipped.add(f"no field {name!r}", where)
+        return
+    content, problem = _tokens(row[name]) if source.token_field else _text(row[name])
     if problem:
-        skipped.add(f"field {field!r} {problem}", where)
-    if problem or not len(content):
-        return None
-    group = row.get(source.group_field) if source.group_field else None
-    return Record(content, key, position_bytes, None if group is None else str(group))
-
-
-def fields_of(source: SourceKeys) -> list[str]:
-    """Names of the fields that read_row looks at."""
-    return [source.token_field or source.text_field, *([source.group_field] if source.group_field else [])]
+        skipped.add(f"field {name!r} {problem}", where)
+    elif len(content):
+        group = row.get(source.group_field) if source.group_field else None
+        yield Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
 
 
 def _text(value: Any) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cp.data.corpus.documents import Corpus, Document, ResumePoint, key_hash
+from torchtitan_cp.data.corpus.documents import Corpus, key_hash
 from torchtitan_cp.data.corpus.progress import show_progress
-from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Document, ResumePoint, SkippedRecords
 from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
 from torchtitan_cp.data.corpus.store import (
     JOURNAL_FILE,
@@ -32,7 +33,6 @@ from torchtitan_cp.data.corpus.store import (
 )
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
-from torchtitan_cp.data.prefetch import prefetch
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class _State:
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: how many were longer than max_document.
         groups: how many groups have a number.
-        lowest: (hash, key) of the kept document whose hash is lowest.
+        lowest: [hash, key] of the kept document whose hash is lowest.
         held_out_key: of the document that is held out because no hash is low enough.
     """
 
@@ -68,7 +68,7 @@ class _State:
     left_out_tokens: int = 0
     split_documents: int = 0
     groups: int = 0
-    lowest: tuple[int, str] = (1 << 64, "")
+    lowest: list[Any] = field(default_factory=lambda: [1 << 64, ""])
     held_out_key: str | None = None
 
 
@@ -100,9 +100,9 @@ class Tokenization:
         """
         self._start(read_journal(self.folder))
         self._read_corpus()
-        state, where, fraction = self.state, self.corpus.source.where, self.corpus.source.validation_fraction
-        held_out = self.writers[1].documents
-        if fraction > 0 and not held_out and state.kept_documents > 1 and state.held_out_key is None:
+        source, state = self.corpus.source, self.state
+        if source.validation_fraction > 0 and not self.writers[1].documents and state.kept_documents > 1:
+            where, fraction = source.where, source.validation_fraction
             logger.info("%s.validation_fraction = %g holds out no document, so one is chosen", where, fraction)
             self._start(None)
             self.state.held_out_key = state.lowest[1]
@@ -124,11 +124,8 @@ class Tokenization:
         self._group_numbers: dict[str | None, int] = {}
         self.writers = [TokenWriter(self.folder, split, self.tokenizer.vocab_size) for split in SPLITS]
         if journal:
-            state = journal["state"]
-            begin, lowest = ResumePoint(**state.pop("resume_point")), tuple(state.pop("lowest"))
-            self.state = _State(resume_point=begin, lowest=lowest, **state)
-            for writer, saved in zip(self.writers, journal["splits"], strict=True):
-                writer.restore(saved)
+            begin = ResumePoint(**journal["state"]["resume_point"])
+            self.state = _State(**{**journal["state"], "resume_point": begin})
             with open(self.folder / GROUPS_FILE, encoding="utf-8") as file:
                 self._group_numbers = {name: number for number, name in map(json.loads, file)}
             logger.info("continuing after %d documents, %d tokens", self.state.kept_documents, self._tokens)
@@ -166,9 +163,8 @@ class Tokenization:
             state.left_out_tokens += len(ids) + 1
         else:
             state.kept_documents += 1
-            state.lowest = min(state.lowest, (key_hash(document.key), document.key))
-            part_tokens = source.max_document - 1 if source.max_document else max(1, len(ids))
-            parts = max(1, -(-len(ids) // part_tokens))
+            state.lowest = min(state.lowest, [key_hash(document.key), document.key])
+            parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document else 1
             state.split_documents += parts > 1
             group, end = self._group_number(document.group), np.array([self.tokenizer.eos_id], dtype=ids.dtype)
             for part in np.array_split(ids, parts):
@@ -188,55 +184,49 @@ class Tokenization:
 
     def _commit(self) -> None:
         """Write everything to disk, then the journal that says so."""
-        splits = [writer.commit() for writer in self.writers]
+        for writer in self.writers:
+            writer.commit()
         append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
         self._new_groups.clear()
-        sizes = file_sizes(self.folder)
-        journal = {"settings": self.settings, "state": asdict(self.state), "splits": splits, "file_bytes": sizes}
+        journal = {"settings": self.settings, "state": asdict(self.state), "file_bytes": file_sizes(self.folder)}
         write_json(self.folder / JOURNAL_FILE, journal)
         self._committed_tokens = self._tokens
 
     def _finish(self) -> dict[str, Any]:
         self._refuse_empty_split()
         self._commit()
-        (self.folder / JOURNAL_FILE).unlink()
-        np.save(self.folder / UNIGRAM_FILE, self.writers[0].unigram_counts)
-        vocab_size, state = self.tokenizer.vocab_size, self.state
-        train, held_out = (
-            LengthStatistics.of(TokenStore(self.folder, split, vocab_size).document_lengths) for split in SPLITS
-        )
+        state, vocab_size = self.state, self.tokenizer.vocab_size
+        stores = {split: TokenStore(self.folder, split, vocab_size) for split in SPLITS}
+        np.save(self.folder / UNIGRAM_FILE, stores["train"].unigram_counts())
+        train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores.values())
         left_out, skipped = (state.left_out_documents, state.left_out_tokens), dict(self.skipped.counts)
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
         write_json(self.folder / STATISTICS_FILE, asdict(statistics))
-        fingerprints = "".join(writer.fingerprint() for writer in self.writers)
+        fingerprints = "".join(store.fingerprint() for store in stores.values())
+        (self.folder / JOURNAL_FILE).unlink()
         return {
             "content_fingerprint": hashlib.sha256(fingerprints.encode()).hexdigest(),
             "vocab_size": vocab_size,
-            "documents": {writer.split: writer.documents for writer in self.writers},
-            "tokens": {writer.split: writer.tokens for writer in self.writers},
+            "documents": {split: store.documents for split, store in stores.items()},
+            "tokens": {split: store.tokens for split, store in stores.items()},
             "file_bytes": file_sizes(self.folder),
         }
 
     def _refuse_empty_split(self) -> None:
-        where, fraction, state = self.corpus.source.where, self.corpus.source.validation_fraction, self.state
+        source, state = self.corpus.source, self.state
         train, held_out = (writer.documents for writer in self.writers)
         if not state.kept_documents:
             raise DataError(
-                f"all {state.left_out_documents} documents are shorter than {where}.min_document = "
-                f"{self.corpus.source.min_document} tokens",
+                f"all {state.left_out_documents} documents are shorter than {source.where}.min_document = "
+                f"{source.min_document} tokens",
                 fix="lower min_document",
             )
-        if not train:
+        if not train or (source.validation_fraction > 0 and not held_out):
             raise DataError(
-                f"{where}.validation_fraction = {fraction} holds out all {held_out} documents, and none is left to "
-                "train on",
-                fix=f"lower {where}.validation_fraction, or split the text into more files",
-            )
-        if fraction > 0 and not held_out:
-            raise DataError(
-                f"{where}.validation_fraction = {fraction} holds out no document: {state.kept_documents} are too few "
-                "to split",
-                fix=f"split the text into more files, or set {where}.validation_fraction to 0 to disable validation",
+                f"{source.where}.validation_fraction = {source.validation_fraction} holds out {held_out} documents and "
+                f"leaves {train} to train on: each split needs one",
+                fix=f"split the text into more files, lower {source.where}.validation_fraction, or set it to 0 to "
+                "disable validation",
             )
 
 
@@ -249,13 +239,23 @@ def read_journal(folder: Path) -> dict[str, Any] | None:
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its token ids `[n]` int32, without its end."""
     parts: list[np.ndarray] = []
-    for batch in prefetch(_batches(documents), 1):
+    for batch in read_ahead(_batches(documents)):
         rows = iter(tokenizer.encode_batch([content for content, _, _ in batch if isinstance(content, str)]))
         for content, document, ends_document in batch:
             parts.append(next(rows) if isinstance(content, str) else _checked_ids(content, document, tokenizer))
             if ends_document:
                 yield document, np.concatenate(parts)
                 parts = []
+
+
+def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items in order; a thread takes the next one ahead. Its exceptions are raised here."""
+    end = object()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item
 
 
 def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:
