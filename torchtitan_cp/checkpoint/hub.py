@@ -49,7 +49,10 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
         ConfigError: files or tensors are missing, a tensor has another shape, or the model has no place for it.
     """
     files, open_once = _files_by_tensor(folder), cache(_open)
-    _check_all_known(folder, files, names)
+    known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
+    unknown = [name for name in files if re.sub(r"\.\d+\.", ".*.", name) not in known]
+    if unknown:
+        raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for part in parts:
         for name, parameter in part.named_parameters():
             for hub_name, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
@@ -96,13 +99,6 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
         raise _broken(folder, f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
     with _open(folder / SINGLE_FILE) as file:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
-
-
-def _check_all_known(folder: Path, files: Iterable[str], names: Mapping[str, str]) -> None:
-    known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
-    unknown = [name for name in files if re.sub(r"\.\d+\.", ".*.", name) not in known]
-    if unknown:
-        raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
 
 
 def _open(path: Path) -> Any:

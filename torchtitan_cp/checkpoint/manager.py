@@ -210,19 +210,18 @@ class CheckpointManager:
         Raises:
             ConfigError: there are some, and all are damaged.
         """
-        collective, intact = dist.is_initialized(), False
+        intact = False
         # Views of a shared folder may differ for a while: all ranks go by the first one's.
         names = [[path.name for step, path in self.complete() if before is None or step < before]]
-        if collective:
-            dist.broadcast_object_list(names)
+        dist.broadcast_object_list(names)
         for name in reversed(names[0]):
             path = self.folder / name
-            damage = verify_checkpoint(path, collective=collective)
+            damage = verify_checkpoint(path, collective=True)
             if not damage:
                 intact, progress = True, read_progress(path)
                 if accept(progress):
                     return path, progress
-            elif not collective or dist.get_rank() == 0:
+            elif dist.get_rank() == 0:
                 logger.warning("%s is damaged and skipped: %s", path, "; ".join(damage))
         if names[0] and not intact:
             raise ConfigError(

@@ -33,11 +33,7 @@ LOCALHOST = "localhost:0"
 
 
 class JobEndedError(Exception):
-    """The job ends with this note: a rank wrote it, or a stop signal came while no rank was running."""
-
-    def __init__(self, note: EndNote) -> None:
-        self.note = note
-        super().__init__(note.message)
+    """The job ends with the EndNote given: a rank wrote it, or a stop signal came while no rank was running."""
 
 
 class NodeAgent(LocalElasticAgent):
@@ -132,7 +128,8 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         error = ChildFailedError(program[0], result.failures)
         return EndNote(max(1, error.get_first_failure()[1].exitcode), str(error))
     except JobEndedError as end:
-        return end.note
+        note: EndNote = end.args[0]
+        return note
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
     except RendezvousError as error:

@@ -241,12 +241,10 @@ def dump_flight_recorder(folder: Path, rank: int) -> None:
     """Write the latest collectives of this rank as JSON, if torch records them."""
     # NCCL's groups have a recorder of their own.
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")[0 if nccl else 1 :]
-    found = (getattr(torch._C._distributed_c10d, name, None) for name in names)
-    if dump := next(filter(None, found), None):
-        with suppress(OSError, RuntimeError):
-            (folder / "flight_recorder").mkdir(parents=True, exist_ok=True)
-            (folder / "flight_recorder" / f"rank-{rank}.json").write_bytes(dump())
+    with suppress(AttributeError, OSError, RuntimeError):
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
+        (folder / "flight_recorder").mkdir(parents=True, exist_ok=True)
+        (folder / "flight_recorder" / f"rank-{rank}.json").write_bytes(dump())
 
 
 @contextmanager

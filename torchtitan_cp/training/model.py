@@ -146,7 +146,7 @@ class ParallelModel:
             stage.micro_batch_sequences,
             stage.dp,
             mesh.get_local_rank("dp"),
-            context_parallel.planner(),
+            context_parallel.make_plan,
             tuple(sorted({0, *self.args.windows})),
         )
 

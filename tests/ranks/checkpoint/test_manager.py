@@ -185,6 +185,15 @@ def find(folder: Path) -> tuple[str, list[str]]:
     return found[0].name if found else "", lines
 
 
+def test_what_was_cut_short_is_not_found_and_no_checkpoint_is_no_error(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(find, tmp_path) == [("", [])]
+    for name in ("step-8.partial", "step-7.old.partial", "step-x"):
+        (tmp_path / name).mkdir()
+    assert ranks(1)(find, tmp_path) == [("", [])]
+
+
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
