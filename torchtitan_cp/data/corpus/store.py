@@ -127,14 +127,12 @@ class TokenStore:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
         assert 0 <= start <= stop <= self.document_lengths[document], "outside the document"
         position, end = int(self._offsets[document]) + start, int(self._offsets[document]) + stop
-        tokens = np.empty(stop - start, dtype=np.int64)
-        filled = 0
+        parts = [np.empty(0, dtype=np.int64)]
         while position < end:
             shard, offset = divmod(position, self._shard_tokens)
-            part = self._shards[shard][offset : offset + end - position]
-            tokens[filled : filled + len(part)] = part
-            filled, position = filled + len(part), position + len(part)
-        return tokens
+            parts.append(self._shards[shard][offset : offset + end - position])
+            position += len(parts[-1])
+        return np.concatenate(parts)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of tokens, document lengths and groups."""
