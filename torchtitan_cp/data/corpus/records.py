@@ -33,19 +33,6 @@ class SourceFile:
         return self.name.rpartition("/")[0]
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where reading can begin: at a file; where files are joined, at the first of a folder.
-
-    Attributes:
-        file: its index in the corpus.
-        skipped: counts of what was skipped before it, by kind.
-    """
-
-    file: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass
 class Document:
     """What the model may attend over as a whole: a file, a row, or the joined files of a folder.
@@ -55,8 +42,9 @@ class Document:
         key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
         group: name of the folder, repository or other group it belongs to; None: it belongs to none.
         read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
-        held_out: belongs to the validation split; set by the corpus, as is the next.
-        resume_point: the last one before it.
+        held_out: belongs to the validation split; set by the corpus, as are the next two.
+        first_file: where to begin to read it again: at its file, or at the first of a folder's if they are joined.
+        skipped_before: counts of what was skipped before that file, by kind.
     """
 
     content: str | np.ndarray
@@ -64,21 +52,23 @@ class Document:
     group: str | None
     read_bytes: int
     held_out: bool = False
-    resume_point: ResumePoint = ResumePoint()
+    first_file: int = 0
+    skipped_before: dict[str, int] = field(default_factory=dict)
 
 
 class SkippedRecords:
     """Counts what cannot be read, by kind, and logs the first few of each kind.
 
     Args:
+        counts: of what was skipped before, by kind.
         quiet: only count, for a second pass over a corpus.
 
     Attributes:
         counts: how many were skipped, by kind.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, counts: dict[str, int] | None = None, *, quiet: bool = False) -> None:
+        self.counts = Counter(counts)
         self._quiet = quiet
 
     def add(self, kind: str, where: str) -> None:
