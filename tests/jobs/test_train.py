@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
         (["--model.flavor=9B"], "model.flavor = '9B' is not known\n  fix: use one of debug, 60M"),
         (
             ["--model.overrides.layers=9"],
-            "model.overrides.layers is not a size of llama\n  fix: did you mean n_layers?",
+            "unknown key model.overrides.layers\n  fix: did you mean n_layers?",
         ),
         (["--model.overrides.n_kv_heads=3"], "n_heads = 4 is not a multiple of n_kv_heads = 3"),
         (["--model.architecture=rnn"], "model.architecture = 'rnn' is not known"),

@@ -32,7 +32,7 @@ class SavedModel:
         path: the step-N folder.
         config: of the run, with the path of the tokenizer that the run trained.
         stage: the last that the run had begun.
-        sizes: of the model.
+        sizes: of the model, see `training.registry.args_from`.
         short_loss: see Progress.
         tensors: name -> (size, dtype) of each parameter.
         reader: of the checkpoint's files.
@@ -58,10 +58,6 @@ class SavedModel:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_state(self.reader, {"model": values}, no_dist=True)
         return values
-
-    def model_args(self, kind: type) -> Any:
-        """The sizes as ModelArgs of this class."""
-        return kind(**{name: tuple(size) if isinstance(size, list) else size for name, size in self.sizes.items()})
 
 
 def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:

@@ -1,22 +1,35 @@
 """Checks between the keys of a stage's rotary embedding."""
 
 import dataclasses
+from typing import Any
 
 from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.names import ROPE_KINDS
 from torchtitan_cp.config.sections import Rope
 
 TAKES = {
-    "none": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *("factor", "original_seq_len", "attention_factor", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": ("factor", "original_seq_len", "attention_factor", "long_factor", "short_factor"),
+    kind: tuple(entry.name for entry in dataclasses.fields(Rope) if kind in entry.metadata["read_by"])
+    for kind in ROPE_KINDS
 }
 """The keys each kind reads, in addition to theta."""
+
+
+def check_read_keys(section: Any, selector: str, where: str) -> None:
+    """Refuse a key that the chosen kind does not read, as it would be dropped silently.
+
+    Args:
+        section: whose keys say which kinds read them.
+        selector: name of the key that chooses the kind.
+        where: the dotted key of `section`.
+    """
+    kind = getattr(section, selector)
+    for entry in dataclasses.fields(section):
+        read_by = entry.metadata.get("read_by")
+        if read_by and kind not in read_by and getattr(section, entry.name) != entry.default:
+            raise ConfigError(
+                f"{where}.{entry.name} does nothing with {selector} = {kind!r}",
+                fix=f"remove it, or use {selector} = {' or '.join(map(repr, read_by))}",
+            )
 
 
 def check_rope(rope: Rope, seq_len: int, where: str) -> None:
@@ -29,24 +42,7 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
     Raises:
         ConfigError: a key that the kind does not read, one it lacks, or keys that exclude each other.
     """
-    _check_read(rope, where)
-    _check_numbers(rope, where)
-    _check_complete(rope, seq_len, where)
-
-
-def _check_read(rope: Rope, where: str) -> None:
-    """A key that the kind does not read would be dropped silently."""
-    for entry in dataclasses.fields(Rope):
-        read = entry.name in ("theta", "kind", *TAKES[rope.kind])
-        if not read and getattr(rope, entry.name) != entry.default:
-            kinds = [repr(kind) for kind, keys in TAKES.items() if entry.name in keys]
-            raise ConfigError(
-                f"{where}.{entry.name} does nothing with kind = {rope.kind!r}",
-                fix=f"remove it, or use kind = {' or '.join(kinds)}",
-            )
-
-
-def _check_numbers(rope: Rope, where: str) -> None:
+    check_read_keys(rope, "kind", where)
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigError(f"{where}: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")
     if rope.kind == "yarn":
@@ -56,6 +52,15 @@ def _check_numbers(rope: Rope, where: str) -> None:
             f"{where}: long_factor and short_factor divide, so each number must be above 0",
             fix="use 1 to leave a frequency alone",
         )
+    takes = TAKES[rope.kind]
+    if "original_seq_len" in takes:
+        _check_original(rope, seq_len, where)
+    scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
+    if "factor" in takes and not scales:
+        ratio = f"{seq_len / rope.original_seq_len:g}" if rope.original_seq_len else "8"
+        raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix=f"add factor = {ratio} or another")
+    if "long_factor" in takes and not rope.long_factor:
+        raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")
 
 
 def _check_yarn(rope: Rope, where: str) -> None:
@@ -69,18 +74,6 @@ def _check_yarn(rope: Rope, where: str) -> None:
         raise ConfigError(f"{where} has one of mscale and mscale_all_dim", fix="give both, or neither for the paper's")
     if rope.mscale and rope.attention_factor:
         raise ConfigError(f"{where} has attention_factor, which overrides mscale", fix="give one of them")
-
-
-def _check_complete(rope: Rope, seq_len: int, where: str) -> None:
-    takes = TAKES[rope.kind]
-    if "original_seq_len" in takes:
-        _check_original(rope, seq_len, where)
-    scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
-    if "factor" in takes and not scales:
-        ratio = f"{seq_len / rope.original_seq_len:g}" if rope.original_seq_len else "8"
-        raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix=f"add factor = {ratio} or another")
-    if "long_factor" in takes and not rope.long_factor:
-        raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")
 
 
 def _check_original(rope: Rope, seq_len: int, where: str) -> None:

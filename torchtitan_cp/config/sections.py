@@ -18,13 +18,15 @@ def key(
     least: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    read_by: tuple[str, ...] = (),
 ) -> Any:
     """A key with the values it takes. The bounds of a list or table hold for each entry; every number is finite.
 
     Args:
         least, most: bounds that are allowed themselves; below: one that is not.
+        read_by: the kinds (of a source, of a RoPE) that read the key, if not all do.
     """
-    metadata = {"choices": choices, "least": least, "most": most, "below": below}
+    metadata = {"choices": choices, "least": least, "most": most, "below": below, "read_by": read_by}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -40,6 +42,7 @@ class Job:
         timeout_seconds: a step, validation or final save that takes longer ends the job
         startup_timeout_seconds: the limit for joining, building, loading and each stage's first step
         max_restarts: times that run_train.sh starts the ranks again after one died or hung
+        log_level: of rank 0; debug also says why other attention kernels were passed over
     """
 
     dump_folder: str = "outputs/run"
@@ -47,6 +50,7 @@ class Job:
     timeout_seconds: float = key(300.0, least=1, most=LONGEST_SECONDS)
     startup_timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
     max_restarts: int = key(3, least=0)
+    log_level: str = key("info", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,13 @@ class SourceKeys:
 
     source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES))
     path: str = ""
-    subset: str = ""
-    split: str = "train"
-    revision: str = ""
+    subset: str = key("", read_by=("huggingface",))
+    split: str = key("train", read_by=("huggingface",))
+    revision: str = key("", read_by=("huggingface",))
     text_field: str = "text"
-    token_field: str = ""
-    group_field: str = ""
-    group_depth: int = key(0, least=0)
+    token_field: str = key("", read_by=names.ROW_SOURCES)
+    group_field: str = key("", read_by=names.ROW_SOURCES)
+    group_depth: int = key(0, least=0, read_by=("python-stdlib", "text"))
     document: str = key("file", choices=("file", "folder"))
     min_document: int = key(0, least=0)
     max_document: int = key(0, least=0)
@@ -161,7 +165,7 @@ class Data(SourceKeys):
     sources: tuple[DataSource, ...] = ()
     mixture: dict[str, float] = key({}, least=0)  # noqa: RUF009
     max_epochs: dict[str, float] = key({}, least=0)  # noqa: RUF009
-    order: str = key("shuffled", choices=names.DOCUMENT_ORDERS)
+    order: str = key("shuffled", choices=("shuffled", "related"))
     separator: int = key(-1, least=-1)
     packing: str = key("concat", choices=names.PACKINGS)
     packing_window: int = key(256, least=1)
@@ -195,7 +199,7 @@ class Training:
 
     seed: int = key(0, least=0)
     compute_dtype: str = key("bfloat16", choices=("float32", "bfloat16"))
-    float8: str = key("none", choices=names.FLOAT8_RECIPES)
+    float8: str = key("none", choices=("none", "tensorwise", "rowwise"))
     deterministic: bool = False
     micro_batch_sequences: int = key(1, least=1)
     reduce_dtype: str = key("float32", choices=("float32", "bfloat16"))
@@ -289,7 +293,7 @@ class Parallel:
     """
 
     pp: int = key(1, least=-1)
-    pp_schedule: str = key("1f1b", choices=names.PP_SCHEDULES)
+    pp_schedule: str = key("1f1b", choices=tuple(names.SCHEDULES))
     pp_stages_per_rank: int = key(0, least=0)
     pp_split: tuple[int, ...] = key((), least=1)
     dp_replicate: int = key(1, least=-1)
@@ -297,7 +301,7 @@ class Parallel:
     cp: int = key(1, least=-1)
     tp: int = key(1, least=-1)
     async_tp: bool = False
-    fsdp_reshard: str = key("auto", choices=names.RESHARD)
+    fsdp_reshard: str = key("auto", choices=("auto", "always", "never"))
     fsdp_prefetch: int = key(1, least=1)
     fsdp_cpu_offload: bool = False
 
@@ -347,7 +351,7 @@ class Compile:
     """
 
     enable: bool = False
-    mode: str = key("default", choices=names.COMPILE_MODES)
+    mode: str = key("default", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))
 
 
 @dataclass(frozen=True)
@@ -394,10 +398,10 @@ class Inject:
     step: int = key(0, least=0)
     steps: int = key(1, least=1)
     rank: int = key(0, least=0)
-    where: str = key("forward", choices=names.FAULTS)
+    where: str = key("forward", choices=("data", "embedding", "forward", "backward", "gradient", "weight"))
     layer: int = key(0, least=0)
     module: str = ""
-    kind: str = key("nan", choices=names.FAULT_KINDS)
+    kind: str = key("nan", choices=("nan", "inf", "spike"))
     transient: bool = False
 
 
@@ -423,7 +427,7 @@ class Health:
     """
 
     on_nonfinite: str = key("halt", choices=("halt", "skip"))
-    on_spike: str = key("warn", choices=names.ON_SPIKE)
+    on_spike: str = key("warn", choices=("warn", "trip"))
     spike_threshold: float = key(10.0, least=0)
     spike_window: int = key(64, least=8)
     max_consecutive_skips: int = key(5, least=1)
@@ -541,18 +545,18 @@ class Rope:
 
     theta: float = key(10000.0, least=1)
     kind: str = key("none", choices=names.ROPE_KINDS)
-    factor: float = key(1.0, least=1)
-    original_seq_len: int = key(0, least=0)
-    low_freq_factor: float = key(1.0, least=0)
-    high_freq_factor: float = key(4.0, least=0)
-    attention_factor: float = key(0.0, least=0)
-    beta_fast: float = key(32.0, least=0)
-    beta_slow: float = key(1.0, least=0)
-    mscale: float = key(0.0, least=0)
-    mscale_all_dim: float = key(0.0, least=0)
-    truncate: bool = True
-    long_factor: tuple[float, ...] = ()
-    short_factor: tuple[float, ...] = ()
+    factor: float = key(1.0, least=1, read_by=names.ROPE_KINDS[1:])
+    original_seq_len: int = key(0, least=0, read_by=("yarn", "longrope", "llama3"))
+    low_freq_factor: float = key(1.0, least=0, read_by=("llama3",))
+    high_freq_factor: float = key(4.0, least=0, read_by=("llama3",))
+    attention_factor: float = key(0.0, least=0, read_by=("yarn", "longrope"))
+    beta_fast: float = key(32.0, least=0, read_by=("yarn",))
+    beta_slow: float = key(1.0, least=0, read_by=("yarn",))
+    mscale: float = key(0.0, least=0, read_by=("yarn",))
+    mscale_all_dim: float = key(0.0, least=0, read_by=("yarn",))
+    truncate: bool = key(True, read_by=("yarn",))
+    long_factor: tuple[float, ...] = key((), read_by=("longrope",))
+    short_factor: tuple[float, ...] = key((), read_by=("longrope",))
 
 
 @dataclass(frozen=True)

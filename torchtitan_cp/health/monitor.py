@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -98,8 +98,8 @@ class HealthMonitor:
         value = largest(gradient)
         self._gradient = value if self._gradient is None else torch.maximum(self._gradient, value)
 
-    def pop_seen(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What was seen since the last call.
+    def pop_largest(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The largest values since the last call, which are forgotten.
 
         Returns:
             (largest outputs `[blocks]`, 0 for blocks of other ranks; largest gradient, 0 if none came).
@@ -129,9 +129,12 @@ class HealthMonitor:
             peak_memory_bytes: of this rank.
             stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
         """
-        outputs, gradient = self.pop_seen(loss_sum.device)
-        scalars = (loss_sum, tokens, gradient, largest_logit)
-        report = all_gather_report(scalars, outputs, square_norms, peak_memory_bytes, stop_and_save_requests)
+        device = loss_sum.device
+        outputs, gradient = self.pop_largest(device)
+        on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
+        numbers = (loss_sum, tokens, gradient, largest_logit, on_host, outputs, square_norms)
+        own = torch.cat([x.to(device, torch.float64, non_blocking=True).flatten() for x in numbers])
+        report = read_report(gather_rows(own))
         if report.findings or not self.settings.spike_threshold:
             return report
         return replace(report, spikes=self.spikes.find(report))
@@ -149,27 +152,11 @@ def largest(x: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(x.detach())).abs().amax().float()
 
 
-def all_gather_report(
-    scalars: Sequence[Tensor],
-    outputs: Tensor,
-    square_norms: Tensor,
-    peak_memory_bytes: int,
-    stop_and_save_requests: tuple[bool, bool] = (False, False),
-) -> StepReport:
-    """Gather a vector from every rank, with one collective and one wait of the host.
-
-    Args:
-        scalars: summed loss of this rank's tokens, unmasked tokens over all ranks, largest gradient, largest logit.
-        outputs: largest of each block, `[blocks]`.
-    """
-    device = scalars[0].device
-    on_device = torch.stack([x.to(device, non_blocking=True).double() for x in scalars])
-    on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
-    parts = (on_device, on_host, outputs, square_norms)
-    own = torch.cat([x.to(device, non_blocking=True).double() for x in parts])
+def gather_rows(own: Tensor) -> np.ndarray:
+    """The vectors of all ranks, `[ranks, ...]`, with one collective and one wait of the host."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    return read_report(torch.stack(gathered).cpu().numpy())
+    return torch.stack(gathered).cpu().numpy()
 
 
 def read_report(rows: np.ndarray) -> StepReport:

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
+from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
-from torchtitan_cp.parallel import Meshes
+from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.planner.fake import CachingFakeMode, Message, StepTracker, fake_job, real_tensors
 from torchtitan_cp.planner.stage import resolve_with_vocabulary
-from torchtitan_cp.runtime import World
-from torchtitan_cp.runtime.device import Device
+from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun
 
@@ -60,7 +59,7 @@ class DryModel(ParallelModel):
         with real_tensors():
             meshes = Meshes(world.device.device.type, run.degrees[begins.index])
             meshes.for_cp(1)
-        super().__init__(run.config, world, meshes, run.model_args, begins, max(stage.seq_len for stage in run.stages))
+        super().__init__(run, world, meshes, begins)
         self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
         self._make_state()
 
@@ -149,7 +148,7 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     """The config with every step large enough for so many ranks; logs each that is enlarged."""
     stages = []
     for index, stage in enumerate(config.curriculum.stages):
-        degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
+        degrees = resolve_degrees(config.parallel, ranks, stage)
         # Where cp does not divide, resolve_run refuses it.
         divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0
         unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences) if divides else 0

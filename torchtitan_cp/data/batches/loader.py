@@ -156,14 +156,14 @@ def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> 
 def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
     """This rank's micro-batches of a step of the stage."""
     return tuple(
-        read_rows(samples, batch_layout, rows)
+        read_rows(samples.sequence, batch_layout, rows)
         for rows in assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
     )
 
 
-def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
+def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
     """The micro-batch of these sequences, with the plans for their documents."""
-    rows = [samples.sequence(number) for number in numbers]
+    rows = [read(number) for number in numbers]
     lengths = tuple(row.document_lengths for row in rows)
     whole = all(row == (batch_layout.seq_len,) for row in lengths)
     plans = batch_layout.plans(None if whole else AttentionMask(document_lengths=lengths))
