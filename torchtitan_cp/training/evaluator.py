@@ -15,7 +15,7 @@ from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
-from torchtitan_cp.data.batches.packing import PackedSequence, Span
+from torchtitan_cp.data.batches.samples import PackedSequence, Span
 from torchtitan_cp.evaluation import Budget, EvaluationResult, Prompt, PromptWriter, Retrieval, evaluating, unigram_loss
 from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin
 from torchtitan_cp.optim.loss import wrong_answers

@@ -12,7 +12,7 @@ from tests.support.memory import MemoryStore
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
 from torchtitan_cp.config.sections import ResolvedStageData
-from torchtitan_cp.data.batches.packing import PackedSequence, PackedStream
+from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
 from torchtitan_cp.data.batches.windows import PACKINGS
 

@@ -88,6 +88,18 @@ def test_half_made_tokens_that_are_damaged_are_named_and_made_again(
     assert files(tmp_path / "cache") == files(tmp_path / "straight")
 
 
+def test_half_made_tokens_of_another_version_are_made_again(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = rows(tmp_path / "corpus")
+    prepare(data_of(corpus, tmp_path / "straight", "jsonl"), BYTES)
+    data = data_of(corpus, tmp_path / "cache", "jsonl")
+    journal = stop_after(monkeypatch, data, 200) / "journal.json"
+    journal.write_text(journal.read_text().replace('"progress"', '"state"'))
+    prepare(data, BYTES)
+    assert files(tmp_path / "cache") == files(tmp_path / "straight")
+
+
 def test_half_made_tokens_of_a_corpus_that_changed_are_cleared_away_and_others_kept(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,9 @@ def write(
     for first in range(0, max(1, len(numbered)), 2):
         append_documents(folder, "train", vocab_size, numbered[first : first + 2], shard_bytes)
     store = TokenStore(folder, "train", vocab_size)
-    assert store.tokens == sum(map(len, documents)) == store.unigram_counts().sum()
-    return store.fingerprint()
+    fingerprint, unigram_counts = store.summarize(lambda: None)
+    assert store.tokens == sum(map(len, documents)) == unigram_counts.sum()
+    return fingerprint
 
 
 @settings(deadline=None)

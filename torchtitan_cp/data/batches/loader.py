@@ -6,7 +6,7 @@ of them a rank reads; the plan made from their documents decides which tokens of
 
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import resource_tracker
@@ -19,8 +19,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_cp.attention import AttentionMask, Plan
-from torchtitan_cp.data.batches.balance import attention_work, balanced_order
-from torchtitan_cp.data.batches.packing import PackedSequence
+from torchtitan_cp.data.batches.samples import PackedSequence
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
@@ -105,6 +104,46 @@ class MicroBatch:
     def pin_memory(self) -> "MicroBatch":
         """A copy with what the device fetches in pinned memory; torch's loader calls this method."""
         return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
+
+
+def attention_work(document_lengths: Sequence[int]) -> int:
+    """The cost of causal attention over packed documents, up to a factor: the sum of squared lengths, in tokens²."""
+    return sum(length * length for length in document_lengths)
+
+
+def balanced_order(work: Sequence[float], dp: int, micro_batches: int) -> np.ndarray:
+    """Which sequence each rank runs in each micro-batch of a step.
+
+    Ranks meet in every micro-batch (parameters are gathered, gradients reduced), so the slowest sets its time.
+    Sequences of similar work go to the same micro-batch, the heaviest to the first. Within it they are assigned in
+    rounds of one to each rank, the heaviest of a round to the rank with the least work so far in this micro-batch,
+    then in the step (longest processing time first, Graham 1969, with equal counts).
+
+    In a micro-batch the largest load exceeds the smallest by no more than the sequences of one round differ; summed
+    over micro-batches, by no more than the heaviest and the lightest sequence of the step differ. The sequences of the
+    step stay the same, and so does its gradient.
+
+    Args:
+        work: of each of the step's dp * micro_batches * B sequences, in any unit.
+        dp: data-parallel ranks.
+        micro_batches: forwards of one step on one rank.
+
+    Returns:
+        `[micro_batches, dp, B]` int64, indices into `work`. Equal work gives the same order everywhere.
+    """
+    assert len(work) % (dp * micro_batches) == 0, "every rank runs as many sequences"
+    works = np.asarray(work)
+    rounds = np.argsort(-works, kind="stable").reshape(micro_batches, -1, dp)
+    assigned = np.empty_like(rounds)
+    total = np.zeros(dp, dtype=works.dtype)
+    for index, micro_batch in enumerate(rounds):
+        load = np.zeros(dp, dtype=works.dtype)
+        for number, sequences in enumerate(micro_batch):
+            ranks = np.lexsort((total, load))
+            assigned[index, number, ranks] = sequences
+            load[ranks] += works[sequences]
+            total[ranks] += works[sequences]
+    return assigned.transpose(0, 2, 1)
 
 
 def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> np.ndarray:

@@ -124,7 +124,8 @@ class TokenStream:
         bits = np.random.PCG64([self.seed, epoch])
         documents, blocks = np.arange(self.store.documents), np.arange(0)
         if self.shuffle and self.order == "related":
-            documents = _permuted_groups(bits, self.store.groups)
+            names, group = np.unique(self.store.groups, return_inverse=True)
+            documents = np.argsort(_permutation(bits, len(names))[group], kind="stable")
         elif self.shuffle:
             documents = _permutation(bits, self.store.documents)
             blocks = _permutation(bits, self.store.tokens // self.block_tokens)
@@ -135,12 +136,6 @@ class TokenStream:
 def _permutation(bits: np.random.PCG64, count: int) -> np.ndarray:
     """`[count]` int64, by sorting raw bits: those NumPy keeps the same from version to version (NEP 19)."""
     return np.argsort(bits.random_raw(count), kind="stable")
-
-
-def _permuted_groups(bits: np.random.PCG64, groups: np.ndarray) -> np.ndarray:
-    """`[documents]` int64: groups permuted, the documents of each one after another in the store's order."""
-    names, group = np.unique(groups, return_inverse=True)
-    return np.argsort(_permutation(bits, len(names))[group], kind="stable")
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:

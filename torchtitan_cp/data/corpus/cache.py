@@ -25,7 +25,6 @@ import numpy as np
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.documents import Corpus
-from torchtitan_cp.data.corpus.progress import show_progress
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
@@ -176,7 +175,7 @@ class CacheBuilder:
     def _training_texts(self, corpora: list[Corpus]) -> Iterator[str]:
         """The text of every document that is not held out. It logs no skipped record: the tokenizing pass does."""
         for corpus in corpora:
-            with show_progress("reading text to train a tokenizer on", corpus.size_bytes) as update:
+            with corpus.show_progress("reading text to train a tokenizer on") as update:
                 for document in corpus.documents(SkippedRecords(quiet=True)):
                     update(document.read_bytes)
                     self._check_stop("reading text to train a tokenizer on")

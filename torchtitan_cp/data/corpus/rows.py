@@ -59,17 +59,14 @@ def _text(value: Any) -> tuple[str, str]:
 
 def _tokens(value: Any) -> tuple[np.ndarray, str]:
     """(the token ids, what is wrong with them)."""
-    nothing = np.empty(0, dtype=np.int64)
     try:
         tokens = np.asarray(value)
     except ValueError:  # lists of unequal length
         tokens = np.asarray(None)
-    if tokens.shape == (0,):
-        return nothing, ""
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        return nothing, "that is not a list of token ids"
-    if tokens.min() < 0:
-        return nothing, "with a negative token id"
+    if tokens.shape != (0,) and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+        return tokens, "that is not a list of token ids"
+    if tokens.size and tokens.min() < 0:
+        return tokens, "with a negative token id"
     return tokens.astype(np.int64), ""
 
 

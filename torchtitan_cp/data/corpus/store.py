@@ -9,7 +9,7 @@ The files of a split:
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,23 +118,27 @@ class TokenStore:
             position += len(parts[-1])
         return np.concatenate(parts)
 
-    def fingerprint(self) -> str:
-        """sha256 (hex) of tokens, document lengths and groups."""
-        shards = [shard.data for shard in self._shards]
-        if self.tokens % self._shard_tokens == 0:
-            shards.append(memoryview(b""))  # the next one, which has no file yet
-        digest = hashlib.sha256("".join(hashlib.sha256(shard).hexdigest() for shard in shards).encode())
-        digest.update(self._index.data)
-        digest.update(self.groups.data)
-        return digest.hexdigest()
+    def summarize(self, check_stop: Callable[[], None]) -> tuple[str, np.ndarray]:
+        """Read all tokens once.
 
-    def unigram_counts(self) -> np.ndarray:
-        """`[V]` int64, how often each id occurs."""
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        Args:
+            check_stop: called before each file of tokens; may raise.
+
+        Returns:
+            sha256 (hex) of tokens, document lengths and groups; and how often each id occurs, `[V]` int64.
+        """
+        digests, counts = [], np.zeros(self.vocab_size, dtype=np.int64)
         for shard in self._shards:
+            check_stop()
+            digests.append(hashlib.sha256(shard.data).hexdigest())
             for start in range(0, len(shard), COUNTED_TOKENS):
                 counts += np.bincount(shard[start : start + COUNTED_TOKENS], minlength=len(counts))
-        return counts
+        if self.tokens % self._shard_tokens == 0:
+            digests.append(hashlib.sha256().hexdigest())  # of the next shard, which has no file yet
+        digest = hashlib.sha256("".join(digests).encode())
+        digest.update(self._index.data)
+        digest.update(self.groups.data)
+        return digest.hexdigest(), counts
 
 
 def _map(path: Path, dtype: np.dtype, count: int | None) -> np.ndarray:

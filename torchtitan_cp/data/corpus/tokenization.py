@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cp.data.corpus.documents import Corpus, key_hash
-from torchtitan_cp.data.corpus.progress import show_progress
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
 from torchtitan_cp.data.corpus.store import (
@@ -87,7 +86,7 @@ class Tokenization:
         tokenizer: every document ends with its eos_id, each part of a split one too.
         folder: takes the files; may hold those of a pass that was killed.
         settings: kept in the journal.
-        stop_requested: asked after each document; the pass commits before it stops.
+        stop_requested: asked after each document, and each file at the end; the pass commits before it stops.
     """
 
     corpus: Corpus
@@ -139,16 +138,11 @@ class Tokenization:
         state, self.skipped = self.state, SkippedRecords(self.state.skipped, quiet=quiet)
         documents = self.corpus.documents(self.skipped, state.first_file, state.held_out_key)
         rest = islice(documents, state.documents_read, None)
-        with show_progress("tokenizing", self.corpus.size_bytes) as update:
+        with self.corpus.show_progress("tokenizing") as update:
             for document, ids in tokenize(rest, self.tokenizer):
                 self._write(document, ids)
                 update(document.read_bytes)
-                if self.stop_requested():
-                    self._commit()
-                    raise PreparationStoppedError(
-                        f"stopped while tokenizing: {state.tokens:,} tokens are in {self.folder}; the same command "
-                        "continues from there"
-                    )
+                self._check_stop()
         if self.skipped.counts and not quiet:
             logger.warning("skipped in the corpus: %s", self.skipped.summary())
 
@@ -196,20 +190,28 @@ class Tokenization:
         write_json(self.folder / JOURNAL_FILE, journal)
         self._committed_tokens = self.state.tokens
 
+    def _check_stop(self) -> None:
+        if self.stop_requested():
+            self._commit()
+            raise PreparationStoppedError(
+                f"stopped while tokenizing: {self.state.tokens:,} tokens are in {self.folder}; the same command "
+                "continues from there"
+            )
+
     def _finish(self) -> dict[str, Any]:
         self._refuse_empty_split()
         self._commit()
         state, vocab_size = self.state, self.tokenizer.vocab_size
         stores = {split: TokenStore(self.folder, split, vocab_size) for split in SPLITS}
-        np.save(self.folder / UNIGRAM_FILE, stores["train"].unigram_counts())
+        digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores.values()), strict=True)
+        np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
         train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores.values())
         left_out, skipped = (state.left_out_documents, state.left_out_tokens), dict(self.skipped.counts)
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
         write_json(self.folder / STATISTICS_FILE, asdict(statistics))
-        fingerprints = "".join(store.fingerprint() for store in stores.values())
         (self.folder / JOURNAL_FILE).unlink()
         return {
-            "content_fingerprint": hashlib.sha256(fingerprints.encode()).hexdigest(),
+            "content_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "vocab_size": vocab_size,
             "documents": {split: store.documents for split, store in stores.items()},
             "tokens": {split: store.tokens for split, store in stores.items()},
