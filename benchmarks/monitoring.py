@@ -31,6 +31,7 @@ from torchtitan_cp.optim.clip import square_norms
 from torchtitan_cp.runtime.device import World, find_device
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.resolve import resolve_run
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.trainer import Trainer
 
@@ -54,7 +55,8 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     config = build(Config, tomli.loads(text), where="", file="benchmark")
     world = World(0, 1, find_device())
     trainer = Trainer(config, world)
-    bare = ParallelModel(trainer.resolved, world, trainer.meshes, trainer.stages[0])
+    run = resolve_run(config, 1, trainer.model.args)
+    bare = ParallelModel(run, world, trainer.meshes, trainer.stages[0])
     shape = trainer.enter_stage(trainer.stages[0])
     bare.configure_stage(trainer.stages[0])
     batches, spikes = read_step(trainer.data_pipeline.samples, shape, 0), trainer.health_monitor.spikes

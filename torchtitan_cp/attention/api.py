@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cp.attention.codec import find_codec
-from torchtitan_cp.attention.collectives import Groups, gather, open_groups
+from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.layout import make_layout
@@ -16,7 +15,7 @@ from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.max_logits import max_logits
 from torchtitan_cp.attention.operator import attention
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import check_strategy, choose_strategy
+from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, choose_strategy
 
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -38,7 +37,7 @@ def make_plan(
     like: Plan | None = None,
     all_to_all_ranks: int = 1,
     kv_transfer: str = "exact",
-    groups: Groups | None = None,
+    groups: tuple[str, ...] = (),
 ) -> Plan:
     """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
 
@@ -49,7 +48,7 @@ def make_plan(
         strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
         like: another layer's plan, whose layout this one takes.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
-        groups: names of the process groups that carry the exchange; None for a plan that is only inspected.
+        groups: names of the process groups that carry the exchange, see Plan; none for a plan that is only inspected.
 
     Raises:
         LayoutError: S does not divide as the layout needs.
@@ -65,11 +64,8 @@ def make_plan(
                 f"strategy 'all_to_all' carries q, k and v, which kv_transfer = {kv_transfer!r} does not cover",
                 fix="use ring, all_gather or hybrid, or kv_transfer = 'exact'",
             )
-    if (
-        all_to_all_ranks < 1
-        or ranks % all_to_all_ranks
-        or (all_to_all_ranks > 1 and strategy in ("ring", "all_gather"))
-    ):
+    trades_heads = strategy != "auto" and STRATEGIES[strategy].trades_heads
+    if all_to_all_ranks < 1 or ranks % all_to_all_ranks or (all_to_all_ranks > 1 and not trades_heads):
         raise PlanError(
             f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
             fix="use hybrid with a divisor of the ranks",
@@ -116,17 +112,15 @@ def attend(
     Raises:
         PlanError: shapes or dtypes do not fit the plan or each other, or the kernel cannot run them.
     """
-    if qkv_format != "bshd":
-        to_bshd, back = _format(qkv_format)
-        q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
-        return back(attend(q, k, v, plan, scale, sinks, softcap=softcap, alibi_slopes=alibi_slopes))
+    to_bshd, back = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
+    q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
     check_shapes(q, k, v, plan, sinks, alibi_slopes)
-    strategy = plan.strategy
-    if strategy == "auto":
-        strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    all_to_all_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
+    all_to_all_ranks = plan.all_to_all_ranks
+    if plan.strategy == "auto":
+        chosen = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
+        all_to_all_ranks = plan.ranks if STRATEGIES[chosen].trades_heads else 1
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, all_to_all_ranks)[0]
+    return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])
 
 
 class ContextParallel:
@@ -153,23 +147,28 @@ class ContextParallel:
         layout: str = "auto",
         kv_transfer: str = "exact",
     ) -> None:
-        self.mesh, self.kernel, self.layout, self.kv_transfer = mesh, check_kernel(kernel), layout, kv_transfer
-        check_strategy(strategy)
+        all_to_all_ranks = 1
         if mesh.ndim == 2 and strategy in ("auto", "hybrid"):
-            self.strategy = "hybrid"
-            self.groups = Groups(*(mesh.get_group(axis).group_name for axis in (0, 1)))
-            self.all_to_all_ranks = mesh.size(1)
-        elif mesh.ndim == 1 and strategy != "hybrid":
-            name = mesh.get_group().group_name
-            self.strategy = strategy
-            self.all_to_all_ranks = mesh.size() if strategy == "all_to_all" else 1
-            self.groups = Groups(None, name) if strategy == "all_to_all" else Groups(name)
-        else:
+            strategy, all_to_all_ranks = "hybrid", mesh.size(1)
+        elif mesh.ndim != 1 or strategy == "hybrid":
             raise PlanError(
                 f"the mesh has {mesh.ndim} axes and the strategy is {strategy!r}",
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
-        open_groups(self.groups, mesh.device_type)
+        groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+        open_groups(groups, mesh.device_type)
+        # `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.
+        self.make_plan: Callable[..., Plan] = partial(
+            make_plan,
+            ranks=mesh.size(),
+            rank=mesh.mesh.flatten().tolist().index(mesh.get_rank()),
+            strategy=check_strategy(strategy),
+            kernel=check_kernel(kernel),
+            layout=layout,
+            all_to_all_ranks=all_to_all_ranks,
+            kv_transfer=kv_transfer,
+            groups=groups,
+        )
 
     def plan(self, seq_len: int, mask: AttentionMask | None = None, like: Plan | None = None) -> Plan:
         """This rank's plan for sequences of `seq_len` tokens; see `make_plan`.
@@ -179,24 +178,7 @@ class ContextParallel:
                 (a window here, none there) and, by a ContextParallel each, in strategy; they must agree on
                 which rank holds which token.
         """
-        return self.planner()(seq_len, mask=mask, like=like)
-
-    def planner(self) -> Callable[..., Plan]:
-        """`plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh."""
-        rank = 0
-        for axis in range(self.mesh.ndim):
-            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return partial(
-            make_plan,
-            ranks=self.mesh.size(),
-            rank=rank,
-            strategy=self.strategy,
-            kernel=self.kernel,
-            layout=self.layout,
-            all_to_all_ranks=self.all_to_all_ranks,
-            kv_transfer=self.kv_transfer,
-            groups=self.groups,
-        )
+        return self.make_plan(seq_len, mask=mask, like=like)
 
     attention = staticmethod(attend)
 
@@ -205,7 +187,7 @@ class ContextParallel:
         q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
     ) -> Tensor:
         """The largest score of each head, to watch or to clip by; see `max_logits`."""
-        to_bshd, _ = _format(qkv_format)
+        to_bshd, _ = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
         q, k = to_bshd(q), to_bshd(k)
         check_shapes(q, k, k, plan)
         return max_logits(q, k, plan, q.shape[-1] ** -0.5 if scale is None else scale)
@@ -217,10 +199,6 @@ def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
     Collective over the plan's group; without gradient.
     """
     return gather(x.detach(), plan.process_groups).sum(0)
-
-
-def _format(name: str) -> Any:
-    return FORMATS[check_name("qkv_format", name, FORMATS)]
 
 
 def check_shapes(

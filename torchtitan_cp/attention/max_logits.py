@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import gather
-from torchtitan_cp.attention.kernels.reference import hidden_pairs
+from torchtitan_cp.attention.kernels.reference import hide
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan, in_global_order
 from torchtitan_cp.attention.tiles import rows_of
@@ -45,7 +45,6 @@ def _of_head(q: Tensor, k: Tensor, plan: Plan) -> Tensor:
         for number, q_block in enumerate(q[batch, queries].split(block, 1)):
             scores = q_block @ k_tile.mT
             rows, columns = scores.shape[1:]
-            hidden = hidden_pairs(rows, columns, tile.band.shifted(-number * block, rows, columns), q.device)
-            seen = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+            seen = hide(scores, tile.band.shifted(-number * block, rows, columns))
             largest = torch.maximum(largest, seen.max())
     return largest

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Group, Groups, find_group, gather
+from torchtitan_cp.attention.collectives import Group, find_group, gather
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.layout import Layout, chunk_areas
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span
@@ -38,6 +38,9 @@ class Segment(NamedTuple):
         return self.local, self.local + self.stop - self.start
 
 
+KeyRows = tuple[tuple[int, int, int], ...]  # (rank that holds them, first, last) local rows
+
+
 @dataclass(frozen=True)
 class RingStep:
     """What one rank does in one step of the ring: computes on `source`'s KV and serves `target`.
@@ -56,6 +59,11 @@ class RingStep:
     send: tuple[Span, ...]
     tiles: tuple[Tile, ...]
 
+    @property
+    def key_rows(self) -> KeyRows:
+        """The rows of KV that this step computes on."""
+        return tuple((self.source, *span) for span in self.receive)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -71,7 +79,8 @@ class Plan:
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.
         kv_transfer: "exact", or "float8": KV travels in 8 bits, with a scale per head and row.
-        groups: names of the process groups; None in a plan that is only inspected or simulated.
+        groups: registered names of the process groups: of the ring, and of the inner groups if the mesh has two axes.
+            Names, so that a plan stays plain data; none in a plan that is only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
     """
 
@@ -85,7 +94,7 @@ class Plan:
     kernel: str = "auto"
     all_to_all_ranks: int = 1
     kv_transfer: str = "exact"
-    groups: Groups | None = None
+    groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.__dict__["handle"], first = register_plan(self)
@@ -104,13 +113,11 @@ class Plan:
         Raises:
             PlanError: the plan was made without groups, or theirs have another size.
         """
-        ring, all_to_all_group = (self.groups.ring, self.groups.all_to_all) if self.groups else (None, None)
-        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(
-            all_to_all_group, self.all_to_all_ranks
-        )
+        ring, inner = self.groups[:1], self.groups[-1:]
+        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(inner, self.all_to_all_ranks)
 
     @property
-    def areas(self) -> tuple[int, ...]:
+    def pairs_by_rank(self) -> tuple[int, ...]:
         """(query, key) pairs of each rank of the ring, summed over the mask's rows of `document_lengths`."""
         layout = self.ring_layout
         chunks = chunk_areas(layout.chunk_tokens, len(layout.owners), self.mask, self.sequence_length)
@@ -211,7 +218,7 @@ class _Unshard(torch.autograd.Function):
 
 def busiest_rank(plan: Plan) -> int:
     """The first rank of those of a plan's group whose queries see the most keys, by the layout."""
-    return plan.areas.index(max(plan.areas)) * plan.all_to_all_ranks
+    return plan.pairs_by_rank.index(max(plan.pairs_by_rank)) * plan.all_to_all_ranks
 
 
 def in_global_order(shards: Sequence[Tensor] | Tensor, layout: Layout, dim: int) -> list[Tensor]:
@@ -355,5 +362,5 @@ def _index_received(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tupl
     indexed = []
     for tile in tiles:
         shift = shifts[bisect_right(starts, tile.k_start) - 1]
-        indexed.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
+        indexed.append(tile.moved(0, shift))
     return tuple(indexed)

@@ -7,7 +7,7 @@ checkpointing finds the plan of its own forward.
 from collections import OrderedDict
 from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ KEPT_PLANS = 1024
 
 _recent: OrderedDict[int, Any] = OrderedDict()
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _lock = RLock()  # a loader's thread makes plans too, and garbage collection can end one at any point
-_last_number = 0
 
 
 def register_plan(plan: Any) -> tuple[Tensor, Any]:
@@ -29,13 +27,10 @@ def register_plan(plan: Any) -> tuple[Tensor, Any]:
 
     Equal plans share a number and the first of them is registered, as long as it lives: the others must hold it.
     """
-    global _last_number
+    number = hash(plan)
     with _lock:
-        first = _plans.get(_numbers.get(plan, 0))
-        if first is None:
-            _last_number += 1
-            _numbers[plan], _plans[_last_number], first = _last_number, plan, plan
-        number = _numbers[first]
+        while (first := _plans.setdefault(number, plan)) != plan:
+            number += 1
         _mark_recent(number, first)
         return torch.tensor(number), first
 

@@ -21,16 +21,11 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import Stage, StageActivation
-from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
-from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
-from torchtitan_cp.training.data_pipeline import DataPipeline
-from torchtitan_cp.training.evaluator import Evaluator
-from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.registry import args_from
-from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.trainer import Trainer
 
 WAIT_SECONDS = 3600.0
 
@@ -44,17 +39,15 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
     Raises:
         UserError: the config does not fit the ranks, a file cannot be read, or nothing is held out.
     """
-    run = resolve_run(config, world.size, args_from(config.model, saved.sizes))
-    number = saved.config.curriculum.stages.index(saved.stage)
-    config, stages, stage = run.config, run.stages, run.stages[number]
-    data_pipeline = DataPipeline(config, prepare(config.data, config.tokenizer), run.longest)
-    model = ParallelModel(run, world, Meshes(world.device.device.type, run.degrees[number]), stage)
-    load_weights(saved, model.parts)
+    trainer = Trainer(config, world, args_from(config.model, saved.sizes))
+    stage = trainer.stages[saved.config.curriculum.stages.index(saved.stage)]
+    load_weights(saved, trainer.model.parts)
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
-        evaluator = Evaluator(model, data_pipeline, config.evaluation, stages[0], lambda _: bar.update(task, advance=1))
-        result = evaluator.evaluate(stage, model.configure_stage(stage), at_end=True, short_before=saved.short_loss)
+        trainer.evaluator.set_activity = lambda _: bar.update(task, advance=1)
+        batch_layout = trainer.model.configure_stage(stage)
+        result = trainer.evaluator.evaluate(stage, batch_layout, at_end=True, short_before=saved.short_loss)
     if result is None:
         raise ConfigError(
             "the corpus of this run holds nothing out: data.validation_fraction = 0",
@@ -90,6 +83,8 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
         optimizer=default.optimizer,
         activation=default.activation,
         compile=default.compile,
+        health=default.health,
+        checkpoint=replace(config.checkpoint, enable=False, export="no"),
     )
 
 

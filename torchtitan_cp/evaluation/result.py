@@ -58,16 +58,6 @@ class EvaluationResult:
     passkey_accuracy: float | None = None
     left_out: tuple[str, ...] = ()
 
-    @property
-    def gate_values(self) -> dict[str, float]:
-        """What conditions of a gate look at, as far as it was measured."""
-        values = {
-            "validation_loss": self.loss,
-            "short_loss_rise": self.short_loss_rise,
-            "passkey_accuracy": self.passkey_accuracy,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
     def to_json(self) -> dict[str, Any]:
         """As plain JSON; NaN becomes null."""
         retrieval = {

@@ -77,7 +77,7 @@ class Evaluator:
         settings: Evaluation,
         first_stage: StagePlan,
         set_activity: Callable[[str], None],
-        stop_requested: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool],
     ) -> None:
         self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
         self.set_activity, self.stop_requested, self.interruptible = set_activity, stop_requested, False

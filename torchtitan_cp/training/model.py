@@ -146,7 +146,7 @@ class ParallelModel:
             stage.micro_batch_sequences,
             stage.dp,
             mesh.get_local_rank("dp"),
-            context_parallel.planner(),
+            context_parallel.make_plan,
             tuple(sorted({0, *self.args.windows})),
         )
 
@@ -169,7 +169,11 @@ class ParallelModel:
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
         """Forward and backward of a step. The loss is divided once, by the unmasked tokens of all ranks."""
-        tokens = self.count_tokens(micro_batches)
+        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
+        # Filled on the device: a copy of a number from pageable memory would have the host wait.
+        tokens = torch.full((), count if self.meshes.owns_tokens else 0, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tokens)
+        tokens.clamp_min_(1)
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
 
@@ -205,14 +209,6 @@ class ParallelModel:
         if self.pipeline:
             return self.pipeline.evaluate(batch, self._hidden(batch), run)
         return run(self.parts[0], None, batch)
-
-    def count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
-        """Unmasked tokens of the step over every rank, at least 1."""
-        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-        # Filled on the device: a copy of a number from pageable memory would have the host wait.
-        tokens = torch.full((), count if self.meshes.owns_tokens else 0, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tokens)
-        return tokens.clamp_min(1)
 
     def _forward(
         self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
@@ -295,7 +291,7 @@ class ParallelModel:
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         (place,) = (self.mesh.mesh == rank).nonzero().tolist()
-        return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
+        return tuple(place[1:3]) == self.role[1:]
 
     def resolve_strategy(self, batch_layout: BatchLayout) -> str:
         """The name of the exchange between ranks; what was chosen for `auto`."""

@@ -102,13 +102,10 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     """
     trainer = Trainer(config, world)
     _check_fits(trainer)
-    comparisons, seen = [], set()
-    for stage in trainer.stages:
-        layout = (stage.cp, stage.strategy, stage.all_to_all_ranks)
-        if layout in seen:
-            continue
-        seen.add(layout)
-        comparisons.append(_compare(trainer, _short(trainer, stage, length)))
+    # The first stage with each layout.
+    layouts = {(stage.cp, stage.strategy, stage.all_to_all_ranks): stage for stage in reversed(trainer.stages)}
+    stages = sorted(layouts.values(), key=lambda stage: stage.index)
+    comparisons = [_compare(trainer, _short(trainer, stage, length)) for stage in stages]
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)

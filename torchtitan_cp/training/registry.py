@@ -104,6 +104,21 @@ def hub_of(model: Model) -> Any:
     return hub
 
 
+def config_for_hub(model: Model, args: Any) -> dict[str, Any]:
+    """ModelArgs with the keys of Hugging Face's config.json.
+
+    Raises:
+        ConfigError: the format cannot express them.
+    """
+    try:
+        return hub_of(model).config(args)
+    except ValueError as error:
+        raise ConfigError(
+            f"the model cannot be written in Hugging Face's format: {error}",
+            fix='train one without it, with checkpoint.export = "no"',
+        ) from None
+
+
 def _hub_sizes(model: Model) -> dict[str, Any]:
     """Sizes of the hub checkpoint, named as in ModelArgs."""
     try:

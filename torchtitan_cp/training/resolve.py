@@ -20,7 +20,6 @@ from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline import plan_pipeline
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.export import check_exportable
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
       lengths and batches that the ranks can share, micro-batches for the pipeline schedule, RoPE, data, gates.
     - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
-    - `training.export.check_exportable`: whether Hugging Face's format can describe the model.
+    - `registry.config_for_hub`: whether Hugging Face's format can describe a model that is to be exported.
     - `registry.check_support`: degrees and flags that the architecture lacks.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP.
     - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
@@ -76,15 +75,23 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
     check_head_dim(stages, model_args.head_dim)
-    check_exportable(config, model_args)
+    if config.checkpoint.export != "no":
+        registry.config_for_hub(config.model, model_args)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         registry.check_support(config, stage)
         check_tensor_parallel(model_args, stage.tp)
         plan_pipeline(config.parallel, stage.pp, costs)
-        _check_attention(config, stage)
-    parallels = (dataclasses.replace(config.parallel, tp=stage.tp, pp=stage.pp) for stage in stages)
-    degrees = tuple(resolve_degrees(parallel, ranks) for parallel in parallels)
+        make_plan(
+            stage.seq_len,
+            ranks=stage.cp,
+            strategy=stage.strategy,
+            kernel=config.context_parallel.kernel,
+            layout=config.context_parallel.layout,
+            all_to_all_ranks=stage.all_to_all_ranks,
+            kv_transfer=config.context_parallel.kv_transfer,
+        )
+    degrees = tuple(resolve_degrees(config.parallel, ranks, stage) for stage in config.curriculum.stages)
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
@@ -109,16 +116,3 @@ def check_files(config: Config) -> None:
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
-
-
-def _check_attention(config: Config, stage: StagePlan) -> None:
-    settings = config.context_parallel
-    make_plan(
-        stage.seq_len,
-        ranks=stage.cp,
-        strategy=stage.strategy,
-        kernel=settings.kernel,
-        layout=settings.layout,
-        all_to_all_ranks=stage.all_to_all_ranks,
-        kv_transfer=settings.kv_transfer,
-    )

@@ -47,6 +47,10 @@ class RunRecorder:
         model: that is trained.
         data: that it reads.
         metrics_logger: takes the records.
+
+    Attributes:
+        checkpoint_seconds: how long saves have blocked the run since the newest step; the trainer adds to it.
+        message_seconds: of the newest step, in which context-parallel messages were waited for, and were in flight.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class RunRecorder:
         self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
-        self.checkpoint_seconds = self.in_flight_seconds = 0.0
+        self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
 
     def start(self, done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
@@ -165,7 +169,7 @@ class RunRecorder:
         self.model.observe = None
         speed = stage.global_batch_tokens / seconds
         parts = self.model.pop_timings() | {"checkpoint": self.checkpoint_seconds}
-        pipeline, self.in_flight_seconds = parts.pop("pipeline", 0.0), parts.pop("cp_flight")
+        pipeline, self.message_seconds = parts.pop("pipeline", 0.0), (parts["cp_wait"], parts.pop("cp_flight"))
         self.checkpoint_seconds = 0.0
         record = StepRecord(
             step=progress.step,
@@ -225,10 +229,6 @@ class RunRecorder:
         mfu = speed * flops / (self.peak.flops_per_second * self.world.size)
         self.peak_checked = self.peak_checked or self.peak.warn_if_exceeded(mfu)
         return mfu
-
-    def message_seconds(self) -> tuple[float, float]:
-        """Seconds of the newest step that context-parallel messages were waited for, and were in flight."""
-        return (self.newest.seconds["cp_wait"] if self.newest else 0.0), self.in_flight_seconds
 
     def record_evaluation(self, stage: StagePlan, step: int, result: EvaluationResult) -> None:
         """Record the result of an evaluation."""

@@ -45,13 +45,14 @@ class Trainer:
     Args:
         config: of the run; it is checked against the number of ranks.
         world: this process among them.
+        model_args: of the model, if they are known.
 
     Attributes:
         progress: where the run stands.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        run = resolve_run(config, world.size)
+    def __init__(self, config: Config, world: World, model_args: Any = None) -> None:
+        run = resolve_run(config, world.size, model_args)
         config = run.config
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
@@ -72,9 +73,8 @@ class Trainer:
         self.data_pipeline.check_gates(self.stages)
 
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
-        self.resolved = dataclasses.replace(run, model_args=args)
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
-        self.model = model = ParallelModel(self.resolved, world, self.meshes, begins)
+        self.model = model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
         self.health_monitor = HealthMonitor(config.health, model.parts, args.n_layers)
         self.injector = Injector(config.health.inject, model.parts, args.vocab_size, model.shares_batch_with)
         self.diagnoser = Diagnoser(
@@ -264,7 +264,7 @@ class Trainer:
             self.recorder.start_stage(stage, self.progress, first[0], exchange, time.perf_counter() - begun)
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            with self.profiler.trace(self.progress.step + 1, self.recorder.message_seconds):
+            with self.profiler.trace(self.progress.step + 1, lambda: self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
             self.watchdog_timeout_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
@@ -416,7 +416,7 @@ class Trainer:
         state.replays += 1
         about = {
             "findings": report.findings or report.spikes,
-            "inject": dataclasses.asdict(config.health.inject),
+            "inject": dataclasses.asdict(self.injector.settings),
             "injected": self.injector.is_due(step, again=True),
             "struck": self.injector.module,
             "architecture": config.model.architecture,
@@ -471,7 +471,7 @@ class Trainer:
             self._set_progress(short_loss=found.loss)
         if not stage.until:
             return
-        verdict = judge(stage.until, found.gate_values)
+        verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
         if verdict.opened:
             self._set_progress(stage_done=True)
             outcome = f"ends after {self.progress.stage_step} of {stage.steps} steps"

@@ -19,7 +19,6 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import cache, progress, tokenization
 from torchtitan_cp.data.corpus.cache import CacheBuilder, open_cache, prepare
 from torchtitan_cp.data.corpus.documents import key_hash
-from torchtitan_cp.data.corpus.store import TokenWriter
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 
@@ -137,10 +136,10 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, data: Da
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(self: TokenWriter, ids: np.ndarray, group: int) -> None:
+    def append(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(TokenWriter, "append", append)
+    monkeypatch.setattr(tokenization, "append_documents", append)
     assert "cannot be written: No space left on device" in refuse(data)
     assert not partial(data)
     assert not finished(data)
@@ -174,14 +173,14 @@ def test_where_the_hash_holds_out_nothing_the_document_with_the_lowest_hash_is_h
 def test_a_corpus_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     one = data_of(write_files(tmp_path / "corpus", {"a.txt": "the only one"}), tmp_path / "cache", 1e-9)
     message = refuse(one)
-    assert "data.validation_fraction = 1e-09 holds out 0 documents and leaves 1 to train on" in message
+    assert "data.validation_fraction = 1e-09 holds out 0 of 1 documents, and each split needs one" in message
     assert "fix: split the text into more files, lower data.validation_fraction, or set it to 0" in message
     assert not finished(one)
 
 
 def test_a_training_split_that_would_be_empty_is_refused(data: Data) -> None:
     message = refuse(data_of(Path(data.path), Path(data.cache_folder), validation_fraction=1.0))
-    assert "data.validation_fraction = 1.0 holds out 40 documents and leaves 0 to train on" in message
+    assert "data.validation_fraction = 1.0 holds out 40 of 40 documents" in message
     assert "lower data.validation_fraction" in message
 
 

@@ -124,7 +124,7 @@ def test_messages_name_the_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.sources\['books'\].path = '.*nowhere' does not exist"):
         prepare(data, BYTES)
     full = text_source("books", text_corpus(tmp_path / "books"), validation_fraction=1.0)
-    with pytest.raises(DataError, match=r"data.sources\['books'\].validation_fraction = 1.0 holds out 40 documents"):
+    with pytest.raises(DataError, match=r"data.sources\['books'\].validation_fraction = 1.0 holds out 40 of 40"):
         prepare(data_of(tmp_path / "cache", full), BYTES)
 
 

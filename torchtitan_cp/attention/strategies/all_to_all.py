@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import Group
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
@@ -62,15 +63,14 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShare:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
-    if call.all_to_all_group.ranks == 1:
-        return ring.forward(q, k, v, sinks, call)
-    heads = share_heads(q.shape[2], k.shape[2], call.all_to_all_group.ranks)
+    group = call.all_to_all_group
+    heads = share_heads(q.shape[2], k.shape[2], group.ranks)
     parts = [_queries_by_rank(q, heads), _keys_by_rank(k, heads), _keys_by_rank(v, heads)]
-    q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _trade(parts, call))
-    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_own_heads(sinks, heads, call))
+    q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _trade(parts, group))
+    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, *_with_heads_of_rank(sinks, heads, call))
     # The log-sum-exp travels with the output as further columns of its dtype, bit for bit.
     columns = lse.unsqueeze(-1).view(out.dtype)
-    outs, sums = _trade([_split_rows(out, call), _split_rows(columns, call)], call)
+    outs, sums = _trade([_split_rows(out, call), _split_rows(columns, call)], group)
     lse_local = _join_queries(sums, heads).view(lse.dtype).squeeze(-1)
     return _join_queries(outs, heads), lse_local, residuals
 
@@ -78,31 +78,27 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -
 def backward(
     dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    if call.all_to_all_group.ranks == 1:
-        return ring.backward(dout, residuals, sinks, call)
-    heads = share_heads(dout.shape[2], call.key_heads, call.all_to_all_group.ranks)
-    dout_rows = _join_rows(_trade([_queries_by_rank(dout, heads)], call)[0], call)
-    *gradients, dsinks = ring.backward(dout_rows, residuals, *_own_heads(sinks, heads, call))
+    group = call.all_to_all_group
+    heads = share_heads(dout.shape[2], call.key_heads, group.ranks)
+    dout_rows = _join_rows(_trade([_queries_by_rank(dout, heads)], group)[0], call)
+    *gradients, dsinks = ring.backward(dout_rows, residuals, *_with_heads_of_rank(sinks, heads, call))
     del dout_rows
     # Nothing else refers to the gradients, so that they are freed once they are in the message.
     parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
-    dq, dk, dv = _trade(parts, call)
+    dq, dk, dv = _trade(parts, group)
     if dsinks is not None:
-        before, after = (
-            rank * heads.share
-            for rank in (call.all_to_all_group.rank, call.all_to_all_group.ranks - 1 - call.all_to_all_group.rank)
-        )
+        before, after = (rank * heads.share for rank in (group.rank, group.ranks - 1 - group.rank))
         dsinks = F.pad(dsinks, (before, after))[: heads.query_heads]
     return _join_queries(dq, heads), _sum_keys(dk, heads, call), _sum_keys(dv, heads, call), dsinks
 
 
-STRATEGY = Strategy(forward, backward)
+STRATEGY = Strategy(forward, backward, trades_heads=True)
 
 # What one rank receives: stretches of rows, one after the other, each `[B, rows, h, D]`.
 Stretches = list[Tensor]
 
 
-def _trade(tensors: list[list[Stretches]], call: Call) -> list[list[Tensor]]:
+def _trade(tensors: list[list[Stretches]], group: Group) -> list[list[Tensor]]:
     """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
 
     Args:
@@ -113,24 +109,22 @@ def _trade(tensors: list[list[Stretches]], call: Call) -> list[list[Tensor]]:
     """
     shapes = []
     for parts in tensors:
-        batch, _, heads, dim = parts[0][0].shape
-        shapes.append((batch, sum(stretch.shape[1] for stretch in parts[0]), heads, dim))
+        stretches = parts[0]
+        batch, _, heads, dim = stretches[0].shape
+        shapes.append((batch, sum(stretch.shape[1] for stretch in stretches), heads, dim))
     sizes = [math.prod(shape) for shape in shapes]
-    message = tensors[0][0][0].new_empty((call.all_to_all_group.ranks, sum(sizes)))
+    message = stretches[0].new_empty((group.ranks, sum(sizes)))
 
-    def views(rank: int, flat: Tensor) -> list[Tensor]:
-        return [piece.view(shape) for piece, shape in zip(flat[rank].split(sizes), shapes, strict=True)]
+    def views(flat: Tensor) -> list[list[Tensor]]:
+        pieces = zip(flat.split(sizes, 1), shapes, strict=True)
+        return [[row.view(shape) for row in piece] for piece, shape in pieces]
 
-    for rank in range(call.all_to_all_group.ranks):
-        for parts, room in zip(tensors, views(rank, message), strict=True):
-            torch.cat(parts[rank], 1, out=room)
+    for rooms, parts in zip(views(message), tensors, strict=True):
+        for room, stretches in zip(rooms, parts, strict=True):
+            torch.cat(stretches, 1, out=room)
     tensors.clear()
-    del parts
-    received = call.all_to_all_group.all_to_all(message)
-    return [
-        list(parts)
-        for parts in zip(*(views(rank, received) for rank in range(call.all_to_all_group.ranks)), strict=True)
-    ]
+    del parts, stretches
+    return views(group.all_to_all(message))
 
 
 def _queries_by_rank(x: Tensor, heads: HeadShare) -> list[Stretches]:
@@ -147,9 +141,8 @@ def _join_queries(parts: list[Tensor], heads: HeadShare) -> Tensor:
 
 def _keys_by_rank(x: Tensor, heads: HeadShare) -> list[Stretches]:
     """`[B, s, Hkv, D]`, the heads each rank reads."""
-    unbroken = all(keys == tuple(range(keys[0], keys[0] + len(keys))) for keys in heads.keys)
-    if unbroken:
-        return [[x[:, :, keys[0] : keys[0] + len(keys)]] for keys in heads.keys]
+    if all(keys == tuple(range(keys[0], keys[-1] + 1)) for keys in heads.keys):
+        return [[x[:, :, keys[0] : keys[-1] + 1]] for keys in heads.keys]
     return [[x[:, :, list(keys)]] for keys in heads.keys]
 
 
@@ -173,24 +166,24 @@ def _join_rows(parts: list[Tensor], call: Call) -> Tensor:
 
 def _split_rows(x: Tensor, call: Call) -> list[Stretches]:
     """`[B, P*s, h, D]`, each rank's own rows."""
-    tokens = call.plan.layout.chunk_tokens
     held: list[Stretches] = [[] for _ in range(call.all_to_all_group.ranks)]
-    for place, (rank, _) in enumerate(_group_chunks(call)):
-        held[rank].append(x[:, place * tokens : (place + 1) * tokens])
+    for (rank, _), chunk in zip(_group_chunks(call), x.split(call.plan.layout.chunk_tokens, 1), strict=True):
+        held[rank].append(chunk)
     return held
 
 
 def _group_chunks(call: Call) -> list[tuple[int, int]]:
     """Chunks of the group's ranks in the order of the sequence: (rank within the group, its local row)."""
-    size = call.all_to_all_group.ranks
-    first = call.plan.rank // size * size
-    return [(rank - first, start) for rank, start in call.plan.layout.owners if first <= rank < first + size]
+    group = call.all_to_all_group
+    first = call.plan.rank - group.rank
+    return [(rank - first, start) for rank, start in call.plan.layout.owners if first <= rank < first + group.ranks]
 
 
-def _own_heads(sinks: Tensor | None, heads: HeadShare, call: Call) -> tuple[Tensor | None, Call]:
+def _with_heads_of_rank(sinks: Tensor | None, heads: HeadShare, call: Call) -> tuple[Tensor | None, Call]:
     """The sinks of the query heads that this rank computes, and the call with their slopes."""
-    own, slopes = (
+    shares = (
         None if x is None else F.pad(x, (0, heads.padding)).split(heads.share)[call.all_to_all_group.rank]
         for x in (sinks, call.slopes)
     )
-    return own, replace(call, slopes=slopes)
+    rank_sinks, slopes = shares
+    return rank_sinks, replace(call, slopes=slopes)

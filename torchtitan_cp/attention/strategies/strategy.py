@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
-from torchtitan_cp.attention.kernels import Alibi, Kernel
-from torchtitan_cp.attention.mask import Span
-from torchtitan_cp.attention.plan import Plan, RingStep
-
-ALL_HEADS = slice(None)
+from torchtitan_cp.attention.kernels import Alibi, Kernel, Scores
+from torchtitan_cp.attention.plan import KeyRows, Plan
 
 
 @dataclass(frozen=True)
@@ -22,43 +19,30 @@ class Call:
     Attributes:
         plan: this rank's.
         kernel: the local kernel.
-        scale: of the scores.
+        scores: scale and soft-cap.
         key_heads: Hkv.
-        ring: the group across which KV travels.
+        ring_group: the ranks across which KV travels.
         all_to_all_group: the ranks that trade heads for sequence.
         slopes: `[Hq]` of linear biases, or None.
     """
 
     plan: Plan
     kernel: Kernel
-    scale: float
+    scores: Scores
     key_heads: int
-    ring: Group
+    ring_group: Group
     all_to_all_group: Group
     slopes: Tensor | None = None
 
-    def kernel_for(self, step: RingStep | None, heads: slice = ALL_HEADS) -> Kernel:
-        """The kernel for a step's keys, or for the keys of the full sequence, with the linear biases of their rows.
-
-        Args:
-            heads: the query heads at hand.
-        """
+    def scores_for(self, keys: KeyRows, heads: slice = slice(None)) -> Scores:
+        """The scores of this rank's queries, of some heads, and these keys: with the linear biases of their rows."""
         if self.slopes is None:
-            return self.kernel
-        assert self.kernel.biased
-        plan, slopes = self.plan, self.slopes[heads]
-        queries = plan.ring_layout.positions(plan.rank // plan.all_to_all_ranks)
-        if step is None:
-            keys = torch.arange(plan.sequence_length)
-        else:
-            keys = rows_in(plan.ring_layout.positions(step.source).unsqueeze(0), step.receive)[0]
-        return self.kernel.biased(Alibi(slopes, queries.to(slopes.device), keys.to(slopes.device)))
-
-
-def rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
-    """The rows of spans, one after the other: `[B, S/P, ..] -> [B, rows, ..]`."""
-    parts = [x[:, start:stop] for start, stop in spans] or [x[:, :0]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            return self.scores
+        layout, slopes = self.plan.ring_layout, self.slopes[heads]
+        queries = layout.positions(self.ring_group.rank)
+        positions = [queries[:0], *(layout.positions(source)[start:stop] for source, start, stop in keys)]
+        alibi = Alibi(slopes, queries.to(slopes.device), torch.cat(positions).to(slopes.device))
+        return self.scores._replace(alibi=alibi)
 
 
 class Residuals(NamedTuple):
@@ -78,7 +62,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """Attention across a group.
+    """Attention across a group of several ranks; alone, a rank runs the ring's.
 
     Attributes:
         forward: (q, k, v, sinks, call) -> (out, lse, residuals); q `[B, S/P, Hq, Dqk]`,
@@ -86,7 +70,9 @@ class Strategy:
             dtype, lse `[B, S/P, Hq]`.
         backward: (dout, residuals, sinks, call) -> (dq, dk, dv, dsinks), the first three in the inputs'
             dtypes, dsinks `[Hq]` of this rank's rows in their accumulation dtype; None without sinks.
+        trades_heads: whether the ranks of an all-to-all group trade heads for sequence.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Call], tuple[Tensor, Tensor, Residuals]]
     backward: Callable[[Tensor, Residuals, Tensor | None, Call], tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    trades_heads: bool = False

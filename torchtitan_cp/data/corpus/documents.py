@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 
 from torchtitan_cp.config.sections import Data, SourceKeys
-from torchtitan_cp.data.corpus.records import Document, ResumePoint, SkippedRecords
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location
 from torchtitan_cp.data.errors import DataError
 
@@ -49,38 +49,35 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(
-        self, skipped: SkippedRecords, begin: ResumePoint | None = None, held_out_key: str | None = None
+        self, skipped: SkippedRecords, first_file: int = 0, held_out_key: str | None = None
     ) -> Iterator[Document]:
         """The documents of both splits, in order.
 
         Args:
-            skipped: counts what cannot be read; takes over the counts of `begin`.
-            begin: where to begin.
+            skipped: counts what cannot be read.
+            first_file: index of the file to begin at.
             held_out_key: key of a record that is held out whatever its hash.
 
         Raises:
             DataError: at the end, if there was no document.
         """
-        begin, kind = begin or ResumePoint(), SOURCES[self.source.source]
-        skipped.counts.update(begin.skipped)
+        kind, empty = SOURCES[self.source.source], first_file == 0
         joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
         starts = [0, *accumulate(file.size_bytes for file in self.files)]
-        empty = begin.file == 0
 
-        def read(indices: list[int], resume_point: ResumePoint) -> Iterator[Document]:
+        def read(indices: list[int], skipped_before: dict[str, int]) -> Iterator[Document]:
             for index in indices:
                 for document in kind.read(self.files[index], self.source, skipped):
                     document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
                     document.read_bytes += starts[index]
-                    document.resume_point = resume_point
+                    document.first_file, document.skipped_before = indices[0], skipped_before
                     yield document
 
         def unit(index: int) -> object:
             return self.files[index].folder if joins else index
 
-        for _, unit_indices in groupby(range(begin.file, len(self.files)), unit):
-            indices = list(unit_indices)
-            documents = read(indices, ResumePoint(indices[0], dict(skipped.counts)))
+        for _, indices in groupby(range(first_file, len(self.files)), unit):
+            documents = read(list(indices), dict(skipped.counts))
             for document in _join(documents) if joins else documents:
                 empty = False
                 yield document

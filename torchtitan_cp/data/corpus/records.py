@@ -2,14 +2,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from torchtitan_cp.config.sections import SourceKeys
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +33,6 @@ class SourceFile:
         return self.name.rpartition("/")[0]
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where reading can begin: at a file; where files are joined, at the first of a folder.
-
-    Attributes:
-        file: its index in the corpus.
-        skipped: counts of what was skipped before it, by kind.
-    """
-
-    file: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass
 class Document:
     """What the model may attend over as a whole: a file, a row, or the joined files of a folder.
@@ -59,8 +42,9 @@ class Document:
         key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
         group: name of the folder, repository or other group it belongs to; None: it belongs to none.
         read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
-        held_out: belongs to the validation split; set by the corpus, as is the next.
-        resume_point: the last one before it.
+        held_out: belongs to the validation split; set by the corpus, as are the next two.
+        first_file: where to begin to read it again: at its file, or at the first of a folder's if they are joined.
+        skipped_before: counts of what was skipped before that file, by kind.
     """
 
     content: str | np.ndarray
@@ -68,21 +52,23 @@ class Document:
     group: str | None
     read_bytes: int
     held_out: bool = False
-    resume_point: ResumePoint = ResumePoint()
+    first_file: int = 0
+    skipped_before: dict[str, int] = field(default_factory=dict)
 
 
 class SkippedRecords:
     """Counts what cannot be read, by kind, and logs the first few of each kind.
 
     Args:
+        counts: of what was skipped before, by kind.
         quiet: only count, for a second pass over a corpus.
 
     Attributes:
         counts: how many were skipped, by kind.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, counts: dict[str, int] | None = None, *, quiet: bool = False) -> None:
+        self.counts = Counter(counts)
         self._quiet = quiet
 
     def add(self, kind: str, where: str) -> None:
@@ -94,52 +80,3 @@ class SkippedRecords:
     def summary(self) -> str:
         """The counts in one line, e.g. `7 x malformed JSON, 2 x not UTF-8`; empty if nothing was skipped."""
         return ", ".join(f"{count} x {kind}" for kind, count in sorted(self.counts.items()))
-
-
-def read_row(
-    row: object, number: int, file: SourceFile, read_bytes: int, source: SourceKeys, skipped: SkippedRecords
-) -> Iterator[Document]:
-    """The document of a row (a line of JSONL, a row of Parquet or of a dataset); none if it is empty, or skipped.
-
-    Args:
-        row: a mapping of fields; anything else is skipped.
-        number: of the row in its file, from 1.
-        read_bytes: how much of the file was read up to the row's end.
-    """
-    name, where = source.token_field or source.text_field, f"{file.path}:{number}"
-    if not isinstance(row, Mapping) or name not in row:
-        skipped.add(f"no field {name!r}", where)
-        return
-    content, problem = _tokens(row[name]) if source.token_field else _text(row[name])
-    if problem:
-        skipped.add(f"field {name!r} {problem}", where)
-    elif len(content):
-        group = row.get(source.group_field) if source.group_field else None
-        yield Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
-
-
-def _text(value: Any) -> tuple[str, str]:
-    """(the text, what is wrong with it)."""
-    if not isinstance(value, str):
-        return "", "that is not a string"
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return "", "with half a surrogate pair"
-    return value, ""
-
-
-def _tokens(value: Any) -> tuple[np.ndarray, str]:
-    """(the token ids, what is wrong with them)."""
-    nothing = np.empty(0, dtype=np.int64)
-    try:
-        tokens = np.asarray(value)
-    except ValueError:  # lists of unequal length
-        tokens = np.asarray(None)
-    if tokens.shape == (0,):
-        return nothing, ""
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        return nothing, "that is not a list of token ids"
-    if tokens.min() < 0:
-        return nothing, "with a negative token id"
-    return tokens.astype(np.int64), ""

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.hub import find_dataset, read_dataset
-from torchtitan_cp.data.corpus.jsonl import JSONL_SUFFIXES, read_jsonl
-from torchtitan_cp.data.corpus.parquet import import_pyarrow, read_parquet
+from torchtitan_cp.data.corpus import rows
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
@@ -92,7 +90,7 @@ def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[Sou
 
 
 def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
-    import_pyarrow(source)
+    rows.import_pyarrow(source)
     return _find_at_path(source, (".parquet",))
 
 
@@ -156,7 +154,7 @@ JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
 SOURCES = {
     "python-stdlib": Source(_find_stdlib, _read_text, TEXT, joins=True),
     "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, joins=True),
-    "jsonl": Source(partial(_find_at_path, suffixes=JSONL_SUFFIXES), read_jsonl, JSONL),
-    "parquet": Source(_find_parquet, read_parquet, "*.parquet files: a folder, a file or a glob"),
-    "huggingface": Source(find_dataset, read_dataset, "a dataset's name, or a folder that holds one"),
+    "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
+    "parquet": Source(_find_parquet, rows.read_parquet, "*.parquet files: a folder, a file or a glob"),
+    "huggingface": Source(rows.find_dataset, rows.read_dataset, "a dataset's name, or a folder that holds one"),
 }

@@ -9,6 +9,7 @@ The files of a split:
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,50 +41,33 @@ def append_to(path: Path, content: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-class TokenWriter:
-    """Writes one split, after what is there of it. Documents stay in memory until `commit`.
+def append_documents(
+    folder: Path,
+    split: str,
+    vocab_size: int,
+    documents: Sequence[tuple[np.ndarray, int]],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Append documents to the files of a split. The disk has them when this returns.
 
     Args:
-        folder: where the files go.
-        split: their name, `train` or `validation`.
-        vocab_size: V; sets the dtype.
-        shard_bytes: size of a full shard.
-
-    Attributes:
-        tokens, documents: how many there are, with those that are not yet on disk.
+        folder, split, vocab_size: as TokenStore's.
+        documents: tokens `[n]` of each, and the number of its group.
+        shard_bytes: size of a full shard, for a split that has no files yet.
     """
-
-    def __init__(self, folder: Path, split: str, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self.split, self.dtype = folder, split, token_dtype(vocab_size)
-        self._shard_tokens = shard_bytes // self.dtype.itemsize
-        self._documents: list[np.ndarray] = []  # not yet on disk; so are the next two
-        self._offsets, self._groups = [self._shard_tokens, 0], list[int]()
-        self.tokens = self.documents = 0
-        if (index := folder / f"{split}.offsets.bin").exists():
-            offsets = _map(index, INDEX_DTYPE, None)
-            self.tokens, self.documents = int(offsets[-1]), len(offsets) - 2
-            self._offsets.clear()
-
-    def append(self, ids: np.ndarray, group: int) -> None:
-        """Add a document of tokens `[n]`, and the number of its group."""
-        self._documents.append(ids.astype(self.dtype))
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
-        self._offsets.append(self.tokens)
-        self._groups.append(group)
-
-    def commit(self) -> None:
-        """Write everything to disk."""
-        tokens = np.concatenate([np.empty(0, self.dtype), *self._documents])
-        position = self.tokens - len(tokens)
-        while len(tokens):
-            number, used = divmod(position, self._shard_tokens)
-            part, tokens = np.split(tokens, [self._shard_tokens - used])
-            append_to(shard_path(self.folder, self.split, number), part.data)
-            position += len(part)
-        for name, numbers in (("offsets", self._offsets), ("groups", self._groups)):
-            append_to(self.folder / f"{self.split}.{name}.bin", np.array(numbers, dtype=INDEX_DTYPE).data)
-            numbers.clear()
-        self._documents.clear()
+    dtype, index = token_dtype(vocab_size), folder / f"{split}.offsets.bin"
+    if not index.exists():
+        append_to(index, np.array([shard_bytes // dtype.itemsize, 0], dtype=INDEX_DTYPE).data)
+    shard_tokens, position = (int(number) for number in _map(index, INDEX_DTYPE, None)[[0, -1]])
+    tokens = np.concatenate([np.empty(0, dtype), *(ids for ids, _ in documents)], dtype=dtype, casting="unsafe")
+    ends = position + np.cumsum([len(ids) for ids, _ in documents], dtype=INDEX_DTYPE)
+    while len(tokens):
+        number, used = divmod(position, shard_tokens)
+        part, tokens = np.split(tokens, [shard_tokens - used])
+        append_to(shard_path(folder, split, number), part.data)
+        position += len(part)
+    append_to(index, ends.data)
+    append_to(folder / f"{split}.groups.bin", np.array([group for _, group in documents], dtype=INDEX_DTYPE).data)
 
 
 class TokenStore:
@@ -127,14 +111,12 @@ class TokenStore:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
         assert 0 <= start <= stop <= self.document_lengths[document], "outside the document"
         position, end = int(self._offsets[document]) + start, int(self._offsets[document]) + stop
-        tokens = np.empty(stop - start, dtype=np.int64)
-        filled = 0
+        parts = [np.empty(0, dtype=np.int64)]
         while position < end:
             shard, offset = divmod(position, self._shard_tokens)
-            part = self._shards[shard][offset : offset + end - position]
-            tokens[filled : filled + len(part)] = part
-            filled, position = filled + len(part), position + len(part)
-        return tokens
+            parts.append(self._shards[shard][offset : offset + end - position])
+            position += len(parts[-1])
+        return np.concatenate(parts)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of tokens, document lengths and groups."""
