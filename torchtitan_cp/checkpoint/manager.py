@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
@@ -231,22 +231,19 @@ class CheckpointManager:
         return None
 
     def load(self, path: Path, parts: Parts, optimizers: Optimizers) -> None:
-        """Fill parts and optimizers from a checkpoint written by any number of ranks; all ranks call.
+        """Fill parts and optimizers in place from a checkpoint written by any number of ranks; all ranks call.
+
+        The optimizers keep their settings, as the config may give others now.
 
         Raises:
             ConfigError: a part is missing or cannot be read.
         """
-        state = _state(parts, optimizers)
-        load_state(CheckpointReader(path), state)
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            names = _state([part], [optimizer]).items()
-            model, moments = ({name: state[kind][name] for name in own} for kind, own in names)
-            set_state_dict(part, optimizer, model_state_dict=model, optim_state_dict=moments, options=BY_NAME)
+        load_state(CheckpointReader(path), _state(parts, optimizers))
         self.newest_step = int(path.name.removeprefix("step-"))
 
 
 def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
-    """Everything by the name it has in the whole model, whatever parts a rank has."""
+    """Everything by the name it has in the whole model, whatever parts a rank has: its own tensors, no copies."""
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(parts, optimizers, strict=True):
         model_state, optimizer_state = get_state_dict(part, optimizer, options=BY_NAME)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from torchtitan_cp.checkpoint.load import CheckpointReader, load_state
 from torchtitan_cp.checkpoint.manager import CheckpointManager
@@ -95,6 +94,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     return SavedModel(path, config, stage, progress.identity["model"], progress.short_loss, tensors, reader)
 
 
+@torch.no_grad()
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
     """Fill the parts, sharded in any way, each rank reading its own. Collective.
 
@@ -102,6 +102,4 @@ def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
         ConfigError: as `SavedModel.read`.
     """
     for part in parts:
-        values = get_model_state_dict(part)
-        load_state(saved.reader, {"model": values})
-        set_model_state_dict(part, values)
+        load_state(saved.reader, {"model": dict(part.named_parameters())})
