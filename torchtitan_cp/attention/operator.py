@@ -31,10 +31,10 @@ def _prepare(
     handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores, *per_head: Tensor | None
 ) -> tuple[Strategy, Call]:
     """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
-    plan = with_strategy(find_plan(handle), *heads)
+    plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
     ring_group, all_to_all_group = plan.process_groups
-    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, per_head[1] is not None, ring_group.ranks > 1)
-    call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, *per_head)
+    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, slopes is not None, merged=ring_group.ranks > 1)
+    call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
     return STRATEGIES[plan.strategy], call
 
 

@@ -348,5 +348,9 @@ def _index_received(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tupl
     """The tiles with their keys as rows of the concatenated received spans, instead of rows of the source."""
     starts = [start for start, _ in received]
     before = list(accumulate((stop - start for start, stop in received), initial=0))
-    places = [bisect_right(starts, tile.k_start) - 1 for tile in tiles]
-    return tuple(tile.moved(0, before[place] - starts[place]) for tile, place in zip(tiles, places, strict=True))
+    indexed = []
+    for tile in tiles:
+        place = bisect_right(starts, tile.k_start) - 1
+        shift = before[place] - starts[place]
+        indexed.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
+    return tuple(indexed)
