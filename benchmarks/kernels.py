@@ -20,7 +20,7 @@ from torchtitan_cp.attention.kernels import KERNELS, Kernel, Scores
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.plan import busiest_rank
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, FULL, Tile
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and dim: two products forward, five backward

@@ -20,7 +20,8 @@ from torchtitan_cp.attention.collectives import Group, Message, Pending
 from torchtitan_cp.attention.kernels import Scores, choose_kernel
 from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import in_global_order
-from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals
+from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,18 @@ def simulate(
             ),
             rank,
         )
-        return Call(plans[rank], chosen, Scores(scale), k.shape[2], ring, all_to_all_group)
+        return Call(plans[rank], chosen, Scores(scale), k.shape[2], ring, all_to_all_group, sinks)
 
     def forward(rank: int, network: "Network") -> tuple[Tensor, ...]:
         q_local, k_local, v_local = (plans[rank].shard(x) for x in (q, k, v))
-        out, lse, kept[rank] = exchange.forward(q_local, k_local, v_local, sinks, call_of(rank, network))
+        out, lse, kept[rank] = exchange.forward(q_local, k_local, v_local, call_of(rank, network))
         return out, lse
 
     def backward(rank: int, network: "Network") -> tuple[Tensor, ...]:
         residuals = kept[rank]
         assert dout is not None
         assert residuals is not None
-        gradients = exchange.backward(plans[rank].shard(dout), residuals, sinks, call_of(rank, network))
+        gradients = exchange.backward(plans[rank].shard(dout), residuals, call_of(rank, network))
         return tuple(x for x in gradients if x is not None)
 
     def whole(parts: list[tuple[Tensor, ...]], which: int) -> Tensor:

@@ -3,20 +3,24 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cp.attention.codec import find_codec
+from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
+from torchtitan_cp.attention.kernels.reference import hide
 from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.max_logits import max_logits
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
-from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, choose_strategy
+from torchtitan_cp.attention.plan import Plan, in_global_order
+from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, resolve_strategy
+from torchtitan_cp.attention.tiles import rows_of
 
+BLOCK_SCORES = 2**24  # of one head, that `largest_logits` holds at once
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bshd": (lambda x: x, lambda x: x),
@@ -48,15 +52,15 @@ def make_plan(
         strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
         like: another layer's plan, whose layout this one takes.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
-        groups: names of the process groups that carry the exchange, see Plan; none for a plan that is only inspected.
+        groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
     Raises:
         LayoutError: S does not divide as the layout needs.
         PlanError: the mask does not fit the sequence, or options exclude each other.
     """
     mask = mask or AttentionMask()
-    mask.check(seq_len)
-    find_codec(kv_transfer)
+    mask.documents(seq_len)  # raises if they do not fit
+    check_name("kv_transfer", kv_transfer, CODECS)
     if check_strategy(strategy) == "all_to_all":
         all_to_all_ranks = ranks
         if kv_transfer != "exact":
@@ -70,13 +74,12 @@ def make_plan(
             f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
             fix="use hybrid with a divisor of the ranks",
         )
-    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
-    if len(chosen.owners) * chosen.chunk_tokens != seq_len or len(chosen.chunks) != ranks:
+    if like and (like.sequence_length, like.ranks) != (seq_len, ranks):
         raise PlanError(
-            f"the layout of `like` is for {len(chosen.chunks)} ranks and "
-            f"{len(chosen.owners) * chosen.chunk_tokens} tokens, not {ranks} ranks and {seq_len} tokens",
+            f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
+    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
     return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
@@ -115,12 +118,45 @@ def attend(
     to_bshd, back = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
     q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
     check_shapes(q, k, v, plan, sinks, alibi_slopes)
-    all_to_all_ranks = plan.all_to_all_ranks
-    if plan.strategy == "auto":
-        chosen = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-        all_to_all_ranks = plan.ranks if STRATEGIES[chosen].trades_heads else 1
+    _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])
+
+
+@torch.no_grad()
+def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd") -> Tensor:
+    """The largest scaled score of each head that the mask allows, over all queries of all ranks and the batch.
+
+    QK clipping acts on it, and it grows before a loss spikes. Collective. It costs about half of an attention forward,
+    with the keys of one head at a time in memory; no kernel returns its largest score. Source: QK-Clip, Kimi K2
+    technical report (2025), section 2.1.
+
+    Args:
+        q, k, plan, scale, qkv_format: as of `attend`.
+
+    Returns:
+        `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where nothing is attended to.
+    """
+    to_bshd, _ = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
+    q, k = to_bshd(q), to_bshd(k)
+    check_shapes(q, k, k, plan)
+    dtype, scale = accumulation_dtype(q.dtype), q.shape[-1] ** -0.5 if scale is None else scale
+    largest = torch.full((q.shape[2],), float("-inf"), dtype=dtype, device=q.device)
+    for head in range(q.shape[2]):
+        if head % (q.shape[2] // k.shape[2]) == 0:
+            shards = gather(k[:, :, head * k.shape[2] // q.shape[2]], plan.process_groups)
+            keys = torch.cat(in_global_order(shards, plan.layout, 1), 1)
+        for tile in plan.gathered_tiles:
+            rows, columns = rows_of(tile)
+            k_tile = keys[columns].to(dtype)
+            block = max(1, BLOCK_SCORES // k_tile.shape[1])
+            for number, q_block in enumerate(q[:, :, head][rows].to(dtype).split(block, 1)):
+                scores = q_block * scale @ k_tile.mT
+                band = tile.band.shifted(-number * block, *scores.shape[1:])
+                largest[head] = torch.maximum(largest[head], hide(scores, band).max())
+    for group in plan.process_groups:
+        largest = group.maximum(largest)
+    return largest
 
 
 class ContextParallel:
@@ -129,7 +165,7 @@ class ContextParallel:
     Args:
         mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
             the ring, the inner one trades heads.
-        strategy: exchange by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
+        strategy: by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
             otherwise by heads and window; the log says which and why).
         kernel: local kernel by name, or auto (by device and dtype).
         layout: contiguous, zigzag, balanced, or auto (balanced for packed documents, otherwise zigzag).
@@ -147,6 +183,7 @@ class ContextParallel:
         layout: str = "auto",
         kv_transfer: str = "exact",
     ) -> None:
+        check_strategy(strategy)
         all_to_all_ranks = 1
         if mesh.ndim == 2 and strategy in ("auto", "hybrid"):
             strategy, all_to_all_ranks = "hybrid", mesh.size(1)
@@ -162,7 +199,7 @@ class ContextParallel:
             make_plan,
             ranks=mesh.size(),
             rank=mesh.mesh.flatten().tolist().index(mesh.get_rank()),
-            strategy=check_strategy(strategy),
+            strategy=strategy,
             kernel=check_kernel(kernel),
             layout=layout,
             all_to_all_ranks=all_to_all_ranks,
@@ -181,16 +218,7 @@ class ContextParallel:
         return self.make_plan(seq_len, mask=mask, like=like)
 
     attention = staticmethod(attend)
-
-    @staticmethod
-    def largest_logits(
-        q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
-    ) -> Tensor:
-        """The largest score of each head, to watch or to clip by; see `max_logits`."""
-        to_bshd, _ = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
-        q, k = to_bshd(q), to_bshd(k)
-        check_shapes(q, k, k, plan)
-        return max_logits(q, k, plan, q.shape[-1] ** -0.5 if scale is None else scale)
+    largest_logits = staticmethod(largest_logits)
 
 
 def sum_ranks(x: Tensor, plan: Plan) -> Tensor:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.errors import check_name
-
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 SCALE_BYTES = 4
@@ -34,15 +32,6 @@ class Codec:
         """An empty message of so many rows, to receive into."""
         row_elements = k.shape[3] + v.shape[3] + 2 * self.scale_elements
         return k.new_empty(rows * k.shape[0] * k.shape[2] * row_elements, dtype=self.dtype)
-
-
-def find_codec(name: str) -> Codec:
-    """A codec by name.
-
-    Raises:
-        PlanError: an unknown name.
-    """
-    return CODECS[check_name("kv_transfer", name, CODECS)]
 
 
 def _encode_exact(k: Tensor, v: Tensor) -> Tensor:

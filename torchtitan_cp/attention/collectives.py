@@ -59,7 +59,7 @@ class Pending(Generic[Result]):
 
 
 class Group:
-    """A process group, or a single rank alone. All ranks make the same calls in the same order.
+    """A process group by its registered name, or a single rank alone. All ranks make the same calls in the same order.
 
     On gloo every message goes directly from rank to rank, which is up to three times faster than gloo's
     collectives; sums are then made here, in rank order.
@@ -69,10 +69,10 @@ class Group:
         ranks: its size.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
-        self.direct = group is None or dist.get_backend(group) == "gloo"
+    def __init__(self, name: str | None = None) -> None:
+        self.group = _resolve_process_group(name) if name else None  # type: ignore[arg-type]
+        self.rank, self.ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
+        self.direct = self.group is None or dist.get_backend(self.group) == "gloo"
 
     def send_receive(
         self, send: Tensor | None, target: int, receive: Tensor | None, source: int
@@ -127,24 +127,18 @@ class Group:
         return Pending(works, finish, [x for _, x in (*sends, *receives)])
 
 
-def _resolve(name: str) -> dist.ProcessGroup:
-    registered: Any = name
-    return _resolve_process_group(registered)
-
-
 def find_group(names: tuple[str, ...], ranks: int) -> Group:
     """The process group registered under the first name; a group of one rank needs none.
 
     Raises:
-        PlanError: there is none, or its size is not `ranks`.
+        PlanError: there is none.
     """
     if ranks == 1:
         return Group()
     if not names:
         raise PlanError("this plan has no process group", fix="make it with ContextParallel.plan, on every rank")
-    group = Group(_resolve(names[0]))
-    if group.ranks != ranks:
-        raise PlanError(f"the plan is for {ranks} ranks and its process group has {group.ranks}")
+    group = Group(names[0])
+    assert group.ranks == ranks
     return group
 
 
@@ -152,7 +146,7 @@ def open_groups(names: tuple[str, ...], device_type: str) -> None:
     """Run one collective over each NCCL group: NCCL needs it before some of its ranks exchange messages alone."""
     for name in names:
         if device_type != "cpu":
-            dist.all_reduce(torch.zeros(1, device=device_type), group=_resolve(name))
+            Group(name).maximum(torch.zeros(1, device=device_type))
 
 
 def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:

@@ -11,32 +11,30 @@ from torchtitan_cp.attention.kernels import Scores, choose_kernel
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
-from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals, Strategy, choose_strategy, log_choice
+from torchtitan_cp.attention.strategies import STRATEGIES, log_choice, resolve_strategy
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
 
 @lru_cache(maxsize=KEPT_PLANS)
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
-    """The plan with the exchange that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
-    strategy, all_to_all_ranks = plan.strategy, plan.all_to_all_ranks
-    if strategy == "auto":
-        case = (query_heads, key_heads, plan.ranks, plan.mask.band)
-        log_choice(*case)
-        strategy = choose_strategy(*case)
-        all_to_all_ranks = plan.ranks if STRATEGIES[strategy].trades_heads else 1
+    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
+    if plan.strategy == "auto":
+        log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
+    strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):
         strategy = "ring"
     return plan if strategy == plan.strategy else replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
 
 
 def _prepare(
-    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], slopes: Tensor | None, scale: float, softcap: float
+    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores, *per_head: Tensor | None
 ) -> tuple[Strategy, Call]:
-    """The exchange of a plan, and its call with (query, key) heads; q and v give dtype, device and head dims."""
-    plan = with_strategy(find_plan(handle), *heads)
+    """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
+    plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
     ring_group, all_to_all_group = plan.process_groups
-    kernel = choose_kernel(plan.kernel, q, v, softcap > 0, slopes is not None, merged=ring_group.ranks > 1)
-    call = Call(plan, kernel, Scores(scale, softcap), heads[1], ring_group, all_to_all_group, slopes)
+    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, slopes is not None, merged=ring_group.ranks > 1)
+    call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
     return STRATEGIES[plan.strategy], call
 
 
@@ -57,22 +55,21 @@ def attention(
     all_to_all_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `all_to_all_ranks`)."""
-    strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), slopes, scale, softcap)
-    out, lse, residuals = strategy.forward(q, k, v, sinks, call)
+    strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), Scores(scale, softcap), sinks, slopes)
+    out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     all_to_all_ranks = options[-1]
-    batch, rows, heads, _ = q.shape
-    lse_dtype = accumulation_dtype(q.dtype)
+    (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
     if all_to_all_ranks == 1:
         return out, lse, []
     shares = share_heads(heads, k.shape[2], all_to_all_ranks)
-    rows, query_heads, key_heads = rows * all_to_all_ranks, shares.share, len(shares.keys[0])
+    rows, query_heads, key_heads = rows * all_to_all_ranks, len(shares.queries[0]), len(shares.keys[0])
     q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
     k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
     return out, lse, [q_all, k_all, v_all, out_all, q.new_empty((batch, rows, query_heads), dtype=lse_dtype)]
@@ -91,8 +88,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
-    strategy, call = _prepare(handle, kept.q, kept.v, (dout.shape[2], key_heads), slopes, scale, softcap)
-    *gradients, dsinks = strategy.backward(dout, kept, sinks, call)
+    strategy, call = _prepare(handle, kept.q, kept.v, (dout.shape[2], key_heads), Scores(scale, softcap), sinks, slopes)
+    *gradients, dsinks = strategy.backward(dout, kept, call)
     # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     if sinks is None or dsinks is None:

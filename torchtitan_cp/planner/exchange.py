@@ -113,7 +113,7 @@ def sent_bytes(plan: Plan, heads: Heads) -> tuple[float, float]:
 def heads_after_all_to_all(heads: Heads, all_to_all_ranks: int) -> Heads:
     """The heads that a rank computes after an all-to-all of so many ranks, with padding and copies."""
     shares = share_heads(heads.query, heads.key, all_to_all_ranks)
-    return dataclasses.replace(heads, query=shares.share, key=len(shares.keys[0]))
+    return dataclasses.replace(heads, query=len(shares.queries[0]), key=len(shares.keys[0]))
 
 
 @lru_cache(maxsize=4096)

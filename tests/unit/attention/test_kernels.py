@@ -20,7 +20,7 @@ from torchtitan_cp.attention.kernels import KERNELS, Alibi, Scores, _choose, cho
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
+from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
 CUDA = pytest.mark.cuda
@@ -238,7 +238,7 @@ def test_tiles_of_a_window_that_flash_misreads_reach_it_in_parts() -> None:
     misread = 0
     for rank in range(4):
         for step in make_plan(256, mask=mask, ranks=4, rank=rank, layout="zigzag").steps:
-            for tile in plain_tiles(step.tiles, KERNELS["flash"]):
+            for tile in KERNELS["flash"].plain_tiles(step.tiles):
                 assert flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
             misread += any(
                 not flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)

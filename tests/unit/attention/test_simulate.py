@@ -11,7 +11,6 @@ from tests.support.oracle import allowed, attention_with_gradients, attention_wi
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, PlanError
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
-from torchtitan_cp.attention.kernels.kernel import any_band
 from torchtitan_cp.attention.strategies import STRATEGIES
 
 
@@ -67,7 +66,7 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monk
             raise ValueError("out of order")
         return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
 
-    broken = Kernel(failing, KERNELS["reference"].backward, takes_band=any_band)
+    broken = Kernel(failing, KERNELS["reference"].backward, takes_band=lambda queries, keys, band: True)
     monkeypatch.setitem(KERNELS, "broken", broken)
     with pytest.raises(ValueError, match="out of order"):
         simulate(*inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")

@@ -8,13 +8,12 @@ from torchtitan_cp.attention.mask import Band
 
 _FORWARD = torch.ops.aten._flash_attention_forward
 _BACKWARD = torch.ops.aten._flash_attention_backward
-_DENSE = (None, None)  # cumulative lengths: not packed
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v_padded = same_dims(q, k, v)
     window = _window(q.shape[1], k.shape[1], band)
-    lengths = (*_DENSE, q.shape[1], k.shape[1])
+    lengths = (None, None, q.shape[1], k.shape[1])  # not packed
     out, lse, *_ = _FORWARD(q, k, v_padded, *lengths, 0.0, False, False, scale=scores.scale, **window)
     return out[..., : v.shape[-1]], lse.transpose(1, 2)
 
@@ -26,7 +25,7 @@ def backward(
     q, k, v, dout, out = same_dims(q, k, v, dout, out)
     # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    lengths = (*_DENSE, q.shape[1], k.shape[1])
+    lengths = (None, None, q.shape[1], k.shape[1])  # not packed
     window = _window(q.shape[1], k.shape[1], band)
     rows = (dout.contiguous(), q, k, v, out.contiguous(), lse.transpose(1, 2).contiguous())
     dq, dk, dv = _BACKWARD(*rows, *lengths, 0.0, False, seed, offset, scale=scores.scale, **window)

@@ -13,7 +13,6 @@ Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +26,8 @@ from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
 BLOCK = 128
+# The dispatch keys that are included and excluded by default, as they are while modules are imported.
+_DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
@@ -51,16 +52,7 @@ def backward(
 
 def _above_autograd() -> Any:
     """A context in which autograd and vmap work; torch.library runs its operators with both switched off."""
-    return torch._C._ForceDispatchKeyGuard(*_dispatch_keys_of_a_new_thread())
-
-
-@lru_cache(maxsize=1)
-def _dispatch_keys_of_a_new_thread() -> tuple[Any, Any]:
-    """The dispatch keys that are included and excluded by default."""
-    with ThreadPoolExecutor(1) as fresh:
-        return fresh.submit(
-            lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
-        ).result()
+    return torch._C._ForceDispatchKeyGuard(*_DEFAULT_KEYS)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:

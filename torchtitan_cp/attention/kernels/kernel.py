@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.mask import Band
-from torchtitan_cp.attention.tiles import Tile
+from torchtitan_cp.attention.tiles import Tile, dense_parts
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
@@ -123,9 +123,17 @@ class Kernel:
             return f"it takes head dims from {first} to {last} in steps of {step}, not {' and '.join(map(str, dims))}"
         return None
 
-
-def any_band(queries: int, keys: int, band: Band) -> bool:
-    return True
+    def plain_tiles(self, tiles: tuple[Tile, ...]) -> list[Tile]:
+        """Tiles as the kernel takes them."""
+        plain = []
+        for tile in tiles:
+            queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+            if self.takes_band(queries, keys, tile.band):
+                plain.append(tile)
+            else:
+                parts = dense_parts(queries, keys, tile.band)
+                plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
+        return plain
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Exchanges: how the ranks of a group see each other's keys and values, one file each.
+"""Strategies: how the ranks of a group exchange keys and values, one file each.
 
 To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
 its name to STRATEGIES in config/names.py (docs/config.md is made again then), and teach the planner what it costs:
@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import all_gather, all_to_all, hybrid, ring
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
+from torchtitan_cp.attention.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,14 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) ->
     return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
 
 
+def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str, int]:
+    """A plan's strategy and how many ranks trade heads; `auto` is decided by the heads."""
+    if plan.strategy != "auto":
+        return plan.strategy, plan.all_to_all_ranks
+    chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band)
+    return chosen, plan.ranks if STRATEGIES[chosen].trades_heads else 1
+
+
 @lru_cache(maxsize=256)
 def log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
     """Log once what `choose_strategy` chose, and why."""
@@ -57,6 +66,3 @@ def log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None
 def _traded_share(query_heads: int, key_heads: int, ranks: int) -> float:
     """The volume of all_to_all divided by the ring's."""
     return (query_heads + key_heads) / (0.75 * ranks * key_heads)
-
-
-__all__ = ["STRATEGIES", "Call", "Residuals", "Strategy", "check_strategy", "choose_strategy", "log_choice"]

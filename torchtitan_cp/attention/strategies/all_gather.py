@@ -1,4 +1,4 @@
-"""All-gather exchange: every rank sees all keys, some heads at a time, and one kernel call does many queries.
+"""All-gather: every rank sees all keys, some heads at a time, and one kernel call does many queries.
 
 K and V travel in one collective per group of heads; while one group computes, the next is gathered, and at
 most two are held whole. Only the local shard is kept for the backward, which gathers again and
@@ -17,13 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.codec import find_codec
+from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, accumulation_dtype, sink_gradient
 from torchtitan_cp.attention.plan import KeyRows, Plan
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import Tile
 
 HEAD_GROUPS = 4
@@ -45,22 +44,20 @@ class Gathered(NamedTuple):
         return [stop - start for _, start, stop in self.rows]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     results = []
     for queries, _, gathered in gather_heads(k, v, q.shape[2], call):
-        q_group = q[:, :, queries]
+        q_group, group_call = q[:, :, queries], call.for_heads(queries)
         softmax = RunningSoftmax(q_group, v.shape[-1])
         for part, k_rows, v_rows in gathered:
-            scores = call.scores_for(part.rows, queries)
+            scores = group_call.scores_for(part.rows)
             add_outputs(softmax, part.tiles, q_group, k_rows, v_rows, call.kernel, scores)
-        results.append(softmax.result(None if sinks is None else sinks[queries]))
+        results.append(softmax.result(group_call.sinks))
     out, lse = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
     return out, lse, Residuals(q, k, v, out, lse)
 
 
-def backward(
-    dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v, out, lse = residuals
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dims = [k.shape[-1], v.shape[-1]]
@@ -72,6 +69,7 @@ def backward(
         scattering.clear()
 
     for queries, keys, gathered in gather_heads(k, v, q.shape[2], call):
+        group_call = call.for_heads(queries)
         rows = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
         dq_sum = GradientSum(rows[1])
         # The gradients of all ranks' rows; zeros where some rows are read by no tile here.
@@ -81,7 +79,7 @@ def backward(
         gradients = make(shape, dtype=accumulation_dtype(k.dtype))
         for part, k_rows, v_rows in gathered:
             dkv = [GradientSum(k_rows), GradientSum(v_rows)]
-            scores = call.scores_for(part.rows, queries)
+            scores = group_call.scores_for(part.rows)
             add_gradients((dq_sum, *dkv), part.tiles, k_rows, v_rows, rows, call.kernel, scores)
             pieces = zip(part.rows, *(x.total().split(part.sizes, 1) for x in dkv), strict=True)
             for (rank, start, stop), dk_rows, dv_rows in pieces:
@@ -91,7 +89,7 @@ def backward(
         collect()
         scattering.append((keys, call.ring_group.reduce_scatter(gradients)))
     collect()
-    return dq, dk, dv, sink_gradient(dout, out, lse, sinks)
+    return dq, dk, dv, sink_gradient(dout, out, lse, call.sinks)
 
 
 STRATEGY = Strategy(forward, backward)
@@ -101,7 +99,7 @@ def gather_heads(
     k: Tensor, v: Tensor, query_heads: int, call: Call
 ) -> Iterator[tuple[slice, slice, list[tuple[Gathered, Tensor, Tensor]]]]:
     """Yields (query heads, the key heads they read, the gathered keys of these), while the next group travels."""
-    codec, heads = find_codec(call.plan.kv_transfer), k.shape[2]
+    codec, heads = CODECS[call.plan.kv_transfer], k.shape[2]
     groups, per_key = min(HEAD_GROUPS, heads), query_heads // heads
     slices = [slice(*edges) for edges in pairwise(heads * number // groups for number in range(groups + 1))]
 
@@ -133,8 +131,8 @@ def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
     """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
     chunk_tokens = plan.layout.chunk_tokens
     in_order = Gathered(plan.gathered_tiles, tuple((*owner, owner[1] + chunk_tokens) for owner in plan.layout.owners))
-    calls = len(plain_tiles(in_order.tiles, kernel))
+    calls = len(kernel.plain_tiles(in_order.tiles))
     if kernel.whole_steps or plan.ranks > calls:
         return [in_order]
     by_shard = [Gathered(step.tiles, step.key_rows) for step in plan.steps if step.receive]
-    return by_shard if sum(len(plain_tiles(part.tiles, kernel)) for part in by_shard) <= calls else [in_order]
+    return by_shard if sum(len(kernel.plain_tiles(part.tiles)) for part in by_shard) <= calls else [in_order]

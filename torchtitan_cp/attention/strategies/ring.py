@@ -1,4 +1,4 @@
-"""Ring exchange: in step d a rank computes on the KV of the rank d before it, while the next KV travels.
+"""Ring: in step d a rank computes on the KV of the rank d before it, while the next KV travels.
 
 Each KV goes directly from its owner to the rank that reads it, and its gradient directly back: only rows
 that a tile reads travel (three quarters of a relayed ring's volume under zigzag causal, the neighbours' rows
@@ -11,26 +11,23 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.codec import CODECS, find_codec
+from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.mask import Span, count_rows
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, add_gradients, add_outputs
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     softmax = RunningSoftmax(q, v.shape[-1])
     for step, (k_rows, v_rows) in exchange_kv(k, v, call):
         add_outputs(softmax, step.tiles, q, k_rows, v_rows, call.kernel, call.scores_for(step.key_rows))
-    out, lse = softmax.result(sinks)
+    out, lse = softmax.result(call.sinks)
     return out, lse, Residuals(q, k, v, out, lse)
 
 
-def backward(
-    dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v, out, lse = residuals
     dq, dkv_local = GradientSum(q), [GradientSum(k), GradientSum(v)]
     add_returned: Callable[[], None] | None = None
@@ -45,7 +42,7 @@ def backward(
             add_returned = _return_gradients(dkv, dkv_local, step, call)
     if add_returned:
         add_returned()
-    return dq.result(), dkv_local[0].result(), dkv_local[1].result(), sink_gradient(dout, out, lse, sinks)
+    return dq.result(), dkv_local[0].result(), dkv_local[1].result(), sink_gradient(dout, out, lse, call.sinks)
 
 
 STRATEGY = Strategy(forward, backward)
@@ -53,7 +50,7 @@ STRATEGY = Strategy(forward, backward)
 
 def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
     """Yields each step with its (k, v), k `[B, rows received, Hkv, Dqk]`, while the next step's KV travels."""
-    codec, steps, kv = find_codec(call.plan.kv_transfer), call.plan.steps, (k, v)
+    codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, (k, v)
 
     def start(step: RingStep) -> Pending[Tensor | None]:
         send = codec.encode(_rows_in(k, step.send), _rows_in(v, step.send)) if step.send else None
