@@ -109,7 +109,7 @@ class Trainer:
     def _watch_health(self) -> None:
         """Make what detects, diagnoses and answers bad steps. Collective."""
         model, settings = self.model, self.config.health
-        self.health_monitor = HealthMonitor(settings, model.parts, model.args.n_layers)
+        self.health_monitor = HealthMonitor(settings, model.parts, model.args.n_layers, model.device)
         self.injector = Injector(settings.inject, model.parts, model.args.vocab_size, model.shares_batch_with)
         self.diagnoser = Diagnoser(
             model.numbered_parts(),
