@@ -1,16 +1,16 @@
 """Rules between keys: what the bounds of one key cannot say. Pure arithmetic and the file system."""
 
-import dataclasses
 import math
 import re
 import tempfile
 from pathlib import Path
 
+from torchtitan_cp.config.data import check_sources, check_stage_data
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.names import MEASURED, SCHEDULES
-from torchtitan_cp.config.rope import check_read_keys, check_rope
-from torchtitan_cp.config.sections import Config, Data, LRScheduler, Passkey, Rope, SourceKeys, Stage
+from torchtitan_cp.config.rope import Rope, check_rope
+from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
 START_BYTES = 2**16
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -27,7 +27,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_groups(config)
     _check_passkey(config.evaluation.passkey)
-    _check_sources(config)
+    check_sources(config.data, config.tokenizer.kind != "sentencepiece" or bool(config.tokenizer.path))
     degrees = resolve_degrees(config.parallel, ranks)
     check_stages(config)
     _check_sections(config, ranks)
@@ -145,49 +145,6 @@ def _check_passkey(settings: Passkey) -> None:
             raise ConfigError(f"{where} does not end with the key", fix="end it with {key} or {word}")
 
 
-def _check_sources(config: Config) -> None:
-    """Sources have names of their own, and keys that their kind reads."""
-    data = config.data
-    if data.sources:
-        _check_names(data)
-    for index, source in enumerate(data.sources or (data,)):
-        where = f"data.sources[{index}]" if data.sources else "data"
-        _check_source(source, where)
-        if source.token_field and config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path:
-            raise ConfigError(
-                f"{where}.token_field = {source.token_field!r} holds token ids, and [tokenizer] names no tokenizer",
-                fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
-            )
-
-
-def _check_names(data: Data) -> None:
-    for entry in dataclasses.fields(SourceKeys):
-        if getattr(data, entry.name) != entry.default:
-            raise ConfigError(
-                f"data.{entry.name} is set beside [[data.sources]], and none of them reads it",
-                fix=f"move {entry.name} into the tables it is meant for",
-            )
-    names = [source.name for source in data.sources]
-    for index, name in enumerate(names):
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(
-                f"data.sources[{index}].name = {name!r} is not a name", fix="use letters, digits, '_', '-' and '.'"
-            )
-        if name in names[:index]:
-            raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
-
-
-def _check_source(source: SourceKeys, where: str) -> None:
-    check_read_keys(source, "source", where)
-    if source.token_field and source.text_field != SourceKeys.text_field:
-        raise ConfigError(f"{where} has both text_field and token_field", fix="give one of them")
-    if 0 < source.max_document < max(2, source.min_document):
-        raise ConfigError(
-            f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
-            fix="raise max_document, or set it to 0 to split nothing",
-        )
-
-
 def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     degrees = resolve_degrees(config.parallel, ranks, stage)
     _check_stage_sections(config, stage, where, degrees)
@@ -201,8 +158,6 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
-    if cp < 1:
-        raise ConfigError(f"{where}.cp = {cp} is not a valid degree", fix="use 1 or more, or -1 for every rank")
     if degrees.fsdp % cp:
         divisors = [str(n) for n in range(1, degrees.fsdp + 1) if degrees.fsdp % n == 0]
         raise ConfigError(
@@ -219,7 +174,7 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
             fix=f"use {f'{lower} or ' if lower else ''}{lower + unit}, or another cp or tp",
         )
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
-    _check_stage_data(config, stage, f"{where}.data")
+    check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
     unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
     if stage.global_batch_tokens % unit:
         raise ConfigError(
@@ -279,28 +234,6 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
             f"{where} has passkey_accuracy, and [evaluation.passkey] measures none at up to {stage.seq_len} tokens",
             fix="give it the variant 'passkey', trials, and a length up to the stage's",
         )
-
-
-def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
-    own, names = stage.data, set(config.data.by_name())
-    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": config.data.mixture}
-    tables["data.max_epochs"] = config.data.max_epochs
-    for key, named in tables.items():
-        unknown = sorted(set(named) - names)
-        if unknown:
-            raise ConfigError(
-                f"{key} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
-                fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
-            )
-        if named and not sum(named.values()):
-            raise ConfigError(f"{key} has only zeros", fix="give a source that is read a number above 0")
-    for length, other in (("short_seq_len", "short_share"), ("growth_from", "growth_steps")):
-        tokens, value = getattr(own, length), getattr(own, other)
-        if bool(tokens) != bool(value) or tokens >= stage.seq_len:
-            raise ConfigError(
-                f"{where} has {length} = {tokens} and {other} = {value}",
-                fix=f"give both, with a length below {stage.seq_len}, or neither",
-            )
 
 
 def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit: int) -> None:

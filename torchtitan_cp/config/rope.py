@@ -1,35 +1,51 @@
-"""Checks between the keys of a stage's rotary embedding."""
+"""A stage's rotary embedding, and the checks between its keys."""
 
-import dataclasses
-from typing import Any
+from dataclasses import dataclass, fields
 
 from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.key import check_read_keys, key
 from torchtitan_cp.config.names import ROPE_KINDS
-from torchtitan_cp.config.sections import Rope
-
-TAKES = {
-    kind: tuple(entry.name for entry in dataclasses.fields(Rope) if kind in entry.metadata["read_by"])
-    for kind in ROPE_KINDS
-}
-"""The keys each kind reads, in addition to theta."""
 
 
-def check_read_keys(section: Any, selector: str, where: str) -> None:
-    """Refuse a key that the chosen kind does not read, as it would be dropped silently.
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of a stage.
 
-    Args:
-        section: whose keys say which kinds read them.
-        selector: name of the key that chooses the kind.
-        where: the dotted key of `section`.
+    Attributes:
+        theta: base of the frequencies
+        kind: scaling of the frequencies
+        factor: every kind but none: how much longer the context becomes
+        original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens
+        low_freq_factor: llama3: dimensions with fewer turns are scaled by the whole factor
+        high_freq_factor: llama3: dimensions with more turns are not scaled
+        attention_factor: yarn, longrope: factor on cos and sin; 0: the paper's, from factor
+        beta_fast: yarn: dimensions with more turns are not scaled
+        beta_slow: yarn: dimensions with fewer turns are scaled by the whole factor
+        mscale: yarn: numerator of DeepSeek's attention factor; 0: the paper's
+        mscale_all_dim: yarn: its denominator; given with mscale
+        truncate: yarn: the blend starts and ends at whole dimensions
+        long_factor: longrope: divisors of the head_dim / 2 frequencies
+        short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
     """
-    kind = getattr(section, selector)
-    for entry in dataclasses.fields(section):
-        read_by = entry.metadata.get("read_by")
-        if read_by and kind not in read_by and getattr(section, entry.name) != entry.default:
-            raise ConfigError(
-                f"{where}.{entry.name} does nothing with {selector} = {kind!r}",
-                fix=f"remove it, or use {selector} = {' or '.join(map(repr, read_by))}",
-            )
+
+    theta: float = key(10000.0, least=1)
+    kind: str = key("none", choices=ROPE_KINDS)
+    factor: float = key(1.0, least=1, read_by=ROPE_KINDS[1:])
+    original_seq_len: int = key(0, least=0, read_by=("yarn", "longrope", "llama3"))
+    low_freq_factor: float = key(1.0, least=0, read_by=("llama3",))
+    high_freq_factor: float = key(4.0, least=0, read_by=("llama3",))
+    attention_factor: float = key(0.0, least=0, read_by=("yarn", "longrope"))
+    beta_fast: float = key(32.0, least=0, read_by=("yarn",))
+    beta_slow: float = key(1.0, least=0, read_by=("yarn",))
+    mscale: float = key(0.0, least=0, read_by=("yarn",))
+    mscale_all_dim: float = key(0.0, least=0, read_by=("yarn",))
+    truncate: bool = key(True, read_by=("yarn",))
+    long_factor: tuple[float, ...] = key((), read_by=("longrope",))
+    short_factor: tuple[float, ...] = key((), read_by=("longrope",))
+
+
+TAKES = {kind: tuple(entry.name for entry in fields(Rope) if kind in entry.metadata["read_by"]) for kind in ROPE_KINDS}
+"""The keys each kind reads, in addition to theta."""
 
 
 def check_rope(rope: Rope, seq_len: int, where: str) -> None:

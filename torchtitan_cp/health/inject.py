@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -77,19 +77,17 @@ class Injector:
         settings = self.settings
         return 0 < settings.step <= step < settings.step + settings.steps and not (again and settings.transient)
 
-    @contextmanager
-    def fault(self, step: int, *, again: bool = False) -> Iterator[None]:
+    def fault(self, step: int, *, again: bool = False) -> AbstractContextManager[None]:
         """Make the fault in what runs within, if it is due in this step and on this rank."""
         settings, due = self.settings, self.is_due(step, again=again)
         if due and not again and dist.get_rank() == 0:
             logger.warning("FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, asdict(settings))
-        with ExitStack() as stack:
-            if due and settings.rank == dist.get_rank() and settings.where != "data":
-                # In a whole block before its other hooks, which have to see the fault; in other modules after the
-                # hooks of tensor parallelism.
-                block = self.module.startswith("layers") and not settings.module
-                stack.enter_context(fault_in(self.modules[self.module], settings, prepend=block))
-            yield
+        if not due or settings.rank != dist.get_rank() or settings.where == "data":
+            return nullcontext()
+        # In a whole block before its other hooks, which have to see the fault; in other modules after the hooks of
+        # tensor parallelism.
+        block = self.module.startswith("layers") and not settings.module
+        return fault_in(self.modules[self.module], settings, prepend=block)
 
     def corrupt(self, step: int, micro_batches: Sequence[Any], *, again: bool = False) -> tuple[Any, ...]:
         """The micro-batches of a step, with a fault where = data in the labels of the first if it is due.

@@ -75,7 +75,7 @@ class Trainer:
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
         self.model = model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
-        self.health_monitor = HealthMonitor(config.health, model.parts, args.n_layers)
+        self.health_monitor = HealthMonitor(config.health, model.parts, args.n_layers, model.device)
         self.injector = Injector(config.health.inject, model.parts, args.vocab_size, model.shares_batch_with)
         self.diagnoser = Diagnoser(
             model.numbered_parts(),

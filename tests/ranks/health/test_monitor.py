@@ -14,7 +14,7 @@ from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 def run_exchange() -> StepReport:
     rank, part = torch.distributed.get_rank(), nn.Module()
     part.layers = nn.ModuleDict({"0": nn.Identity(), "1": nn.Identity()})
-    monitor = HealthMonitor(Health(), [part], 2)
+    monitor = HealthMonitor(Health(), [part], 2, torch.device("cpu"))
     part.layers["0"](torch.ones(1, requires_grad=True)).backward()
     part.layers["1"](torch.tensor([0.0 if rank else -4.0]))
     loss_sum, tokens, logit = (torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 2.0 + rank))
