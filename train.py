@@ -13,15 +13,15 @@ from rich.console import Console
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.checkpoint import run_dir_lock
+from torchtitan_cp.checkpoint.lock import run_dir_lock
 from torchtitan_cp.cli.train import add_parity_argument
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
-from torchtitan_cp.data import PreparationStoppedError
+from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.health import NonFiniteError
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
-from torchtitan_cp.runtime import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.consistency import check_same_job
+from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
 from torchtitan_cp.training.parity import verify_parity
@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> int:
     register(ARCHITECTURES)
     try:
         config = load_config(options.config, overrides)
+        if rank == 0:
+            logging.getLogger("torchtitan_cp").setLevel(config.job.log_level.upper())
         if options.dry_run:
             ranks = options.world_size or 1
             print_walks(Console(), dry_run(config, ranks, options.rank), ranks, options.rank)

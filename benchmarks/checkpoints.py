@@ -14,11 +14,13 @@ from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import start_ranks
 from models.llama import SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import attend
-from torchtitan_cp.checkpoint import CheckpointManager, Progress
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Checkpoint
-from torchtitan_cp.parallel import Meshes, parallelize
+from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.mesh import Meshes
 
 HEAD_DIM = 64
 

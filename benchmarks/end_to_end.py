@@ -20,9 +20,8 @@ from models import ARCHITECTURES
 from models.llama import FLAVORS
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.runtime import World
-from torchtitan_cp.runtime import start_ranks as join_ranks
-from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.runtime.device import World, find_device
+from torchtitan_cp.runtime.device import start_ranks as join_ranks
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 

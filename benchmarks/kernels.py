@@ -16,11 +16,11 @@ from torch import Tensor
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.plan import KINDS, draw_lengths
 from torchtitan_cp.attention import AttentionMask, Plan, PlanError, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, Kernel
+from torchtitan_cp.attention.kernels import KERNELS, Kernel, Scores
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.plan import busiest_rank
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, FULL, Tile
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and dim: two products forward, five backward
@@ -79,7 +79,7 @@ def rates(
     def forward() -> None:
         softmax = RunningSoftmax(q, dim)
         for count, tiles in steps:
-            add_outputs(softmax, tiles, q, k[:, :count], v[:, :count], kernel, dim**-0.5)
+            add_outputs(softmax, tiles, q, k[:, :count], v[:, :count], kernel, Scores(dim**-0.5))
         merged[:] = [softmax.result()]
 
     def backward() -> None:
@@ -88,7 +88,7 @@ def rates(
         for count, tiles in steps:
             k_rows, v_rows, residuals = k[:, :count], v[:, :count], (dout, q, out, lse)
             sums = (dq, GradientSum(k_rows), GradientSum(v_rows))
-            add_gradients(sums, tiles, k_rows, v_rows, residuals, kernel, dim**-0.5)
+            add_gradients(sums, tiles, k_rows, v_rows, residuals, kernel, Scores(dim**-0.5))
 
     work = pairs_of(steps) * heads[0] * dim
     forward_seconds = timed(forward, device, rounds)

@@ -26,12 +26,12 @@ from torchtitan_cp.config.load import build
 from torchtitan_cp.data.batches.loader import MicroBatch, read_step
 from torchtitan_cp.health.monitor import FIRST_BLOCK, largest, read_report
 from torchtitan_cp.health.recovery import RecoveryState
-from torchtitan_cp.metrics import MetricsLogger
-from torchtitan_cp.optim import square_norms
-from torchtitan_cp.runtime import World
-from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.metrics.logger import MetricsLogger
+from torchtitan_cp.optim.clip import square_norms
+from torchtitan_cp.runtime.device import World, find_device
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.registry import register
+from torchtitan_cp.training.resolve import resolve_run
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.trainer import Trainer
 
@@ -55,7 +55,8 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     config = build(Config, tomli.loads(text), where="", file="benchmark")
     world = World(0, 1, find_device())
     trainer = Trainer(config, world)
-    bare = ParallelModel(config, world, trainer.meshes, trainer.model.args, trainer.stages[0], length)
+    run = resolve_run(config, 1, trainer.model.args)
+    bare = ParallelModel(run, world, trainer.meshes, trainer.stages[0])
     shape = trainer.enter_stage(trainer.stages[0])
     bare.configure_stage(trainer.stages[0])
     batches, spikes = read_step(trainer.data_pipeline.samples, shape, 0), trainer.health_monitor.spikes
@@ -85,8 +86,8 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     metrics_logger = MetricsLogger(config.metrics, 1, 0, enabled=False)
     recorder = RunRecorder(config, world, trainer.model, trainer.data_pipeline, metrics_logger)
     recorder.start(0)
-    recorder.start_stage(stage, 0, batches[0], "")
     progress = dataclasses.replace(trainer.progress, health=dataclasses.asdict(RecoveryState()))
+    recorder.start_stage(stage, progress, batches[0], "", 0.0)
 
     def tell() -> None:
         recorder.start_step(stage, 1, batches)

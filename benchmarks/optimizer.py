@@ -11,7 +11,7 @@ from benchmarks.benchmark import Benchmark, Row
 from benchmarks.ranks import seconds
 from models.llama import Llama, LlamaArgs
 from torchtitan_cp.config import sections
-from torchtitan_cp.optim import build_optimizer
+from torchtitan_cp.optim.build import build_optimizer
 
 OPTIMIZERS = {
     "AdamW, fused": sections.Optimizer(implementation="fused"),

@@ -22,8 +22,8 @@ from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.measure import measure_accelerator
 from torchtitan_cp.planner.parameters import model_args_of
-from torchtitan_cp.runtime import start_ranks as join_ranks
 from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.runtime.device import start_ranks as join_ranks
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 

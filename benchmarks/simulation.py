@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention import AttentionMask, Plan, choose_strategy, make_plan
+from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.api import check_shapes
 from torchtitan_cp.attention.collectives import Group, Message, Pending
-from torchtitan_cp.attention.kernels import choose_kernel
+from torchtitan_cp.attention.kernels import Scores, choose_kernel
 from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import in_global_order
-from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals
+from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def simulate(
         LayoutError, PlanError: as `make_plan` and `attend` do.
     """
     mask = mask or AttentionMask()
-    if strategy == "auto":
-        strategy = "hybrid" if all_to_all_ranks > 1 else choose_strategy(q.shape[2], k.shape[2], ranks, mask.band)
+    if strategy == "auto" and all_to_all_ranks > 1:
+        strategy = "hybrid"
     options: dict[str, Any] = {
         "mask": mask,
         "ranks": ranks,
@@ -85,9 +86,10 @@ def simulate(
         "all_to_all_ranks": all_to_all_ranks,
         "kv_transfer": kv_transfer,
     }
-    plans = tuple(with_strategy(make_plan(q.shape[1], rank=rank, **options), strategy) for rank in range(ranks))
+    heads = (q.shape[2], k.shape[2])
+    plans = tuple(with_strategy(make_plan(q.shape[1], rank=rank, **options), *heads) for rank in range(ranks))
     check_shapes(plans[0].shard(q), plans[0].shard(k), plans[0].shard(v), plans[0], sinks)
-    exchange, merged = STRATEGIES[strategy], ranks > plans[0].all_to_all_ranks
+    exchange, merged = STRATEGIES[plans[0].strategy], ranks > plans[0].all_to_all_ranks
     chosen = choose_kernel(kernel, q, v, merged=merged)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kept: list[Residuals | None] = [None] * ranks
@@ -105,18 +107,18 @@ def simulate(
             ),
             rank,
         )
-        return Call(plans[rank], chosen, scale, k.shape[2], ring, all_to_all_group)
+        return Call(plans[rank], chosen, Scores(scale), k.shape[2], ring, all_to_all_group, sinks)
 
     def forward(rank: int, network: "Network") -> tuple[Tensor, ...]:
         q_local, k_local, v_local = (plans[rank].shard(x) for x in (q, k, v))
-        out, lse, kept[rank] = exchange.forward(q_local, k_local, v_local, sinks, call_of(rank, network))
+        out, lse, kept[rank] = exchange.forward(q_local, k_local, v_local, call_of(rank, network))
         return out, lse
 
     def backward(rank: int, network: "Network") -> tuple[Tensor, ...]:
         residuals = kept[rank]
         assert dout is not None
         assert residuals is not None
-        gradients = exchange.backward(plans[rank].shard(dout), residuals, sinks, call_of(rank, network))
+        gradients = exchange.backward(plans[rank].shard(dout), residuals, call_of(rank, network))
         return tuple(x for x in gradients if x is not None)
 
     def whole(parts: list[tuple[Tensor, ...]], which: int) -> Tensor:

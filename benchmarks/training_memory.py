@@ -21,8 +21,9 @@ from models.llama import SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.optim import ChunkedCrossEntropy
-from torchtitan_cp.parallel import Meshes, parallelize
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy
+from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.device import find_device
 
 SHAPE = LlamaArgs(128, 4, 4, 2, 32, 352, vocab_size=8192, windows=(1024,))

@@ -23,9 +23,10 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
-from torchtitan_cp.metrics import find_peak, flops_per_token
-from torchtitan_cp.optim import ChunkedCrossEntropy
-from torchtitan_cp.parallel import Meshes, parallelize
+from torchtitan_cp.metrics.throughput import find_peak, flops_per_token
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy
+from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.measure import measure_accelerator

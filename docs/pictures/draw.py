@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.plan import RingStep
-from torchtitan_cp.attention.tiles import Tile, dense_parts
+from torchtitan_cp.attention.tiles import CAUSAL, Tile, dense_parts
 
 FOLDER = Path(__file__).parent
 COLORS = ["#3b6ea8", "#d07a2d", "#4f9153", "#a5507f"]
@@ -37,10 +37,10 @@ def tile_shapes(plan: Plan, step: RingStep, tile: Tile, x: float, y: float, colo
         keys = arrived[tile.k_start + part.k_start : tile.k_start + part.k_stop]
         for top, bottom in runs(rows):
             for left, right in runs(keys):
-                if part.causal and left > bottom:
+                if part.band == CAUSAL and left > bottom:
                     continue
                 corners = [(left, top), (left, bottom), (right, bottom)]
-                corners += [] if part.causal and left == top else [(right, top)]
+                corners += [] if part.band == CAUSAL and left == top else [(right, top)]
                 shapes.append(polygon([(x + key * unit, y + row * unit) for key, row in corners], color))
     return shapes
 

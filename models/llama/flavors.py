@@ -118,21 +118,12 @@ FLAVORS = {
 
 _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192}
 _SCALED_8 = {"theta": 500000.0, "kind": "llama3", "factor": 8.0, **_LLAMA31}
-_SCALED_32 = {"theta": 500000.0, "kind": "llama3", "factor": 32.0, **_LLAMA31}
-_PLAIN: dict[str, Mapping[str, Any]] = {
-    "llama2": {"theta": 10000.0},
-    "mistral": {"theta": 10000.0},
-    "qwen2": {"theta": 1e6},
-    "qwen3": {"theta": 1e6},
-}
+_THETAS = {"llama2": 10000.0, "mistral": 10000.0, "qwen2": 1e6, "qwen3": 1e6}
 
 # A stage's `rope = {...}` that continues a model as published; Llama 3 itself has theta 5e5 alone.
 PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {
-    **{name: _PLAIN[name.split("-")[0]] for name in FLAVORS if "-" in name},
-    "1B": _SCALED_32,
-    "3B": _SCALED_32,
-    "8B": _SCALED_8,
-    "70B": _SCALED_8,
-    "405B": _SCALED_8,
+    **{name: {"theta": _THETAS[name.split("-")[0]]} for name in FLAVORS if "-" in name},
+    **{name: {**_SCALED_8, "factor": 32.0} for name in ("1B", "3B")},
+    **{name: _SCALED_8 for name in ("8B", "70B", "405B")},
     "mistral-7B-v0.3": {"theta": 1e6},
 }

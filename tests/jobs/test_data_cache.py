@@ -11,7 +11,7 @@ import pytest
 from tests.support.corpus_cache import BYTES, assert_is_the_corpus, data_of, finished, partial
 from tests.support.texts import REPOSITORY, text_corpus
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus.cache import prepare
 
 pytestmark = pytest.mark.jobs
 

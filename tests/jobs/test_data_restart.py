@@ -11,7 +11,7 @@ import pytest
 from tests.support.deep import deep_rows
 from tests.support.half_made import BYTES, COMMIT_TOKENS, data_of, files, rows, shrink_until_the_end
 from tests.support.texts import REPOSITORY, text_corpus
-from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.jobs
@@ -26,7 +26,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.support import half_made
-from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.tokenization import Tokenization
 corpus, cache, source, document, last = sys.argv[1:]
 half_made.shrink()

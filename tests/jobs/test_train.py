@@ -31,7 +31,10 @@ REPOSITORY = Path(__file__).parents[2]
     [
         (["--training.sed=1"], "unknown key training.sed\n  fix: did you mean seed?"),
         (["--training.seed=one"], "training.seed must be an integer, got 'one'"),
-        (["--curriculum.stages[0].seq_len=130", "--curriculum.stages[0].cp=2"], "not divisible by 2 x cp = 4"),
+        (
+            ["--curriculum.stages[0].seq_len=130", "--curriculum.stages[0].cp=2"],
+            "cannot be shared by cp = 2 and tp = 1: it is not divisible by 4",
+        ),
         (["--parallel.cp=3"], "3 does not divide them"),
         (["--curriculum.stages[0].cp=3"], "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 2"),
         (["--tokenizer.kind=sentencepiece", "--tokenizer.path=/none.model"], "/none.model"),
@@ -40,7 +43,7 @@ REPOSITORY = Path(__file__).parents[2]
         (["--model.flavor=9B"], "model.flavor = '9B' is not known\n  fix: use one of debug, 60M"),
         (
             ["--model.overrides.layers=9"],
-            "model.overrides.layers is not a size of llama\n  fix: did you mean n_layers?",
+            "unknown key model.overrides.layers\n  fix: did you mean n_layers?",
         ),
         (["--model.overrides.n_kv_heads=3"], "n_heads = 4 is not a multiple of n_kv_heads = 3"),
         (["--model.architecture=rnn"], "model.architecture = 'rnn' is not known"),

@@ -7,8 +7,7 @@ import numpy as np
 from tests.support.texts import read
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import PreparedCorpus
-from torchtitan_cp.data.corpus.cache import PreparedSource
+from torchtitan_cp.data.corpus.cache import PreparedCorpus, PreparedSource
 from torchtitan_cp.data.corpus.store import TokenStore
 
 BYTES = TokenizerConfig(kind="bytes")

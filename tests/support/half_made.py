@@ -10,7 +10,7 @@ from tests.support.texts import write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import tokenization
-from torchtitan_cp.data.corpus.store import TokenWriter
+from torchtitan_cp.data.corpus.store import append_documents
 
 BYTES = TokenizerConfig(kind="bytes")
 DOCUMENTS = 300
@@ -21,12 +21,12 @@ def shrink() -> None:
     """Batches, commits and shards as small as the corpus."""
     tokenization.BATCH_CHARACTERS = 100
     tokenization.COMMIT_TOKENS = COMMIT_TOKENS
-    tokenization.TokenWriter = partial(TokenWriter, shard_bytes=3000)  # type: ignore[assignment, misc]
+    tokenization.append_documents = partial(append_documents, shard_bytes=3000)
 
 
 def shrink_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process, for one test."""
-    for name in ("BATCH_CHARACTERS", "COMMIT_TOKENS", "TokenWriter"):
+    for name in ("BATCH_CHARACTERS", "COMMIT_TOKENS", "append_documents"):
         monkeypatch.setattr(tokenization, name, getattr(tokenization, name))
     shrink()
 

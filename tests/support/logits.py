@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.optim import ChunkedCrossEntropy, VocabularyShard
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 
 
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

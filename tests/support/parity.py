@@ -6,7 +6,7 @@ from typing import Any
 
 from models import ARCHITECTURES
 from torchtitan_cp.config import load_config
-from torchtitan_cp.runtime import start_ranks
+from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_cp.optim import set_learning_rates
+from torchtitan_cp.optim.build import set_learning_rates
 
 
 class Net(nn.Module):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.documents import Corpus, Document
-from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.documents import Corpus
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_cp.attention.codec import find_codec
-from torchtitan_cp.attention.collectives import Groups, gather, open_groups
+from torchtitan_cp.attention.codec import CODECS
+from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
+from torchtitan_cp.attention.kernels.reference import hide
 from torchtitan_cp.attention.layout import make_layout
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.max_logits import max_logits
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
-from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import check_strategy, choose_strategy
+from torchtitan_cp.attention.plan import Plan, in_global_order
+from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, resolve_strategy
+from torchtitan_cp.attention.tiles import rows_of
 
+BLOCK_SCORES = 2**24  # of one head, that `largest_logits` holds at once
 # Per format of q, k and v: the functions to [B, S/P, H, D] and back.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bshd": (lambda x: x, lambda x: x),
@@ -38,7 +41,7 @@ def make_plan(
     like: Plan | None = None,
     all_to_all_ranks: int = 1,
     kv_transfer: str = "exact",
-    groups: Groups | None = None,
+    groups: tuple[str, ...] = (),
 ) -> Plan:
     """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
 
@@ -49,15 +52,15 @@ def make_plan(
         strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
         like: another layer's plan, whose layout this one takes.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
-        groups: names of the process groups that carry the exchange; None for a plan that is only inspected.
+        groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
     Raises:
         LayoutError: S does not divide as the layout needs.
         PlanError: the mask does not fit the sequence, or options exclude each other.
     """
     mask = mask or AttentionMask()
-    mask.check(seq_len)
-    find_codec(kv_transfer)
+    mask.documents(seq_len)  # raises if they do not fit
+    check_name("kv_transfer", kv_transfer, CODECS)
     if check_strategy(strategy) == "all_to_all":
         all_to_all_ranks = ranks
         if kv_transfer != "exact":
@@ -65,22 +68,18 @@ def make_plan(
                 f"strategy 'all_to_all' carries q, k and v, which kv_transfer = {kv_transfer!r} does not cover",
                 fix="use ring, all_gather or hybrid, or kv_transfer = 'exact'",
             )
-    if (
-        all_to_all_ranks < 1
-        or ranks % all_to_all_ranks
-        or (all_to_all_ranks > 1 and strategy in ("ring", "all_gather"))
-    ):
+    trades_heads = strategy != "auto" and STRATEGIES[strategy].trades_heads
+    if all_to_all_ranks < 1 or ranks % all_to_all_ranks or (all_to_all_ranks > 1 and not trades_heads):
         raise PlanError(
             f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
             fix="use hybrid with a divisor of the ranks",
         )
-    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
-    if len(chosen.owners) * chosen.chunk_tokens != seq_len or len(chosen.chunks) != ranks:
+    if like and (like.sequence_length, like.ranks) != (seq_len, ranks):
         raise PlanError(
-            f"the layout of `like` is for {len(chosen.chunks)} ranks and "
-            f"{len(chosen.owners) * chosen.chunk_tokens} tokens, not {ranks} ranks and {seq_len} tokens",
+            f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
+    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
     return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
@@ -116,17 +115,48 @@ def attend(
     Raises:
         PlanError: shapes or dtypes do not fit the plan or each other, or the kernel cannot run them.
     """
-    if qkv_format != "bshd":
-        to_bshd, back = _format(qkv_format)
-        q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
-        return back(attend(q, k, v, plan, scale, sinks, softcap=softcap, alibi_slopes=alibi_slopes))
+    to_bshd, back = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
+    q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
     check_shapes(q, k, v, plan, sinks, alibi_slopes)
-    strategy = plan.strategy
-    if strategy == "auto":
-        strategy = choose_strategy(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    all_to_all_ranks = plan.ranks if strategy == "all_to_all" else plan.all_to_all_ranks
+    _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, strategy, all_to_all_ranks)[0]
+    return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])
+
+
+@torch.no_grad()
+def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd") -> Tensor:
+    """The largest scaled score of each head that the mask allows, over all queries of all ranks and the batch.
+
+    QK clipping acts on it, and it grows before a loss spikes. Collective. It costs about half of an attention forward,
+    with the keys of one head at a time in memory; no kernel returns its largest score. Source: QK-Clip, Kimi K2
+    technical report (2025), section 2.1.
+
+    Args:
+        q, k, plan, scale, qkv_format: as of `attend`.
+
+    Returns:
+        `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where nothing is attended to.
+    """
+    to_bshd, _ = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
+    q, k = to_bshd(q), to_bshd(k)
+    check_shapes(q, k, k, plan)
+    dtype, scale = accumulation_dtype(q.dtype), q.shape[-1] ** -0.5 if scale is None else scale
+    largest = torch.full((q.shape[2],), float("-inf"), dtype=dtype, device=q.device)
+    for head in range(q.shape[2]):
+        if head % (q.shape[2] // k.shape[2]) == 0:
+            shards = gather(k[:, :, head * k.shape[2] // q.shape[2]], plan.process_groups)
+            keys = torch.cat(in_global_order(shards, plan.layout, 1), 1)
+        for tile in plan.gathered_tiles:
+            rows, columns = rows_of(tile)
+            k_tile = keys[columns].to(dtype)
+            block = max(1, BLOCK_SCORES // k_tile.shape[1])
+            for number, q_block in enumerate(q[:, :, head][rows].to(dtype).split(block, 1)):
+                scores = q_block * scale @ k_tile.mT
+                band = tile.band.shifted(-number * block, *scores.shape[1:])
+                largest[head] = torch.maximum(largest[head], hide(scores, band).max())
+    for group in plan.process_groups:
+        largest = group.maximum(largest)
+    return largest
 
 
 class ContextParallel:
@@ -135,7 +165,7 @@ class ContextParallel:
     Args:
         mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
             the ring, the inner one trades heads.
-        strategy: exchange by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
+        strategy: by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
             otherwise by heads and window; the log says which and why).
         kernel: local kernel by name, or auto (by device and dtype).
         layout: contiguous, zigzag, balanced, or auto (balanced for packed documents, otherwise zigzag).
@@ -153,23 +183,29 @@ class ContextParallel:
         layout: str = "auto",
         kv_transfer: str = "exact",
     ) -> None:
-        self.mesh, self.kernel, self.layout, self.kv_transfer = mesh, check_kernel(kernel), layout, kv_transfer
         check_strategy(strategy)
+        all_to_all_ranks = 1
         if mesh.ndim == 2 and strategy in ("auto", "hybrid"):
-            self.strategy = "hybrid"
-            self.groups = Groups(*(mesh.get_group(axis).group_name for axis in (0, 1)))
-            self.all_to_all_ranks = mesh.size(1)
-        elif mesh.ndim == 1 and strategy != "hybrid":
-            name = mesh.get_group().group_name
-            self.strategy = strategy
-            self.all_to_all_ranks = mesh.size() if strategy == "all_to_all" else 1
-            self.groups = Groups(None, name) if strategy == "all_to_all" else Groups(name)
-        else:
+            strategy, all_to_all_ranks = "hybrid", mesh.size(1)
+        elif mesh.ndim != 1 or strategy == "hybrid":
             raise PlanError(
                 f"the mesh has {mesh.ndim} axes and the strategy is {strategy!r}",
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
-        open_groups(self.groups, mesh.device_type)
+        groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+        open_groups(groups, mesh.device_type)
+        # `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.
+        self.make_plan: Callable[..., Plan] = partial(
+            make_plan,
+            ranks=mesh.size(),
+            rank=mesh.mesh.flatten().tolist().index(mesh.get_rank()),
+            strategy=strategy,
+            kernel=check_kernel(kernel),
+            layout=layout,
+            all_to_all_ranks=all_to_all_ranks,
+            kv_transfer=kv_transfer,
+            groups=groups,
+        )
 
     def plan(self, seq_len: int, mask: AttentionMask | None = None, like: Plan | None = None) -> Plan:
         """This rank's plan for sequences of `seq_len` tokens; see `make_plan`.
@@ -179,36 +215,10 @@ class ContextParallel:
                 (a window here, none there) and, by a ContextParallel each, in strategy; they must agree on
                 which rank holds which token.
         """
-        return self.planner()(seq_len, mask=mask, like=like)
-
-    def planner(self) -> Callable[..., Plan]:
-        """`plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh."""
-        rank = 0
-        for axis in range(self.mesh.ndim):
-            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return partial(
-            make_plan,
-            ranks=self.mesh.size(),
-            rank=rank,
-            strategy=self.strategy,
-            kernel=self.kernel,
-            layout=self.layout,
-            all_to_all_ranks=self.all_to_all_ranks,
-            kv_transfer=self.kv_transfer,
-            groups=self.groups,
-        )
+        return self.make_plan(seq_len, mask=mask, like=like)
 
     attention = staticmethod(attend)
-
-    @staticmethod
-    def largest_logits(
-        q: Tensor, k: Tensor, plan: Plan, scale: float | None = None, qkv_format: str = "bshd"
-    ) -> Tensor:
-        """The largest score of each head, to watch or to clip by; see `max_logits`."""
-        to_bshd, _ = _format(qkv_format)
-        q, k = to_bshd(q), to_bshd(k)
-        check_shapes(q, k, k, plan)
-        return max_logits(q, k, plan, q.shape[-1] ** -0.5 if scale is None else scale)
+    largest_logits = staticmethod(largest_logits)
 
 
 def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
@@ -217,10 +227,6 @@ def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
     Collective over the plan's group; without gradient.
     """
     return gather(x.detach(), plan.process_groups).sum(0)
-
-
-def _format(name: str) -> Any:
-    return FORMATS[check_name("qkv_format", name, FORMATS)]
 
 
 def check_shapes(

@@ -1,12 +1,11 @@
 """Rows of K and V as one flat message, exact or in 8 bits."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from torchtitan_cp.attention.errors import check_name
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
@@ -19,39 +18,33 @@ class Codec:
 
     Attributes:
         encode: (k `[B, n, H, Dqk]`, v `[B, n, H, Dv]`) -> a flat message.
-        new_message: (n, k, v) -> an empty message of n rows, to receive into.
         decode: (message, n, k, v) -> (k, v) of n rows, with the heads, dims and dtype of the given k and v.
+        dtype: of a message; None: that of k and v.
+        scale_elements: that each row of a head has beside its values.
     """
 
     encode: Callable[[Tensor, Tensor], Tensor]
-    new_message: Callable[[int, Tensor, Tensor], Tensor]
     decode: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    dtype: torch.dtype | None = None
+    scale_elements: int = 0
 
-
-def find_codec(name: str) -> Codec:
-    """A codec by name.
-
-    Raises:
-        PlanError: an unknown name.
-    """
-    return CODECS[check_name("kv_transfer", name, CODECS)]
+    def new_message(self, rows: int, k: Tensor, v: Tensor) -> Tensor:
+        """An empty message of so many rows, to receive into."""
+        row_elements = k.shape[3] + v.shape[3] + 2 * self.scale_elements
+        return k.new_empty(rows * k.shape[0] * k.shape[2] * row_elements, dtype=self.dtype)
 
 
 def _encode_exact(k: Tensor, v: Tensor) -> Tensor:
     message = k.new_empty(k.numel() + v.numel())
-    message[: k.numel()].view(k.shape).copy_(k)
-    message[k.numel() :].view(v.shape).copy_(v)
+    for room, x in zip(_decode_exact(message, k.shape[1], k, v), (k, v), strict=True):
+        room.copy_(x)
     return message
-
-
-def _new_exact(rows: int, k: Tensor, v: Tensor) -> Tensor:
-    return k.new_empty(rows * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]))
 
 
 def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of the message, without a copy."""
     shape_k, shape_v = (k.shape[0], rows, *k.shape[2:]), (v.shape[0], rows, *v.shape[2:])
-    boundary = rows * k.shape[0] * k.shape[2] * k.shape[3]
+    boundary = math.prod(shape_k)
     return message[:boundary].view(shape_k), message[boundary:].view(shape_v)
 
 
@@ -64,26 +57,18 @@ def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _new_float8(rows: int, k: Tensor, v: Tensor) -> Tensor:
-    row_bytes = k.shape[3] + v.shape[3] + 2 * SCALE_BYTES
-    return k.new_empty(rows * k.shape[0] * k.shape[2] * row_bytes, dtype=torch.uint8)
-
-
 def _decode_float8(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    decoded, start = [], 0
+    decoded = []
     for x in (k, v):
         vectors = rows * x.shape[0] * x.shape[2]
-        values = message[start : start + vectors * x.shape[3]].view(FLOAT8)
-        start += values.numel()
+        values, scales, message = message.tensor_split([vectors * x.shape[3], vectors * (x.shape[3] + SCALE_BYTES)])
         # Copied, since a scale may begin at an address that is not a multiple of 4 bytes.
-        scales = message[start : start + vectors * SCALE_BYTES].clone().view(torch.float32)
-        start += vectors * SCALE_BYTES
-        rows_of_x = values.view(vectors, x.shape[3]).float() * scales[:, None]
-        decoded.append(rows_of_x.to(x.dtype).view(x.shape[0], rows, *x.shape[2:]))
+        floats = values.view(FLOAT8).view(vectors, x.shape[3]).float() * scales.clone().view(torch.float32)[:, None]
+        decoded.append(floats.to(x.dtype).view(x.shape[0], rows, *x.shape[2:]))
     return decoded[0], decoded[1]
 
 
 CODECS = {
-    "exact": Codec(_encode_exact, _new_exact, _decode_exact),
-    "float8": Codec(_encode_float8, _new_float8, _decode_float8),
+    "exact": Codec(_encode_exact, _decode_exact),
+    "float8": Codec(_encode_float8, _decode_float8, torch.uint8, SCALE_BYTES),
 }

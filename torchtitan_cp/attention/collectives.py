@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,30 +22,15 @@ Watch = Callable[[], AbstractContextManager[None]]
 _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)
 
 
-def watch_messages(waiting: Watch = nullcontext, flying: Watch = nullcontext) -> None:
+def watch_messages(during_wait: Watch = nullcontext, in_flight: Watch = nullcontext) -> None:
     """Enter these contexts around every message of this process from now on, for example to time them.
 
     Args:
-        waiting: around each wait for a message. On CUDA the stream waits, not the host: time it with events.
-        flying: from the start of a message until the wait for it ends.
+        during_wait: around each wait for a message. On CUDA the stream waits, not the host: time it with events.
+        in_flight: from the start of a message until the wait for it ends.
     """
     global _watches
-    _watches = (waiting, flying)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Registered names of the process groups of one context-parallel group.
-
-    A plan holds names instead of groups, so that it stays plain data.
-
-    Attributes:
-        ring: the ranks across which keys travel.
-        all_to_all: the ranks that trade heads for sequence.
-    """
-
-    ring: str | None = None
-    all_to_all: str | None = None
+    _watches = (during_wait, in_flight)
 
 
 class Pending(Generic[Result]):
@@ -75,7 +59,7 @@ class Pending(Generic[Result]):
 
 
 class Group:
-    """A process group, or a single rank alone. All ranks make the same calls in the same order.
+    """A process group by its registered name, or a single rank alone. All ranks make the same calls in the same order.
 
     On gloo every message goes directly from rank to rank, which is up to three times faster than gloo's
     collectives; sums are then made here, in rank order.
@@ -85,10 +69,10 @@ class Group:
         ranks: its size.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
-        self.direct = group is None or dist.get_backend(group) == "gloo"
+    def __init__(self, name: str | None = None) -> None:
+        self.group = _resolve_process_group(name) if name else None  # type: ignore[arg-type]
+        self.rank, self.ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
+        self.direct = self.group is None or dist.get_backend(self.group) == "gloo"
 
     def send_receive(
         self, send: Tensor | None, target: int, receive: Tensor | None, source: int
@@ -105,9 +89,7 @@ class Group:
         if not self.direct:
             work = _all_gather(gathered.flatten(), flat, group=self.group, async_op=True)
             return Pending([work], lambda: result, [flat])
-        gathered[self.rank] = flat
-        sends = [(rank, flat) for rank in self._others()]
-        return self._post(sends, [(rank, gathered[rank]) for rank in self._others()], lambda: result)
+        return self._trade(flat.expand(self.ranks, -1), gathered, lambda: result)
 
     def reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """Start to sum over the ranks, each of which keeps its own part: `[P, ..] -> [..]`."""
@@ -117,15 +99,13 @@ class Group:
             work = _reduce_scatter(own.flatten(), x.flatten(), group=self.group, async_op=True)
             return Pending([work], lambda: own, [x])
         parts = torch.empty_like(x)
-        parts[self.rank] = x[self.rank]
-        return self._post(self._rows(x), self._rows(parts), lambda: parts.sum(0))
+        return self._trade(x, parts, lambda: parts.sum(0))
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Give part i to rank i and get one part from each: `[P, ..] -> [P, ..]`."""
         x = x.contiguous()
         received = torch.empty_like(x)
-        received[self.rank] = x[self.rank]
-        return self._post(self._rows(x), self._rows(received), lambda: received).wait()
+        return self._trade(x, received, lambda: received).wait()
 
     def maximum(self, x: Tensor) -> Tensor:
         """The element-wise maximum over the ranks."""
@@ -134,13 +114,11 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def _others(self) -> list[int]:
-        """The other ranks by distance, so that they do not all write to the same one."""
-        return [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-
-    def _rows(self, x: Tensor) -> list[Message]:
-        """Of `[P, ..]`, one message for each other rank."""
-        return [(rank, x[rank]) for rank in self._others()]
+    def _trade(self, x: Tensor, received: Tensor, finish: Callable[[], Result]) -> Pending[Result]:
+        """Start to send part i of `[P, ..]` to rank i, the nearest first: they should not all write to the same one."""
+        received[self.rank] = x[self.rank]
+        others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
+        return self._post([(rank, x[rank]) for rank in others], [(rank, received[rank]) for rank in others], finish)
 
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]
@@ -149,32 +127,26 @@ class Group:
         return Pending(works, finish, [x for _, x in (*sends, *receives)])
 
 
-def _resolve(name: str) -> dist.ProcessGroup:
-    registered: Any = name
-    return _resolve_process_group(registered)
-
-
-def find_group(name: str | None, ranks: int) -> Group:
-    """The process group registered under `name`; a group of one rank needs none.
+def find_group(names: tuple[str, ...], ranks: int) -> Group:
+    """The process group registered under the first name; a group of one rank needs none.
 
     Raises:
-        PlanError: there is none, or its size is not `ranks`.
+        PlanError: there is none.
     """
     if ranks == 1:
         return Group()
-    if name is None:
+    if not names:
         raise PlanError("this plan has no process group", fix="make it with ContextParallel.plan, on every rank")
-    group = Group(_resolve(name))
-    if group.ranks != ranks:
-        raise PlanError(f"the plan is for {ranks} ranks and its process group has {group.ranks}")
+    group = Group(names[0])
+    assert group.ranks == ranks
     return group
 
 
-def open_groups(groups: Groups, device_type: str) -> None:
+def open_groups(names: tuple[str, ...], device_type: str) -> None:
     """Run one collective over each NCCL group: NCCL needs it before some of its ranks exchange messages alone."""
-    for name in (groups.ring, groups.all_to_all):
-        if name is not None and device_type != "cpu":
-            dist.all_reduce(torch.zeros(1, device=device_type), group=_resolve(name))
+    for name in names:
+        if device_type != "cpu":
+            Group(name).maximum(torch.zeros(1, device=device_type))
 
 
 def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import LayoutError, check_name
-from torchtitan_cp.attention.mask import AttentionMask, Span
+from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
 from torchtitan_cp.attention.tiles import count_pairs
 
 FEW_CHUNKS, MOST_CHUNKS = 8, 64
@@ -45,15 +45,9 @@ class Layout:
             return "contiguous"
         return "zigzag" if self == zigzag(2 * ranks * tokens, ranks) else "balanced"
 
-    def spans(self, rank: int) -> list[Span]:
+    def spans(self, rank: int) -> tuple[Span, ...]:
         """The (start, stop) global positions that a rank holds, in local order; touching ones are joined."""
-        spans: list[Span] = []
-        for chunk in self.chunks[rank]:
-            start = chunk * self.chunk_tokens
-            if spans and spans[-1][1] == start:
-                start = spans.pop()[0]
-            spans.append((start, (chunk + 1) * self.chunk_tokens))
-        return spans
+        return merge_spans((chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens) for chunk in self.chunks[rank])
 
     def positions(self, rank: int) -> Tensor:
         """Global position of each local token, `[S/P]` int64."""

@@ -1,6 +1,6 @@
 """What may attend to what: causal order, a sliding window, and the documents packed into a sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -51,6 +51,10 @@ class AttentionMask:
     document_lengths: Lengths | None = None
     used_lengths: Lengths | None = None
 
+    def __post_init__(self) -> None:
+        if any(side < -1 for side in self.window):
+            raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
+
     @classmethod
     def from_cu_seqlens(
         cls,
@@ -84,12 +88,6 @@ class AttentionMask:
         left, right = self.window
         high = 0 if self.causal else right if right >= 0 else None
         return Band(-left if left >= 0 else None, high)
-
-    def check(self, sequence_length: int) -> None:
-        """Raise PlanError if the mask does not fit a sequence of this length."""
-        if any(side < -1 for side in self.window):
-            raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
-        self.documents(sequence_length)
 
     def documents(self, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
         """Per batch row, the (start, stop) of each document's tokens, in global positions.
@@ -141,3 +139,14 @@ def _lengths(name: str, cumulative: Tensor | Sequence[int]) -> list[int]:
 def count_rows(spans: tuple[Span, ...]) -> int:
     """Rows in spans."""
     return sum(stop - start for start, stop in spans)
+
+
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Fuse overlapping and touching spans."""
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

@@ -25,15 +25,14 @@ class RunningSoftmax:
 
     def __init__(self, q: Tensor, v_dim: int) -> None:
         self.q, self.shape = q, (*q.shape[:3], v_dim)
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self.sums: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Merge a tile: out `[b, n, Hq, Dv]` and lse `[b, n, Hq]` of rows [batch, local row]."""
-        if self.out is None and out.shape == self.shape:
-            self.out, self.lse = out, lse
+        if self.sums is None and out.shape == self.shape:
+            self.sums = out, lse
             return
-        total, total_lse = self._totals()
+        total, total_lse = self.sums = self._totals()
         merged = torch.logaddexp(total_lse[rows], lse)
         # Where neither side has a key, exp(-inf - -inf) is NaN and the weight must be 0.
         weight = torch.exp(lse - merged).nan_to_num_(0.0)
@@ -41,13 +40,12 @@ class RunningSoftmax:
         total_lse[rows] = merged
 
     def _totals(self) -> tuple[Tensor, Tensor]:
-        """The running sums in their accumulation dtype, made when a second tile needs them."""
+        """The running (out, lse) in their accumulation dtype, made when a second tile needs them."""
         dtype = accumulation_dtype(self.q.dtype)
-        if self.out is None or self.lse is None:
-            self.out = self.q.new_zeros(self.shape, dtype=dtype)
-            self.lse = self.q.new_full(self.shape[:-1], float("-inf"), dtype=dtype)
-        self.out = self.out.to(dtype)
-        return self.out, self.lse
+        if self.sums:
+            return self.sums[0].to(dtype), self.sums[1]
+        empty = self.q.new_full(self.shape[:-1], float("-inf"), dtype=dtype)
+        return self.q.new_zeros(self.shape, dtype=dtype), empty
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out in the inputs' dtype, lse).
@@ -56,7 +54,7 @@ class RunningSoftmax:
             sinks: `[Hq]` a logit that each query of a head attends to besides its keys, with a value of
                 zero. It adds to the log-sum-exp and so shrinks the output.
         """
-        out, lse = (self.out, self.lse) if self.out is not None and self.lse is not None else self._totals()
+        out, lse = self.sums or self._totals()
         if sinks is not None:
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
             out = out.to(lse.dtype) * torch.exp(lse - with_sink).unsqueeze(-1)

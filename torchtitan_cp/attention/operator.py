@@ -1,6 +1,5 @@
 """Attention across ranks as one operator of torch.library, for eager and compiled code alike."""
 
-import logging
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -8,42 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Groups
-from torchtitan_cp.attention.kernels import choose_kernel
-from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.kernels import Scores, choose_kernel
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
-from torchtitan_cp.attention.strategies import STRATEGIES, Call, Residuals, choose_strategy, explain_strategy
+from torchtitan_cp.attention.strategies import STRATEGIES, log_choice, resolve_strategy
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
-
-logger = logging.getLogger(__name__)
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
 
 @lru_cache(maxsize=KEPT_PLANS)
-def with_strategy(plan: Plan, strategy: str) -> Plan:
-    """A plan of strategy `auto` with the strategy that was chosen by the heads."""
-    if plan.strategy == strategy:
-        return plan
-    if strategy != "all_to_all":
-        return replace(plan, strategy=strategy)
-    groups = Groups(None, plan.groups.ring) if plan.groups else None
-    return replace(plan, strategy=strategy, all_to_all_ranks=plan.ranks, groups=groups)
+def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
+    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
+    if plan.strategy == "auto":
+        log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
+    strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
+    if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):
+        strategy = "ring"
+    return plan if strategy == plan.strategy else replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
 
 
-@lru_cache(maxsize=256)
-def _log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
-    """Log once what `auto` chose, and why."""
-    case = (query_heads, key_heads, ranks, band)
-    logger.info("attention strategy %s on %d ranks: %s", choose_strategy(*case), ranks, explain_strategy(*case))
-
-
-def _call(
-    plan: Plan, q: Tensor, v: Tensor, key_heads: int, slopes: Tensor | None, scale: float, softcap: float
-) -> Call:
-    ring, all_to_all_group = plan.process_groups
-    kernel = choose_kernel(plan.kernel, q, v, softcap, slopes is not None, merged=ring.ranks > 1)
-    return Call(plan, kernel, scale, key_heads, ring, all_to_all_group, slopes)
+def _prepare(
+    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores, *per_head: Tensor | None
+) -> tuple[Strategy, Call]:
+    """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
+    plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
+    ring_group, all_to_all_group = plan.process_groups
+    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, slopes is not None, merged=ring_group.ranks > 1)
+    call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
+    return STRATEGIES[plan.strategy], call
 
 
 # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
@@ -60,29 +52,24 @@ def attention(
     handle: Tensor,
     scale: float,
     softcap: float,
-    strategy: str,
     all_to_all_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `all_to_all_ranks`)."""
-    plan = find_plan(handle)
-    if plan.strategy == "auto":
-        _log_choice(q.shape[2], k.shape[2], plan.ranks, plan.mask.band)
-    call = _call(with_strategy(plan, strategy), q, v, k.shape[2], slopes, scale, softcap)
-    out, lse, residuals = STRATEGIES[strategy].forward(q, k, v, sinks, call)
+    strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), Scores(scale, softcap), sinks, slopes)
+    out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     all_to_all_ranks = options[-1]
-    batch, rows, heads, _ = q.shape
-    lse_dtype = accumulation_dtype(q.dtype)
+    (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
     if all_to_all_ranks == 1:
         return out, lse, []
     shares = share_heads(heads, k.shape[2], all_to_all_ranks)
-    rows, query_heads, key_heads = rows * all_to_all_ranks, shares.share, len(shares.keys[0])
+    rows, query_heads, key_heads = rows * all_to_all_ranks, len(shares.queries[0]), len(shares.keys[0])
     q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
     k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
     return out, lse, [q_all, k_all, v_all, out_all, q.new_empty((batch, rows, query_heads), dtype=lse_dtype)]
@@ -97,14 +84,12 @@ def attention_backward(
     handle: Tensor,
     scale: float,
     softcap: float,
-    strategy: str,
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     kept = Residuals(*residuals)
-    plan = with_strategy(find_plan(handle), strategy)
-    call = _call(plan, kept.q, kept.v, key_heads, slopes, scale, softcap)
-    *gradients, dsinks = STRATEGIES[strategy].backward(dout, kept, sinks, call)
+    strategy, call = _prepare(handle, kept.q, kept.v, (dout.shape[2], key_heads), Scores(scale, softcap), sinks, slopes)
+    *gradients, dsinks = strategy.backward(dout, kept, call)
     # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     if sinks is None or dsinks is None:
@@ -128,7 +113,7 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.strategy, _ = inputs
+    q, k, v, sinks, slopes, handle, ctx.scale, ctx.softcap, _ = inputs
     out, lse, residuals = output
     ctx.key_heads = k.shape[2]
     ctx.save_for_backward(handle, sinks, slopes, *(residuals or (q, k, v, out, lse)))
@@ -137,9 +122,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     handle, sinks, slopes, *residuals = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.torchtitan_cp.attention_backward(
-        dout, residuals, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.strategy, ctx.key_heads
+        dout, residuals, sinks, slopes, handle, ctx.scale, ctx.softcap, ctx.key_heads
     )
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,4 +1,4 @@
-"""The tiles each rank computes and the KV rows each exchange carries, worked out on the host.
+"""The tiles each rank computes and the KV rows each strategy carries, worked out on the host.
 
 A rank's chunks ascend, so any interval of the sequence is an interval of its local rows. The keys that a
 segment of queries sees in a document are an interval too: up to the segment under a causal mask, the whole
@@ -8,18 +8,19 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Group, Groups, find_group, gather
+from torchtitan_cp.attention.collectives import Group, find_group, gather
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.layout import Layout, chunk_areas
-from torchtitan_cp.attention.mask import AttentionMask, Band, Span
+from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans
 from torchtitan_cp.attention.plan_registry import register_plan
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
@@ -36,6 +37,9 @@ class Segment(NamedTuple):
     def rows(self) -> Span:
         """The local rows."""
         return self.local, self.local + self.stop - self.start
+
+
+KeyRows = tuple[tuple[int, int, int], ...]  # (rank that holds them, first, last) local rows
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,11 @@ class RingStep:
     send: tuple[Span, ...]
     tiles: tuple[Tile, ...]
 
+    @property
+    def key_rows(self) -> KeyRows:
+        """The rows of KV that this step computes on."""
+        return tuple((self.source, *span) for span in self.receive)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -66,12 +75,13 @@ class Plan:
         mask: what may attend to what.
         layout: who holds which chunk.
         rank: this rank's place in the context-parallel group.
-        strategy: name of the exchange, or "auto": chosen when the heads are known.
+        strategy: by name, or "auto": chosen when the heads are known.
         kernel: name of the local kernel, or "auto".
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.
         kv_transfer: "exact", or "float8": KV travels in 8 bits, with a scale per head and row.
-        groups: names of the process groups; None in a plan that is only inspected or simulated.
+        groups: registered names of the process groups: of the ring, and of the inner groups if the mesh has two axes.
+            Names, so that a plan stays plain data; none in a plan that is only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
     """
 
@@ -85,7 +95,7 @@ class Plan:
     kernel: str = "auto"
     all_to_all_ranks: int = 1
     kv_transfer: str = "exact"
-    groups: Groups | None = None
+    groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.__dict__["handle"], first = register_plan(self)
@@ -99,18 +109,16 @@ class Plan:
 
     @property
     def process_groups(self) -> tuple[Group, Group]:
-        """(ring, all-to-all) groups that carry the exchange.
+        """(ring, all-to-all) groups that keys travel in.
 
         Raises:
-            PlanError: the plan was made without groups, or theirs have another size.
+            PlanError: the plan was made without groups.
         """
-        ring, all_to_all_group = (self.groups.ring, self.groups.all_to_all) if self.groups else (None, None)
-        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(
-            all_to_all_group, self.all_to_all_ranks
-        )
+        ring, inner = self.groups[:1], self.groups[-1:]
+        return find_group(ring, self.ranks // self.all_to_all_ranks), find_group(inner, self.all_to_all_ranks)
 
     @property
-    def areas(self) -> tuple[int, ...]:
+    def pairs_by_rank(self) -> tuple[int, ...]:
         """(query, key) pairs of each rank of the ring, summed over the mask's rows of `document_lengths`."""
         layout = self.ring_layout
         chunks = chunk_areas(layout.chunk_tokens, len(layout.owners), self.mask, self.sequence_length)
@@ -150,14 +158,11 @@ class Plan:
     def gathered_tiles(self) -> tuple[Tile, ...]:
         """The tiles against all keys in global order, for all_gather."""
         tiles: list[Tile] = []
-        rows = self.mask.documents(self.sequence_length)
-        for number, documents in enumerate(rows):
-            row = ALL_ROWS if len(rows) == 1 else number
-            for document, segments in zip(documents, _segments(self.layout, documents), strict=True):
-                keys = Segment(0, document[0], *document)
-                for segment in segments:
-                    if segment.rank == self.rank:
-                        tiles += _banded_tile(row, segment, keys, self.mask.band)
+        for row, segments in _documents(self.layout, self.mask, self.sequence_length):
+            start, stop = segments[0].start, segments[-1].stop
+            for segment in segments:
+                if segment.rank == self.rank:
+                    tiles += _banded_tile(row, segment, Segment(0, start, start, stop), self.mask.band)
         return _fuse(tiles)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -211,7 +216,7 @@ class _Unshard(torch.autograd.Function):
 
 def busiest_rank(plan: Plan) -> int:
     """The first rank of those of a plan's group whose queries see the most keys, by the layout."""
-    return plan.areas.index(max(plan.areas)) * plan.all_to_all_ranks
+    return plan.pairs_by_rank.index(max(plan.pairs_by_rank)) * plan.all_to_all_ranks
 
 
 def in_global_order(shards: Sequence[Tensor] | Tensor, layout: Layout, dim: int) -> list[Tensor]:
@@ -225,24 +230,21 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
     ranks = len(layout.chunks)
     tiles: list[list[Tile]] = [[] for _ in range(ranks)]  # by source, keys in its local rows
     served: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
-    rows = mask.documents(sequence_length)
     find_reads = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
-    for number, documents in enumerate(rows):
-        row = ALL_ROWS if len(rows) == 1 else number
-        for segments in _segments(layout, documents):
-            if any(segment.rank == rank for segment in segments):
-                read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, rank)
-                for source, tile in read_here:
-                    tiles[source].append(tile)
-                for target, span in read_elsewhere:
-                    served[target].append(span)
+    for row, segments in _documents(layout, mask, sequence_length):
+        if any(segment.rank == rank for segment in segments):
+            read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, rank)
+            for source, tile in read_here:
+                tiles[source].append(tile)
+            for target, span in read_elsewhere:
+                served[target].append(span)
     everything = ((0, layout.chunk_tokens * len(layout.chunks[rank])),)
     steps = [RingStep(rank, rank, everything, everything, _fuse(tiles[rank]))]
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        receive = _merge_spans((tile.k_start, tile.k_stop) for tile in tiles[source])
+        receive = merge_spans((tile.k_start, tile.k_stop) for tile in tiles[source])
         arrived = _index_received(_fuse(tiles[source]), receive)
-        steps.append(RingStep(source, target, receive, _merge_spans(served[target]), arrived))
+        steps.append(RingStep(source, target, receive, merge_spans(served[target]), arrived))
     return tuple(steps)
 
 
@@ -300,6 +302,14 @@ def _banded_tile(row: int, queries: Segment, keys: Segment, band: Band) -> list[
     return [Tile(row, local_q, local_q + rows, local_k, local_k + columns, inner)]
 
 
+def _documents(layout: Layout, mask: AttentionMask, sequence_length: int) -> Iterator[tuple[int, tuple[Segment, ...]]]:
+    """Yields (batch row or ALL_ROWS, segments) of each document."""
+    rows = mask.documents(sequence_length)
+    for number, documents in enumerate(rows):
+        for segments in _segments(layout, documents):
+            yield ALL_ROWS if len(rows) == 1 else number, segments
+
+
 @lru_cache(maxsize=64)
 def _segments(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
     """Each document's segments on all ranks, in the order of the sequence; consecutive chunks of a rank are one."""
@@ -334,26 +344,13 @@ def _fuse(tiles: list[Tile]) -> tuple[Tile, ...]:
     return tuple(fused)
 
 
-def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Fuse overlapping and touching spans."""
-    merged: list[Span] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
 def _index_received(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tuple[Tile, ...]:
     """The tiles with their keys as rows of the concatenated received spans, instead of rows of the source."""
-    shifts, before = [], 0
-    for start, stop in received:
-        shifts.append(before - start)
-        before += stop - start
     starts = [start for start, _ in received]
+    before = list(accumulate((stop - start for start, stop in received), initial=0))
     indexed = []
     for tile in tiles:
-        shift = shifts[bisect_right(starts, tile.k_start) - 1]
+        place = bisect_right(starts, tile.k_start) - 1
+        shift = before[place] - starts[place]
         indexed.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
     return tuple(indexed)

@@ -4,10 +4,10 @@ Another plan is another number and compiles nothing anew, and a recomputation un
 checkpointing finds the plan of its own forward.
 """
 
-from collections import OrderedDict
+from functools import lru_cache
 from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ from torchtitan_cp.attention.errors import PlanError
 # So many of the plans registered or found last are kept alive, even if nobody else holds them.
 KEPT_PLANS = 1024
 
-_recent: OrderedDict[int, Any] = OrderedDict()
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _lock = RLock()  # a loader's thread makes plans too, and garbage collection can end one at any point
-_last_number = 0
 
 
 def register_plan(plan: Any) -> tuple[Tensor, Any]:
@@ -29,15 +26,12 @@ def register_plan(plan: Any) -> tuple[Tensor, Any]:
 
     Equal plans share a number and the first of them is registered, as long as it lives: the others must hold it.
     """
-    global _last_number
+    number = hash(plan)
     with _lock:
-        first = _plans.get(_numbers.get(plan, 0))
-        if first is None:
-            _last_number += 1
-            _numbers[plan], _plans[_last_number], first = _last_number, plan, plan
-        number = _numbers[first]
-        _mark_recent(number, first)
-        return torch.tensor(number), first
+        while (first := _plans.setdefault(number, plan)) != plan:
+            number += 1
+        _find(number)
+    return torch.tensor(number), first
 
 
 def find_plan(handle: Tensor) -> Any:
@@ -46,20 +40,15 @@ def find_plan(handle: Tensor) -> Any:
     Raises:
         PlanError: nobody holds it, and more than 1,024 other plans were registered or found since.
     """
-    number = int(handle)
-    with _lock:
-        plan = _plans.get(number)
-        if plan is None:
-            raise PlanError(
-                f"plan {number} is no longer kept",
-                fix=f"hold it until its backward has run, or make fewer than {KEPT_PLANS} others before",
-            )
-        _mark_recent(number, plan)
-        return plan
+    return _find(int(handle))
 
 
-def _mark_recent(number: int, plan: Any) -> None:
-    _recent[number] = plan
-    _recent.move_to_end(number)
-    if len(_recent) > KEPT_PLANS:
-        _recent.popitem(last=False)
+@lru_cache(maxsize=KEPT_PLANS)  # which holds them
+def _find(number: int) -> Any:
+    plan = _plans.get(number)
+    if plan is None:
+        raise PlanError(
+            f"plan {number} is no longer kept",
+            fix=f"hold it until its backward has run, or make fewer than {KEPT_PLANS} others before",
+        )
+    return plan

@@ -1,23 +1,40 @@
-"""Context parallelism for unmodified models: their scaled_dot_product_attention calls are intercepted."""
+"""Context parallelism for unmodified models: their scaled_dot_product_attention calls are intercepted.
 
+What is right on a whole sequence and wrong on a shard of it is refused.
+"""
+
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchtitan_cp.attention.api import ContextParallel
+from torchtitan_cp.attention.api import ContextParallel, attend
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.shard_checks import ShardChecks, counts_positions, never_called
 
 # The last two serve calls without autograd, in inference mode.
 DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
+_ATTENTION_MODULE = re.compile(r"(Attention|Attn)\d*$")
+_TOKEN_MIXER_MODULE = re.compile(r"DeltaNet|DeltaAttention|LinearAttention|Mamba|RWKV|Retention|ShortConv|Recurrent")
+_COUNTERS = (torch.arange, torch.cumsum, Tensor.cumsum)
+_SHIFTS = (F.pad, Tensor.__getitem__, torch.roll, Tensor.roll)
+_RECURRENCES = (torch.lstm, torch.gru)
+_CONVOLUTIONS = (F.conv1d, F.conv_transpose1d)
+_SDPA = torch._C._nn.scaled_dot_product_attention
+SDPA_FIX = (
+    "its ranks would each attend to their own shard only: choose an attention that goes through "
+    "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' in Hugging Face models)"
+)
 
 
 @contextmanager
@@ -63,115 +80,22 @@ def context_parallel(
     asked = mask or AttentionMask()
     layout_plan = cp.plan(length, asked)
     other = cp.plan(length, replace(asked, causal=not asked.causal), like=layout_plan)
-    plans = {asked.causal: layout_plan, other.mask.causal: other}
-    counts = [counts_positions(buffer, dim) for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)]
+    shards = list(zip(buffers, buffer_seq_dims, strict=True))
+    block = _Block({asked.causal: layout_plan, other.mask.causal: other}, mask, shards)
     whole = [buffer.detach().view(buffer.shape) for buffer in buffers]
     try:
         with torch.no_grad():
-            for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
+            for buffer, dim in shards:
                 buffer.set_(layout_plan.shard(buffer, dim).contiguous())  # type: ignore[call-overload]
-        calls = _Calls(cp, plans, mask)
-        shards = list(zip(buffers, buffer_seq_dims, counts, strict=True))
-        calls.checks = ShardChecks(layout_plan.local_tokens, length, shards, mask, lambda: calls.count)
-        with _intercept(calls.attend), calls.checks.active():
+        with block.active():
             yield layout_plan
-        if not calls.count:
-            raise never_called(model)
+        if not block.calls:
+            raise _never_called(model)
     finally:
         with torch.no_grad():
             for buffer, full in zip(buffers, whole, strict=True):
                 if not any(buffer is kept for kept in no_restore_buffers or ()):
                     buffer.set_(full)  # type: ignore[call-overload]
-
-
-@contextmanager
-def _intercept(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Every call of the operator behind scaled_dot_product_attention goes to `attend`, in every thread.
-
-    The operator is replaced, not the Python function: modules hold the function under other names, and a
-    recomputation runs in autograd's threads.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    for key in DISPATCH_KEYS:
-        library.impl("scaled_dot_product_attention", attend, key)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-class _Calls:
-    """Sends calls of scaled_dot_product_attention to the context-parallel attention, and counts them."""
-
-    checks: ShardChecks
-
-    def __init__(self, cp: ContextParallel, plans: dict[bool, Plan], mask: AttentionMask | None) -> None:
-        self.cp, self.plans, self.mask, self.count = cp, plans, mask, 0
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """The signature of torch.nn.functional.scaled_dot_product_attention, `[B, H, S/P, D]`."""
-        refusal = self._refusal(query, key, value, attn_mask, dropout_p, is_causal)
-        if not self.count:
-            # At the first call all ranks raise if one refuses: the others would wait for its keys.
-            refused = torch.tensor(float(refusal is not None), device=query.device)
-            for group in self.plans[True].process_groups:
-                refused = group.maximum(refused)
-            if refused and not refusal:
-                refusal = PlanError("another rank refused this call; its message says why")
-        if refusal:
-            raise refusal
-        self.count += 1
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self.cp.attention(q, k, v, self.plans[is_causal], scale=scale).transpose(1, 2)
-
-    def _refusal(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-    ) -> PlanError | None:
-        """Why a shard cannot honour a call, or None."""
-        if counted := self.checks.counted_positions():
-            return counted
-        if attn_mask is not None:
-            return PlanError(
-                f"scaled_dot_product_attention was given a mask {tuple(attn_mask.shape)}, which covers one shard only",
-                fix="describe it as context_parallel(..., mask=AttentionMask(...)) and let the model build none "
-                "(Hugging Face models: pass attention_mask=torch.ones_like(input_ids))",
-            )
-        if dropout_p:
-            return PlanError(f"attention dropout of {dropout_p} is not available", fix="set it to 0")
-        if self.mask and self.mask.causal != is_causal:
-            return PlanError(f"the call has is_causal = {is_causal} and the mask causal = {self.mask.causal}")
-        local_tokens = self.plans[is_causal].local_tokens
-        if query.ndim != 4 or {x.shape[-2] for x in (query, key, value)} != {local_tokens}:
-            return PlanError(
-                f"scaled_dot_product_attention was called with q {tuple(query.shape)}, k {tuple(key.shape)}, and a "
-                f"shard has {local_tokens} tokens",
-                fix="only self-attention over the sharded sequence, [B, H, S/P, D], can be intercepted",
-            )
-        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
-            return PlanError(
-                "reentrant activation checkpointing would recompute attention without context parallelism",
-                fix="use torch.utils.checkpoint with use_reentrant=False",
-            )
-        return None
-
-
-def _in_reentrant_checkpoint() -> bool:
-    """Whether a caller is the forward of a reentrant checkpoint, whose backward may run after the block."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
@@ -186,3 +110,189 @@ def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
     if any(buffer.requires_grad for buffer in buffers):
         raise PlanError("a buffer requires grad and cannot be sharded in place", fix="shard it with plan.shard")
     return lengths.pop()
+
+
+def _counts_positions(buffer: Tensor, dim: int) -> bool:
+    """Whether a buffer's integers rise by one along `dim`, or fall back at a document's start."""
+    if buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool:
+        return False
+    steps = buffer.diff(dim=dim)
+    return bool(((steps == 1) | (steps < 0)).all())
+
+
+def _never_called(model: nn.Module | None, action: str = "") -> PlanError:
+    """The error for a model or module that never called SDPA; `action` says what it did instead."""
+    name = "the model" if model is None else type(model).__name__
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    how = f" (its attn_implementation is {chosen!r})" if chosen else ""
+    return PlanError(f"{name} {action}never called scaled_dot_product_attention{how}", fix=SDPA_FIX)
+
+
+class _Block(TorchFunctionMode):
+    """Sends SDPA calls to the context-parallel attention, and refuses what is wrong on a shard.
+
+    Args:
+        plans: by whether a call is causal.
+        mask: of the block, None for the causal order of each call.
+        shards: the buffers, each with its sequence dim; still whole.
+
+    Attributes:
+        calls: how many were intercepted so far.
+    """
+
+    def __init__(
+        self, plans: dict[bool, Plan], mask: AttentionMask | None, shards: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        super().__init__()
+        self.plans, self.plan, self.mask, self.calls = plans, plans[True], mask, 0
+        self.positions = {id(buffer) for buffer, dim in shards if _counts_positions(buffer, dim)}
+        self.dims = {id(buffer): dim % buffer.ndim for buffer, dim in shards if id(buffer) not in self.positions}
+        self.counted, self.read_positions = "", False
+        self.entered: dict[nn.Module, int] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Intercept and check.
+
+        The operator behind scaled_dot_product_attention is replaced, in every thread, and not the Python function:
+        modules hold the function under other names, and a recomputation runs in autograd's threads.
+        """
+        with ExitStack() as stack:
+            library = torch.library.Library("aten", "IMPL")
+            stack.callback(library._destroy)
+            for key in DISPATCH_KEYS:
+                library.impl("scaled_dot_product_attention", self._attend, key)
+            if self.plan.ranks > 1:
+                stack.callback(register_module_forward_pre_hook(self._enter).remove)
+                stack.callback(register_module_forward_hook(self._leave).remove)
+                stack.enter_context(self)
+            yield
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The signature of torch.nn.functional.scaled_dot_product_attention, `[B, H, S/P, D]`."""
+        refusal = self._refusal(query, key, value, attn_mask, dropout_p, is_causal)
+        if not self.calls:
+            # At the first call all ranks raise if one refuses: the others would wait for its keys.
+            refused = torch.tensor(float(refusal is not None), device=query.device)
+            for group in self.plan.process_groups:
+                refused = group.maximum(refused)
+            if refused and not refusal:
+                refusal = PlanError("another rank refused this call; its message says why")
+        if refusal:
+            raise refusal
+        self.calls += 1
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return attend(q, k, v, self.plans[is_causal], scale=scale).transpose(1, 2)
+
+    def _refusal(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+    ) -> PlanError | None:
+        """Why a shard cannot honour a call, or None."""
+        local_tokens = self.plan.local_tokens
+        if self.counted and not self.read_positions:
+            return PlanError(
+                f"{self.counted} counted {local_tokens} tokens before attention: positions within a rank's shard",
+                fix="put position ids of the full sequence among the buffers, and give them to the model",
+            )
+        if attn_mask is not None:
+            return PlanError(
+                f"scaled_dot_product_attention was given a mask {tuple(attn_mask.shape)}, which covers one shard only",
+                fix="describe it as context_parallel(..., mask=AttentionMask(...)) and let the model build none "
+                "(Hugging Face models: pass attention_mask=torch.ones_like(input_ids))",
+            )
+        if dropout_p:
+            return PlanError(f"attention dropout of {dropout_p} is not available", fix="set it to 0")
+        if self.mask and self.mask.causal != is_causal:
+            return PlanError(f"the call has is_causal = {is_causal} and the mask causal = {self.mask.causal}")
+        if query.ndim != 4 or {x.shape[-2] for x in (query, key, value)} != {local_tokens}:
+            return PlanError(
+                f"scaled_dot_product_attention was called with q {tuple(query.shape)}, k {tuple(key.shape)}, and a "
+                f"shard has {local_tokens} tokens",
+                fix="only self-attention over the sharded sequence, [B, H, S/P, D], can be intercepted",
+            )
+        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+            return PlanError(
+                "reentrant activation checkpointing would recompute attention without context parallelism",
+                fix="use torch.utils.checkpoint with use_reentrant=False",
+            )
+        return None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, local = kwargs or {}, self.plan.local_tokens
+        name = getattr(func, "__name__", "")
+        if func is not _SDPA and ("attention" in name or "attn" in name):
+            raise PlanError(f"{name} was called, which sees a rank's own tokens only", fix=SDPA_FIX)
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        if func in _RECURRENCES or (func in _CONVOLUTIONS and weight.shape[-1] > 1):
+            raise _mixes_neighbours(name)
+        out = func(*args, **kwargs)
+        self.read_positions |= any(id(x) in self.positions for x in (*args, *kwargs.values()))
+        if func in _COUNTERS and out.shape[-1:] == (local,):
+            if local > 1 and bool((out[..., -1] - out[..., 0] == local - 1).all()):
+                self.counted = name
+        elif func in _SHIFTS and args and id(args[0]) in self.dims:
+            dim = self.dims[id(args[0])]
+            if "roll" in name or (out.ndim == args[0].ndim and out.shape[dim] != local):
+                raise PlanError(
+                    f"{name} shifts or cuts a buffer along its sequence, which is wrong at the edges of a shard",
+                    fix="do it before the block, to the full sequence (Hugging Face models: give shift_labels too)",
+                )
+        return out
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = type(module).__name__
+        # A convolution's weight may go to a function of another library, so its owner is refused.
+        if _TOKEN_MIXER_MODULE.search(name) or any(map(_is_sequence_layer, (module, *module.children()))):
+            raise _mixes_neighbours(name)
+        if _ATTENTION_MODULE.search(name):
+            self.entered[module] = self.calls
+            self._check_window(module)
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.entered.pop(module, None) == self.calls:
+            raise _never_called(module, "ran and ")
+
+    def _check_window(self, module: nn.Module) -> None:
+        """transformers applies a window only if it is shorter than the tokens it sees, which are a shard's here."""
+        config = getattr(module, "config", None)
+        wanted = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+        left = self.mask.window[0] if self.mask else -1
+        given = left + 1 if 0 <= left < self.plan.sequence_length - 1 else None
+        if wanted != given and wanted and (wanted < self.plan.sequence_length or given):
+            raise PlanError(
+                f"{type(module).__name__} has sliding_window = {wanted}, and the mask of this block "
+                + (f"{given}" if given else "none"),
+                fix="give context_parallel(..., mask=AttentionMask(window=(sliding_window - 1, -1))); layers with "
+                "different windows cannot share a block",
+            )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether a caller is the forward of a reentrant checkpoint, whose backward may run after the block."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_sequence_layer(module: nn.Module) -> bool:
+    """Whether a layer is a convolution over more than one token, or a recurrence."""
+    return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1)
+
+
+def _mixes_neighbours(name: str) -> PlanError:
+    return PlanError(
+        f"{name} mixes neighbouring tokens, and a rank sees only those of its shard",
+        fix="use a model whose layers mix tokens by attention alone, or train it without context parallelism",
+    )

@@ -16,7 +16,8 @@ class Tile(NamedTuple):
 
     Key rows index the KV of the step (the local shard, or the rows received). The band bounds
     (key row - k_start) - (query row - q_start), and every query row sees a key of the tile. `row` is the
-    batch row, or ALL_ROWS.
+    batch row, or ALL_ROWS. A `flipped` tile, of a causal band, is of reversed rows: it holds the keys from the diagonal
+    on.
     """
 
     row: int
@@ -25,32 +26,27 @@ class Tile(NamedTuple):
     k_start: int
     k_stop: int
     band: Band = FULL
+    flipped: bool = False
 
     @property
     def pairs(self) -> int:
         """Allowed (query, key) pairs."""
         return count_pairs(self.q_stop - self.q_start, self.k_stop - self.k_start, self.band)
 
+    def moved(self, queries: int, keys: int) -> "Tile":
+        """The tile so many rows further."""
+        return self._replace(
+            q_start=self.q_start + queries,
+            q_stop=self.q_stop + queries,
+            k_start=self.k_start + keys,
+            k_stop=self.k_stop + keys,
+        )
+
 
 def rows_of(tile: Tile) -> tuple[Rows, Rows]:
     """Indices of a tile's queries and keys: (batch rows, local rows) each."""
     batch = slice(None) if tile.row == ALL_ROWS else slice(tile.row, tile.row + 1)
     return (batch, slice(tile.q_start, tile.q_stop)), (batch, slice(tile.k_start, tile.k_stop))
-
-
-class DensePart(NamedTuple):
-    """A full rectangle or a square triangle of a tile, in rows of the tile.
-
-    A triangle holds the keys up to the diagonal (`causal`), or from the diagonal on (`flipped` too), which is the
-    same kernel call on reversed rows.
-    """
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    causal: bool = False
-    flipped: bool = False
 
 
 def count_pairs(queries: int, keys: int, band: Band, distance: int = 0) -> int:
@@ -71,39 +67,43 @@ def _pairs_up_to(queries: int, keys: int, high: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def dense_parts(queries: int, keys: int, band: Band) -> tuple[DensePart, ...]:
-    """A banded tile as rectangles and square triangles, for kernels that take no band. Exact, without overlap."""
+def dense_parts(queries: int, keys: int, band: Band) -> tuple[Tile, ...]:
+    """A banded tile as rectangles and square triangles, for kernels that take no band. Exact, without overlap.
+
+    A triangle holds the keys up to the diagonal, or, flipped, from the diagonal on: the same kernel call on reversed
+    rows.
+    """
     if band == FULL:
-        return (DensePart(0, queries, 0, keys),)
+        return (Tile(ALL_ROWS, 0, queries, 0, keys),)
     if band.low is None:
         assert band.high is not None
         return tuple(_below_diagonal(queries, keys, band.high))
     if band.high is None:
         mirrored = _below_diagonal(queries, keys, keys - queries - band.low)
         return tuple(
-            DensePart(queries - p.q_stop, queries - p.q_start, keys - p.k_stop, keys - p.k_start, p.causal, p.causal)
-            for p in mirrored
+            Tile(ALL_ROWS, queries - stop, queries - start, keys - k_stop, keys - k_start, shape, shape == CAUSAL)
+            for _, start, stop, k_start, k_stop, shape, _ in mirrored
         )
     return tuple(_between_diagonals(queries, keys, band.low, band.high))
 
 
-def _below_diagonal(queries: int, keys: int, high: int) -> list[DensePart]:
+def _below_diagonal(queries: int, keys: int, high: int) -> list[Tile]:
     """j - i <= high."""
     first = max(0, -high)  # rows before it see nothing
     seen_by_all = min(high + first, keys)
     square = min(queries - first, keys - seen_by_all)
     parts = []
     if seen_by_all > 0 and queries > first:
-        parts.append(DensePart(first, queries, 0, seen_by_all))
+        parts.append(Tile(ALL_ROWS, first, queries, 0, seen_by_all))
     if square > 0:
         end = seen_by_all + square
-        parts.append(DensePart(first, first + square, seen_by_all, end, causal=True))
+        parts.append(Tile(ALL_ROWS, first, first + square, seen_by_all, end, CAUSAL))
         if first + square < queries:
-            parts.append(DensePart(first + square, queries, seen_by_all, end))
+            parts.append(Tile(ALL_ROWS, first + square, queries, seen_by_all, end))
     return parts
 
 
-def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[DensePart]:
+def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[Tile]:
     """low <= j - i <= high, in blocks of as many queries as keep the two diagonals apart."""
     block, parts = max(1, high - low), []
     for start in range(0, queries, block):
@@ -117,8 +117,5 @@ def _between_diagonals(queries: int, keys: int, low: int, high: int) -> list[Den
             if k_start >= k_stop or (high == low and band.low is None):
                 continue
             inner = band.shifted(k_start - start, rows, k_stop - k_start)
-            parts += [
-                DensePart(p.q_start + start, p.q_stop + start, p.k_start + k_start, p.k_stop + k_start, *p[4:])
-                for p in dense_parts(rows, k_stop - k_start, inner)
-            ]
+            parts += [part.moved(start, k_start) for part in dense_parts(rows, k_stop - k_start, inner)]
     return parts

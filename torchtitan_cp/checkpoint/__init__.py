@@ -4,10 +4,3 @@
 (`verify_checkpoint`), `load` reads one without running any code in it; `weights` opens a finished model; `hub` reads
 and writes Hugging Face's format. Imports `attention` and `config` at most.
 """
-
-from torchtitan_cp.checkpoint.lock import run_dir_lock
-from torchtitan_cp.checkpoint.manager import CheckpointManager
-from torchtitan_cp.checkpoint.progress import Progress, check_identity
-from torchtitan_cp.checkpoint.schedule import SaveSchedule
-
-__all__ = ["CheckpointManager", "Progress", "SaveSchedule", "check_identity", "run_dir_lock"]

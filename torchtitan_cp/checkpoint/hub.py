@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Of one safetensors file; a larger tensor has one of its own.
 MAX_FILE_BYTES = 5 * 2**30
 
-# The one key of a rotary embedding that has another name there.
-HUB_KEYS = {"original_seq_len": "original_max_position_embeddings"}
-ROPE_KEYS = {key: HUB_KEYS.get(key, key) for keys in TAKES.values() for key in keys}
+# Keys of a rotary embedding -> theirs; one has another name there.
+ROPE_KEYS = {key: key for keys in TAKES.values() for key in keys}
+ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 
 
+@torch.no_grad()
 def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str]) -> None:
     """Fill the parts of a model from a folder, each rank its own shards.
 
@@ -47,19 +48,18 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
     Raises:
         ConfigError: files or tensors are missing, a tensor has another shape, or the model has no place for it.
     """
-    files = _files_by_tensor(folder)
-    _check_all_known(folder, files, names)
-    with ExitStack() as opened, torch.no_grad():
-        handles: dict[str, Any] = {}
-        for part in parts:
-            for name, parameter in part.named_parameters():
-                for hub_name, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
-                    file = files.get(hub_name)
-                    if file is None:
-                        raise _broken(folder, f"has no tensor {hub_name}, which is our {name}")
-                    if file not in handles:
-                        handles[file] = opened.enter_context(_open(folder / file))
-                    _copy(handles[file].get_slice(hub_name), shape, local, where, f"{folder / file}: {hub_name}")
+    files, open_once = _files_by_tensor(folder), cache(_open)
+    known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
+    unknown = [name for name in files if re.sub(r"\.\d+\.", ".*.", name) not in known]
+    if unknown:
+        raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            for hub_name, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
+                if hub_name not in files:
+                    raise _broken(folder, f"has no tensor {hub_name}, which is our {name}")
+                path = folder / files[hub_name]
+                _copy(open_once(path).get_slice(hub_name), shape, local, where, f"{path}: {hub_name}")
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
@@ -99,13 +99,6 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
         raise _broken(folder, f"has neither {SINGLE_FILE} nor {INDEX_FILE}")
     with _open(folder / SINGLE_FILE) as file:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
-
-
-def _check_all_known(folder: Path, files: Iterable[str], names: Mapping[str, str]) -> None:
-    known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
-    unknown = [name for name in files if re.sub(r"\.\d+\.", ".*.", name) not in known]
-    if unknown:
-        raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
 
 
 def _open(path: Path) -> Any:
@@ -192,7 +185,7 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
         )
     trained = config.get("max_position_embeddings", 0)
     original = config.get("original_max_position_embeddings", trained)
-    values = {HUB_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
+    values = {ROPE_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
     keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
     table = {"theta": values["rope_theta"], "kind": kind, **keys}
     rope: Rope = build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")

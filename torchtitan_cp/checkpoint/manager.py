@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
@@ -39,31 +38,20 @@ Parts = Iterable[nn.Module]
 Optimizers = Iterable[torch.optim.Optimizer]
 
 
-class Background(NamedTuple):
-    """What a save in the background needs: host memory, a thread, and a group apart from training's collectives."""
-
-    stager: StateDictStager
-    thread: ThreadPoolExecutor
-    group: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
-class PendingSave:
+class PendingSave(NamedTuple):
     """A save that is being written.
 
     Attributes:
         writer: what writes it.
         written: the thread's outcome.
         started: time.monotonic() when training stopped for it.
-        waited_seconds: for the save before it; copy_seconds: for the copy to host memory. Training stood still for
-            their sum.
+        paused: for how long it stood still, and for what.
     """
 
     writer: CheckpointWriter
     written: Future[Any]
     started: float
-    waited_seconds: float
-    copy_seconds: float
+    paused: str
 
 
 class CheckpointManager:
@@ -81,7 +69,9 @@ class CheckpointManager:
         self.folder, self.settings = Path(folder), settings or Checkpoint()
         self.newest_step: int | None = None
         self._pending: PendingSave | None = None
-        self._background: Background | None = None
+        # From the first save on: host memory, a thread, and a group apart from training's collectives.
+        self._background: tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup] | None = None
+        self.restart_interval()
 
     def complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of each checkpoint that has its final name, oldest first; their files are not verified."""
@@ -91,6 +81,21 @@ class CheckpointManager:
     def stage_ends(self) -> list[Path]:
         """Complete ones that end a stage, oldest first."""
         return [path for _, path in self.complete() if _is_stage_end(path)]
+
+    # When a checkpoint is due, apart from the ends of stages --------------------------------------------------
+
+    def restart_interval(self) -> None:
+        """Start the minutes again: training begins, or a save starts or was refused."""
+        self._interval_start = time.monotonic()
+
+    def time_is_up(self) -> bool:
+        """Whether interval_minutes have passed on this rank's clock. Clocks differ: ranks must agree before a save."""
+        minutes = self.settings.interval_minutes
+        return minutes > 0 and time.monotonic() - self._interval_start >= 60 * minutes
+
+    def step_is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        return step % self.settings.interval == 0
 
     # Saving --------------------------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class CheckpointManager:
         self.wait()
         if self._background is None:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.settings.timeout_seconds))
-            self._background = Background(StateDictStager(pin_memory=on_gpu), ThreadPoolExecutor(1), group)
+            self._background = StateDictStager(pin_memory=on_gpu), ThreadPoolExecutor(1), group
         stager, thread, group = self._background
         waited = time.monotonic() - started
         writer = CheckpointWriter(self.folder / f"step-{progress.step}", progress, stage_end=stage_end)
@@ -120,7 +125,10 @@ class CheckpointManager:
         written = thread.submit(dcp.save, state, storage_writer=writer, process_group=group)
         if not can_be_copied:
             written.exception()  # waits
-        self._pending = PendingSave(writer, written, started, waited, time.monotonic() - started - waited)
+        paused = f"{time.monotonic() - started - waited:.2f} s for the copy"
+        if waited > 0.01:
+            paused += f" and {waited:.2f} s for the save before"
+        self._pending = PendingSave(writer, written, started, paused)
         if not self.settings.asynchronous:
             self.wait()
 
@@ -143,22 +151,11 @@ class CheckpointManager:
             return
         if error:
             self._report_failure(step, describe_failure(error))
-        else:
-            self._report_success(pending)
-            self._delete_expired()
-
-    def _report_success(self, pending: PendingSave) -> None:
-        """Log what the save cost."""
-        size = sum(file.stat().st_size for file in pending.writer.final.iterdir())
-        before = f" and {pending.waited_seconds:.2f} s for the save before" if pending.waited_seconds > 0.01 else ""
-        logger.info(
-            "%s: training paused %.2f s for the copy%s; %s bytes were on disk after %.1f s",
-            pending.writer.final,
-            pending.copy_seconds,
-            before,
-            f"{size:,}",
-            time.monotonic() - pending.started,
-        )
+            return
+        folder, seconds = pending.writer.final, time.monotonic() - pending.started
+        size = f"{sum(file.stat().st_size for file in folder.iterdir()):,}"
+        logger.info("%s: training paused %s; %s bytes were on disk after %.1f s", folder, pending.paused, size, seconds)
+        self._delete_expired()
 
     def _report_failure(self, step: int, reason: str) -> None:
         """Log what went wrong, and delete what was written of it."""
@@ -192,8 +189,9 @@ class CheckpointManager:
         """Wait for the pending save and free its memory, thread and group; all ranks call."""
         self.wait()
         if self._background:
-            self._background.thread.shutdown()
-            dist.destroy_process_group(self._background.group)
+            _, thread, group = self._background
+            thread.shutdown()
+            dist.destroy_process_group(group)
             self._background = None
 
     # Loading -------------------------------------------------------------------------------------------------
@@ -212,19 +210,18 @@ class CheckpointManager:
         Raises:
             ConfigError: there are some, and all are damaged.
         """
-        collective, intact = dist.is_initialized(), False
+        intact = False
         # Views of a shared folder may differ for a while: all ranks go by the first one's.
         names = [[path.name for step, path in self.complete() if before is None or step < before]]
-        if collective:
-            dist.broadcast_object_list(names)
+        dist.broadcast_object_list(names)
         for name in reversed(names[0]):
             path = self.folder / name
-            damage = verify_checkpoint(path, collective=collective)
+            damage = verify_checkpoint(path, collective=True)
             if not damage:
                 intact, progress = True, read_progress(path)
                 if accept(progress):
                     return path, progress
-            elif not collective or dist.get_rank() == 0:
+            elif dist.get_rank() == 0:
                 logger.warning("%s is damaged and skipped: %s", path, "; ".join(damage))
         if names[0] and not intact:
             raise ConfigError(
@@ -234,22 +231,19 @@ class CheckpointManager:
         return None
 
     def load(self, path: Path, parts: Parts, optimizers: Optimizers) -> None:
-        """Fill parts and optimizers from a checkpoint written by any number of ranks; all ranks call.
+        """Fill parts and optimizers in place from a checkpoint written by any number of ranks; all ranks call.
+
+        The optimizers keep their settings, as the config may give others now.
 
         Raises:
             ConfigError: a part is missing or cannot be read.
         """
-        state = _state(parts, optimizers)
-        load_state(CheckpointReader(path), state)
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            names = _state([part], [optimizer]).items()
-            model, moments = ({name: state[kind][name] for name in own} for kind, own in names)
-            set_state_dict(part, optimizer, model_state_dict=model, optim_state_dict=moments, options=BY_NAME)
+        load_state(CheckpointReader(path), _state(parts, optimizers))
         self.newest_step = int(path.name.removeprefix("step-"))
 
 
 def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
-    """Everything by the name it has in the whole model, whatever parts a rank has."""
+    """Everything by the name it has in the whole model, whatever parts a rank has: its own tensors, no copies."""
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(parts, optimizers, strict=True):
         model_state, optimizer_state = get_state_dict(part, optimizer, options=BY_NAME)

@@ -1,6 +1,5 @@
 """The manifest of a checkpoint lists its files with size and checksum; `verify_checkpoint` compares them."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
@@ -33,9 +32,6 @@ class Manifest:
     step: int
     stage_end: bool
     files: dict[str, Checksum]
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:

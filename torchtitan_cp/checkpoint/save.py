@@ -57,31 +57,26 @@ class CheckpointWriter(FileSystemWriter):
         for of_rank in results:
             files |= of_rank.pop()
         super().finish(metadata, results)
-        _write(self.partial / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress), indent=1))
+        progress_file, manifest_file = self.partial / PROGRESS_FILE, self.partial / MANIFEST_FILE
+        progress_file.write_text(json.dumps(dataclasses.asdict(self.progress), indent=1), encoding="utf-8")
         files |= {name: checksum(self.partial / name) for name in (METADATA_FILE, PROGRESS_FILE)}
         manifest = Manifest(self.progress.step, self.stage_end, files)
-        _write(self.partial / MANIFEST_FILE, manifest.to_json())
+        manifest_file.write_text(json.dumps(dataclasses.asdict(manifest), indent=1), encoding="utf-8")
         damage = compare_files(self.partial, manifest, files, content=False)
         if damage:
             raise OSError(f"rank 0 cannot see files that other ranks wrote: {'; '.join(damage)}")
-        _sync_folder(self.partial)
+        for path in (progress_file, manifest_file, self.partial):
+            _sync(path)
         if self.final.exists():
             # It is damaged: otherwise the run would have resumed from it.
             delete_checkpoint(self.final)
         self.partial.rename(self.final)
-        _sync_folder(self.final.parent)
+        _sync(self.final.parent)
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, as fsync of a file does not."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file to disk, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from torchtitan_cp.checkpoint.load import CheckpointReader, load_state
 from torchtitan_cp.checkpoint.manager import CheckpointManager
@@ -32,7 +31,7 @@ class SavedModel:
         path: the step-N folder.
         config: of the run, with the path of the tokenizer that the run trained.
         stage: the last that the run had begun.
-        sizes: of the model.
+        sizes: of the model, see `training.registry.args_from`.
         short_loss: see Progress.
         tensors: name -> (size, dtype) of each parameter.
         reader: of the checkpoint's files.
@@ -58,10 +57,6 @@ class SavedModel:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_state(self.reader, {"model": values}, no_dist=True)
         return values
-
-    def model_args(self, kind: type) -> Any:
-        """The sizes as ModelArgs of this class."""
-        return kind(**{name: tuple(size) if isinstance(size, list) else size for name, size in self.sizes.items()})
 
 
 def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
@@ -99,6 +94,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     return SavedModel(path, config, stage, progress.identity["model"], progress.short_loss, tensors, reader)
 
 
+@torch.no_grad()
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
     """Fill the parts, sharded in any way, each rank reading its own. Collective.
 
@@ -106,6 +102,4 @@ def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
         ConfigError: as `SavedModel.read`.
     """
     for part in parts:
-        values = get_model_state_dict(part)
-        load_state(saved.reader, {"model": values})
-        set_model_state_dict(part, values)
+        load_state(saved.reader, {"model": dict(part.named_parameters())})

@@ -1,1 +1,4 @@
-"""The commands of `torchtitan-cp`, a file each. With train.py they alone import `models`."""
+"""The commands of `torchtitan-cp`, a file each; `command.py` is what they share.
+
+With train.py they alone import `models`.
+"""

@@ -3,13 +3,9 @@
 import argparse
 import sys
 
-from models import ARCHITECTURES
-from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.config import Config, UserError, format_error, load_config
-from torchtitan_cp.training import registry
+from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.training.resolve import check_files, resolve_run
-
-BAD_INPUT = 2
 
 
 def main(arguments: list[str]) -> int:
@@ -24,13 +20,12 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if options.ranks < 1:
         parser.error("--ranks is at least 1")
-    registry.register(ARCHITECTURES)
-    try:
+
+    def check() -> int:
         print(f"{options.config}: {preflight(load_config(options.config, overrides), options.ranks)}")
-    except (UserError, ContextParallelError) as error:
-        print(format_error(options.config, error), file=sys.stderr)
-        return BAD_INPUT
-    return 0
+        return 0
+
+    return run_command(check, options.config)
 
 
 def preflight(config: Config, ranks: int) -> str:

@@ -16,23 +16,16 @@ from matplotlib.image import imsave
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from models import ARCHITECTURES
-from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
-from torchtitan_cp.config import Config, ConfigError, UserError
+from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import VARIANTS
 from torchtitan_cp.config.sections import Stage, StageActivation
-from torchtitan_cp.data import prepare
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
-from torchtitan_cp.parallel import Meshes
-from torchtitan_cp.runtime import World, start_ranks, stop_ranks
-from torchtitan_cp.runtime.device import find_device
-from torchtitan_cp.training import registry
-from torchtitan_cp.training.data_pipeline import DataPipeline
-from torchtitan_cp.training.evaluator import Evaluator
-from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
+from torchtitan_cp.training.registry import args_from
+from torchtitan_cp.training.trainer import Trainer
 
 WAIT_SECONDS = 3600.0
 
@@ -46,18 +39,15 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
     Raises:
         UserError: the config does not fit the ranks, a file cannot be read, or nothing is held out.
     """
-    args = saved.model_args(type(next(iter(registry.architecture(config.model).flavors.values()))))
-    run, number = resolve_run(config, world.size, args), saved.config.curriculum.stages.index(saved.stage)
-    config, stages = run.config, run.stages
-    stage, longest = stages[number], max(stage.seq_len for stage in stages)
-    data_pipeline = DataPipeline(config, prepare(config.data, config.tokenizer), longest)
-    model = ParallelModel(config, world, Meshes(world.device.device.type, run.degrees[number]), args, stage, longest)
-    load_weights(saved, model.parts)
+    trainer = Trainer(config, world, args_from(config.model, saved.sizes))
+    stage = trainer.stages[saved.config.curriculum.stages.index(saved.stage)]
+    load_weights(saved, trainer.model.parts)
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
-        evaluator = Evaluator(model, data_pipeline, config.evaluation, stages[0], lambda _: bar.update(task, advance=1))
-        result = evaluator.evaluate(stage, model.configure_stage(stage), at_end=True, short_before=saved.short_loss)
+        trainer.evaluator.set_activity = lambda _: bar.update(task, advance=1)
+        batch_layout = trainer.model.configure_stage(stage)
+        result = trainer.evaluator.evaluate(stage, batch_layout, at_end=True, short_before=saved.short_loss)
     if result is None:
         raise ConfigError(
             "the corpus of this run holds nothing out: data.validation_fraction = 0",
@@ -93,6 +83,8 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
         optimizer=default.optimizer,
         activation=default.activation,
         compile=default.compile,
+        health=default.health,
+        checkpoint=replace(config.checkpoint, enable=False, export="no"),
     )
 
 
@@ -124,16 +116,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder to write (default evaluation/step-N in the run's folder)")
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
-    registry.register(ARCHITECTURES)
+    return run_command(lambda: _evaluate(options))
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    """Evaluate on the ranks there are, write and print the result. Returns the exit code."""
     if "RANK" not in os.environ:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)
-    try:
-        saved = open_saved_model(options.checkpoint, collective=True)
-        found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
-    except (UserError, ContextParallelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    saved = open_saved_model(options.checkpoint, collective=True)
+    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
     if world.rank == 0:
         out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
         write_result(out, saved, found)

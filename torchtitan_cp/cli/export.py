@@ -4,10 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from models import ARCHITECTURES
-from torchtitan_cp.config import UserError
+from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.training.export import export
-from torchtitan_cp.training.registry import register
 
 
 def main(arguments: list[str]) -> int:
@@ -16,15 +15,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights as written")
     options = parser.parse_args(arguments)
-    register(ARCHITECTURES)
-    try:
-        export(options.checkpoint, options.out, options.dtype)
-    except (UserError, OSError) as error:
-        cause = error if isinstance(error, UserError) else f"{options.out} cannot be written: {error.strerror or error}"
-        print(f"error: {cause}", file=sys.stderr)
-        return 2
-    print(f"{options.out} is written")
-    return 0
+
+    def write() -> int:
+        try:
+            export(options.checkpoint, options.out, options.dtype)
+        except OSError as error:
+            raise ConfigError(f"{options.out} cannot be written: {error.strerror or error}") from None
+        print(f"{options.out} is written")
+        return 0
+
+    return run_command(write)
 
 
 if __name__ == "__main__":

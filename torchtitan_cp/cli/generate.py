@@ -8,16 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
-from torchtitan_cp.config import UserError
+from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
-from torchtitan_cp.training.registry import architecture, register
+from torchtitan_cp.training.registry import architecture, args_from
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
 
@@ -65,10 +64,9 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tenso
 
 def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     """The checkpoint's model on one device, in the run's compute dtype, with the rotary embedding of its last stage."""
-    kind = architecture(saved.config.model)
-    args = saved.model_args(type(next(iter(kind.flavors.values()))))
+    args = args_from(saved.config.model, saved.sizes)
     with torch.device("meta"):
-        model = kind.build(args, attend_cached)
+        model: nn.Module = architecture(saved.config.model).build(args, attend_cached)
     names = [name for name, _ in model.named_parameters()]
     # A tied output is not among the names, and assigning unties it.
     model.load_state_dict(saved.read(names), strict=False, assign=True)
@@ -146,14 +144,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default 0)")
     options = parser.parse_args(arguments)
-    register(ARCHITECTURES)
-    try:
-        saved = open_saved_model(options.checkpoint)
-        tokenizer = tokenizer_of(saved.config.data, saved.config.tokenizer)
-        model = load_model(saved, find_device().device)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: _generate(options))
+
+
+def _generate(options: argparse.Namespace) -> int:
+    """Print the prompt and what continues it. Returns the exit code."""
+    saved = open_saved_model(options.checkpoint)
+    tokenizer = tokenizer_of(saved.config.data, saved.config.tokenizer)
+    model = load_model(saved, find_device().device)
     # An empty prompt begins a document, as in training: after the end of another.
     prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
     if len(prompt) + options.max_tokens > saved.stage.seq_len:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from models import ARCHITECTURES
-from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.config import Config, ConfigError, UserError, format_error, load_config, to_toml
+from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
 from torchtitan_cp.planner.estimate import plan_config
@@ -16,9 +15,8 @@ from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
-from torchtitan_cp.training.registry import register
 
-BAD_INPUT, DOES_NOT_FIT = 2, 1
+DOES_NOT_FIT = 1
 HERE = "here"
 
 
@@ -44,18 +42,12 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if options.write and not options.search:
         parser.error("--write writes what --search finds; give both")
-    register(ARCHITECTURES)
+    return run_command(lambda: _plan(load_config(options.config, overrides), options), options.config)
+
+
+def _plan(config: Config, options: argparse.Namespace) -> int:
+    """Print the estimates of a config, or of what a search finds. Returns the exit code."""
     console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False)
-    try:
-        fits = _plan(console, load_config(options.config, overrides), options)
-    except (UserError, ContextParallelError) as error:
-        print(format_error(options.config, error), file=sys.stderr)
-        return BAD_INPUT
-    return 0 if fits else DOES_NOT_FIT
-
-
-def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool:
-    """Print the estimates of a config, or of what a search finds. Returns whether it fits."""
     check_stages(config)
     cluster = _cluster_of(options, config)
     if options.search:
@@ -73,7 +65,7 @@ def _plan(console: Console, config: Config, options: argparse.Namespace) -> bool
             problem = f"--write {options.write}: {error.strerror}"
             raise ConfigError(problem, fix="give the path of a new file") from None
         console.print(f"written: {options.write}")
-    return all(estimate.fits for estimate in estimates)
+    return 0 if all(estimate.fits for estimate in estimates) else DOES_NOT_FIT
 
 
 def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:

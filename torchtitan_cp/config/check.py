@@ -1,27 +1,19 @@
 """Rules between keys: what the bounds of one key cannot say. Pure arithmetic and the file system."""
 
-import dataclasses
 import math
 import re
 import tempfile
 from pathlib import Path
 
-from torchtitan_cp.config.degrees import Degrees, resolve_degrees, stage_parallel
+from torchtitan_cp.config.data import check_sources, check_stage_data
+from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
-from torchtitan_cp.config.names import MEASURED, ROW_SOURCES, SCHEDULES
-from torchtitan_cp.config.rope import check_rope
-from torchtitan_cp.config.sections import Config, Data, LRScheduler, Passkey, Rope, SourceKeys, Stage
+from torchtitan_cp.config.names import MEASURED, SCHEDULES
+from torchtitan_cp.config.rope import Rope, check_rope
+from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
 START_BYTES = 2**16
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-READ_BY = {  # keys of a source that only some kinds read
-    "token_field": ROW_SOURCES,
-    "group_field": ROW_SOURCES,
-    "group_depth": ("python-stdlib", "text"),
-    "subset": ("huggingface",),
-    "split": ("huggingface",),
-    "revision": ("huggingface",),
-}
 
 
 def check_config(config: Config, ranks: int) -> Degrees:
@@ -34,28 +26,13 @@ def check_config(config: Config, ranks: int) -> Degrees:
         ConfigError: the first rule that is broken, with its fix.
     """
     _check_groups(config)
-    _check_inject(config, ranks)
     _check_passkey(config.evaluation.passkey)
-    check_sources(config)
+    check_sources(config.data, config.tokenizer.kind != "sentencepiece" or bool(config.tokenizer.path))
     degrees = resolve_degrees(config.parallel, ranks)
-    if config.checkpoint.export != "no" and not config.checkpoint.enable:
-        raise ConfigError(
-            "checkpoint.export needs checkpoints, and checkpoint.enable = false",
-            fix='enable checkpoints, or set checkpoint.export = "no"',
-        )
     check_stages(config)
-    _check_products(config, ranks)
+    _check_sections(config, ranks)
     for index, stage in enumerate(config.curriculum.stages):
-        where, parallel = f"curriculum.stages[{index}]", stage_parallel(config.parallel, stage)
-        if parallel != config.parallel and not config.checkpoint.enable:
-            raise ConfigError(
-                f"{where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
-                fix="enable checkpoints, or keep one tp and pp",
-            )
-        of_stage = resolve_degrees(parallel, ranks)
-        own = dataclasses.replace(config, parallel=dataclasses.replace(parallel, tp=of_stage.tp, pp=of_stage.pp))
-        _check_pipeline(own)
-        _check_stage(own, stage, where, of_stage)
+        _check_stage(config, stage, f"curriculum.stages[{index}]", ranks)
     _check_warmup(config)
     return degrees
 
@@ -81,48 +58,25 @@ def _check_warmup(config: Config) -> None:
             )
 
 
-def _check_pipeline(config: Config) -> None:
-    schedule = config.parallel.pp_schedule
-    if config.parallel.pp > 1 and config.compile.enable and SCHEDULES[schedule].splits_backward:
-        plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
+def _check_sections(config: Config, ranks: int) -> None:
+    """Rules between the sections of the whole run."""
+    parallel, fault, stages = config.parallel, config.health.inject, config.curriculum.stages
+    if config.checkpoint.export != "no" and not config.checkpoint.enable:
         raise ConfigError(
-            f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which a compiled block cannot",
-            fix=f"use {plain}, or compile.enable = false",
+            "checkpoint.export needs checkpoints, and checkpoint.enable = false",
+            fix='enable checkpoints, or set checkpoint.export = "no"',
         )
-
-
-def _check_products(config: Config, ranks: int) -> None:
-    """Overlap, float8 and offload of matrix products have conditions, in each stage."""
-    stages = config.curriculum.stages
-    split = any(resolve_degrees(stage_parallel(config.parallel, stage), ranks).tp > 1 for stage in stages)
-    own = (stage.activation.offload for stage in stages)
-    offload = any(config.activation.offload if offload is None else offload for offload in own)
-    if config.parallel.async_tp and not (config.compile.enable and split):
+    splits = any(resolve_degrees(parallel, ranks, stage).tp > 1 for stage in stages)
+    if parallel.async_tp and not (config.compile.enable and splits):
         raise ConfigError(
             "parallel.async_tp needs the compiler and tensor-parallel ranks",
             fix="set compile.enable = true and parallel.tp above 1, or leave it out",
         )
-    if config.training.float8 != "none" and split:
-        raise ConfigError(
-            "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
-            fix="use dp_shard or cp for these ranks, or float8 = 'none'",
-        )
-    if config.parallel.fsdp_cpu_offload and config.optimizer.name == "muon":
+    if parallel.fsdp_cpu_offload and config.optimizer.name == "muon":
         raise ConfigError(
             "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
             fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
         )
-    if offload and config.compile.mode in CUDA_GRAPHS and config.compile.enable:
-        raise ConfigError(
-            f"activation.offload does not work with compile.mode = {config.compile.mode!r}: CUDA graphs reuse the "
-            "memory before it is copied",
-            fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
-        )
-
-
-def _check_inject(config: Config, ranks: int) -> None:
-    """The rank exists, and no hook is needed inside a compiled block, which has none."""
-    fault = config.health.inject
     if fault.step and fault.rank >= ranks:
         raise ConfigError(
             f"health.inject.rank = {fault.rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}"
@@ -131,6 +85,35 @@ def _check_inject(config: Config, ranks: int) -> None:
         raise ConfigError(
             f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",
             fix="leave module out to inject into the block itself, or set compile.enable = false",
+        )
+
+
+def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
+    """Rules between sections and the keys that a stage sets for itself."""
+    schedule, compiled = config.parallel.pp_schedule, config.compile.enable
+    offload = config.activation.offload if stage.activation.offload is None else stage.activation.offload
+    relaunches = stage.tp not in (None, config.parallel.tp) or stage.pp not in (None, config.parallel.pp)
+    if relaunches and not config.checkpoint.enable:
+        raise ConfigError(
+            f"{where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
+            fix="enable checkpoints, or keep one tp and pp",
+        )
+    if degrees.pp > 1 and compiled and SCHEDULES[schedule].splits_backward:
+        plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
+        raise ConfigError(
+            f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which a compiled block cannot",
+            fix=f"use {plain}, or compile.enable = false",
+        )
+    if config.training.float8 != "none" and degrees.tp > 1:
+        raise ConfigError(
+            "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",
+            fix="use dp_shard or cp for these ranks, or float8 = 'none'",
+        )
+    if offload and compiled and config.compile.mode in CUDA_GRAPHS:
+        raise ConfigError(
+            f"activation.offload does not work with compile.mode = {config.compile.mode!r}: CUDA graphs reuse the "
+            "memory before it is copied",
+            fix="use compile.mode = 'default' or 'max-autotune-no-cudagraphs'",
         )
 
 
@@ -152,7 +135,7 @@ def _check_passkey(settings: Passkey) -> None:
         try:
             whole = text.format(name="AB", key="12", word="xy")
             keyless, nameless = text.format(name="AB", key="", word=""), text.format(name="", key="12", word="xy")
-        except (KeyError, ValueError, IndexError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{where} cannot be filled in: {error}", fix="use only {name}, and {key} or {word}"
             ) from None
@@ -162,93 +145,36 @@ def _check_passkey(settings: Passkey) -> None:
             raise ConfigError(f"{where} does not end with the key", fix="end it with {key} or {word}")
 
 
-def check_sources(config: Config) -> None:
-    """Check that sources have names of their own, and keys that their kind reads.
-
-    Raises:
-        ConfigError: the first rule that is broken, with its fix.
-    """
-    data = config.data
-    if data.sources:
-        _check_names(data)
-    for index, source in enumerate(data.sources or (data,)):
-        where = f"data.sources[{index}]" if data.sources else "data"
-        _check_source(source, where)
-        if source.token_field and config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path:
-            raise ConfigError(
-                f"{where}.token_field = {source.token_field!r} holds token ids, and [tokenizer] names no tokenizer",
-                fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
-            )
-
-
-def _check_names(data: Data) -> None:
-    for entry in dataclasses.fields(SourceKeys):
-        if getattr(data, entry.name) != entry.default:
-            raise ConfigError(
-                f"data.{entry.name} is set beside [[data.sources]], and none of them reads it",
-                fix=f"move {entry.name} into the tables it is meant for",
-            )
-    names = [source.name for source in data.sources]
-    for index, name in enumerate(names):
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(
-                f"data.sources[{index}].name = {name!r} is not a name", fix="use letters, digits, '_', '-' and '.'"
-            )
-        if name in names[:index]:
-            raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
-
-
-def _check_source(source: SourceKeys, where: str) -> None:
-    for name, kinds in READ_BY.items():
-        if getattr(source, name) != getattr(SourceKeys, name) and source.source not in kinds:
-            raise ConfigError(
-                f"{where}.{name} is set, and source = {source.source!r} does not read it",
-                fix=f"leave it out, or use source = {' or '.join(repr(kind) for kind in kinds)}",
-            )
-    if source.token_field and source.text_field != SourceKeys.text_field:
-        raise ConfigError(f"{where} has both text_field and token_field", fix="give one of them")
-    if 0 < source.max_document < max(2, source.min_document):
-        raise ConfigError(
-            f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
-            fix="raise max_document, or set it to 0 to split nothing",
-        )
-
-
-def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
-    if not stage.seq_len or not stage.global_batch_tokens:
-        missing = "seq_len" if not stage.seq_len else "global_batch_tokens"
-        raise ConfigError(f"{where} has no {missing}", fix=f"add {missing} = ... to the stage")
+def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
+    degrees = resolve_degrees(config.parallel, ranks, stage)
+    _check_stage_sections(config, stage, where, degrees)
+    missing = [name for name in ("seq_len", "global_batch_tokens") if not getattr(stage, name)]
+    if missing:
+        raise ConfigError(f"{where} has no {missing[0]}", fix=f"add {missing[0]} = ... to the stage")
     ends = [name for name in ("steps", "tokens", "until") if getattr(stage, name)]
     if len(ends) != 1:
         has = " and ".join(ends) if ends else "none of steps, tokens and until"
         raise ConfigError(f"{where} has {has}", fix="give one of them")
     if stage.until:
         _check_until(config, stage, f"{where}.until")
-    if stage.cp is not None and stage.cp < 1 and stage.cp != -1:
-        raise ConfigError(f"{where}.cp = {stage.cp} is not a valid degree", fix="use 1 or more, or -1 for every rank")
-    cp = degrees.stage_cp(stage)
+    cp, tp = degrees.stage_cp(stage), degrees.tp
     if degrees.fsdp % cp:
         divisors = [str(n) for n in range(1, degrees.fsdp + 1) if degrees.fsdp % n == 0]
         raise ConfigError(
             f"{where}.cp = {cp} does not divide dp_shard x cp = {degrees.fsdp} (from [parallel] and the ranks)",
             fix=f"use {', '.join(divisors)} or -1 for all, or start another number of ranks (NPROC=...)",
         )
-    if cp > 1 and stage.seq_len % (2 * cp):
-        lower = stage.seq_len // (2 * cp) * 2 * cp
+    _check_measured_lengths(config, stage, where, cp * tp)
+    unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
+    if stage.seq_len % unit:
+        lower = stage.seq_len // unit * unit
         raise ConfigError(
-            f"{where}.seq_len = {stage.seq_len} is not divisible by 2 x cp = {2 * cp}",
-            fix=f"use {f'{lower} or ' if lower else ''}{lower + 2 * cp}, or another cp",
-        )
-    _check_measured_lengths(config, stage, where, cp * degrees.tp)
-    if stage.seq_len // cp % degrees.tp:
-        unit = 2 * cp * degrees.tp
-        raise ConfigError(
-            f"{where}.seq_len = {stage.seq_len} leaves a context-parallel rank {stage.seq_len // cp} tokens, which "
-            f"tp = {degrees.tp} does not divide",
-            fix=f"use {-(-stage.seq_len // unit) * unit}, or another tp",
+            f"{where}.seq_len = {stage.seq_len} cannot be shared by cp = {cp} and tp = {tp}: it is not divisible by "
+            f"{unit}",
+            fix=f"use {f'{lower} or ' if lower else ''}{lower + unit}, or another cp or tp",
         )
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
-    _check_stage_data(config, stage, f"{where}.data")
+    check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
     unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
     if stage.global_batch_tokens % unit:
         raise ConfigError(
@@ -257,7 +183,8 @@ def _check_stage(config: Config, stage: Stage, where: str, degrees: Degrees) -> 
             "(data-parallel ranks x micro-batch)",
             fix=f"use {-(-stage.global_batch_tokens // unit) * unit}, or a larger cp",
         )
-    _check_micro_batches(config, stage, where, degrees)
+    if degrees.pp > 1:
+        _check_micro_batches(stage, where, config.parallel.pp_schedule, degrees.pp, unit)
 
 
 def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int) -> None:
@@ -309,43 +236,15 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
         )
 
 
-def _check_stage_data(config: Config, stage: Stage, where: str) -> None:
-    own, names = stage.data, set(config.data.by_name())
-    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": config.data.mixture}
-    tables["data.max_epochs"] = config.data.max_epochs
-    for key, named in tables.items():
-        unknown = sorted(set(named) - names)
-        if unknown:
-            raise ConfigError(
-                f"{key} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
-                fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
-            )
-        if named and (min(named.values()) < 0 or not 0 < sum(named.values()) < math.inf):
-            raise ConfigError(f"{key} needs finite numbers that sum to more than zero", fix="give numbers above 0")
-    if bool(own.short_share) != bool(own.short_seq_len) or own.short_seq_len >= stage.seq_len:
-        raise ConfigError(
-            f"{where} has short_share = {own.short_share} and short_seq_len = {own.short_seq_len}",
-            fix=f"give both, with a length below {stage.seq_len}, or neither",
-        )
-    if bool(own.growth_from) != bool(own.growth_steps) or own.growth_from >= stage.seq_len:
-        raise ConfigError(
-            f"{where} has growth_from = {own.growth_from} and growth_steps = {own.growth_steps}",
-            fix=f"give both, from a length below {stage.seq_len}, or neither",
-        )
-
-
-def _check_micro_batches(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
-    """Every schedule but GPipe needs a micro-batch for each pipeline rank; the interleaved ones, full rounds."""
-    if degrees.pp == 1:
-        return
-    unit = stage.seq_len * degrees.stage_dp(stage) * config.training.micro_batch_sequences
-    count, schedule = stage.global_batch_tokens // unit, config.parallel.pp_schedule
-    rounds = max(1, count // degrees.pp) if schedule.startswith("interleaved") else 1
-    if schedule != "gpipe" and (count < degrees.pp or count % rounds):
-        wanted = max(degrees.pp, -(-count // degrees.pp) * degrees.pp)
+def _check_micro_batches(stage: Stage, where: str, schedule: str, pp: int, unit: int) -> None:
+    """Every schedule but GPipe needs a micro-batch (of `unit` tokens) a pipeline rank; the interleaved ones, rounds."""
+    count = stage.global_batch_tokens // unit
+    rounds = max(1, count // pp) if schedule.startswith("interleaved") else 1
+    if schedule != "gpipe" and (count < pp or count % rounds):
+        wanted = max(pp, -(-count // pp) * pp)
         raise ConfigError(
             f"{where}.global_batch_tokens = {stage.global_batch_tokens} makes {count} micro-batches, which "
-            f"{schedule} cannot assign to {degrees.pp} pipeline ranks",
+            f"{schedule} cannot assign to {pp} pipeline ranks",
             fix=f"use {wanted * unit} for {wanted} micro-batches, or fewer pipeline ranks",
         )
 

@@ -1,6 +1,5 @@
 """Degrees of the mesh as plain integers, computed from [parallel] and the number of ranks."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -43,25 +42,20 @@ class Degrees:
         return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
 
 
-def stage_parallel(parallel: Parallel, stage: Stage) -> Parallel:
-    """[parallel] with the tp and pp of a stage, where it has its own."""
-    own = {name: getattr(stage, name) for name in ("tp", "pp") if getattr(stage, name) is not None}
-    return dataclasses.replace(parallel, **own)
-
-
-def resolve_degrees(parallel: Parallel, ranks: int) -> Degrees:
+def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) -> Degrees:
     """Fill the one -1 of [parallel] so that the product is `ranks`.
 
+    Args:
+        stage: its tp and pp, where it has its own, replace those of [parallel].
+
     Raises:
-        ConfigError: a degree below 1 (other than -1), two of -1, or a product that is not `ranks`.
+        ConfigError: two of -1, or a product that is not `ranks`.
     """
     degrees = {name: getattr(parallel, name) for name in ORDER}
+    for name in ("tp", "pp"):
+        own = getattr(stage, name, None)
+        degrees[name] = degrees[name] if own is None else own
     text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "every degree 1"
-    for name, degree in degrees.items():
-        if degree < 1 and degree != -1:
-            raise ConfigError(
-                f"parallel.{name} = {degree} is not a valid degree", fix="use 1 or more, or -1 for the remaining ranks"
-            )
     open_axes = [name for name, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         raise ConfigError(

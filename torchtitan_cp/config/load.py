@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import re
 import types
 import typing
@@ -14,6 +13,7 @@ import tomli
 import tomli_w
 
 from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config
 
 OVERRIDE = re.compile(r"--([A-Za-z_][\w.\[\]]*?)=(.*)", re.DOTALL)
@@ -128,27 +128,8 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
             known = f"did you mean {near[0]}?" if near else "known here: " + ", ".join(sorted(fields))
             raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
         values[name] = build(hints[name], value, where=dotted, file=file)
-        _check_range(values[name], fields[name].metadata, dotted, file)
+        check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
     return kind(**values)
-
-
-def _check_range(value: Any, metadata: Any, where: str, file: str) -> None:
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
-    choices, least, most, below = (metadata.get(name) for name in ("choices", "least", "most", "below"))
-    for entry in entries:
-        wrong = fix = ""
-        if choices and entry is not None and entry not in choices:
-            wrong, fix = "is not known", "use one of " + ", ".join(choices)
-        elif isinstance(entry, float) and not math.isfinite(entry):
-            wrong, fix = "is not a finite number", "give a finite number"
-        elif least is not None and entry is not None and entry < least:
-            wrong, fix = "is too small", f"use at least {least:g}"
-        elif most is not None and entry is not None and entry > most:
-            wrong, fix = "is too large", f"use at most {most:g}"
-        elif below is not None and entry is not None and entry >= below:
-            wrong, fix = "is too large", f"use a number below {below:g}"
-        if wrong:
-            raise ConfigError(f"{file}: {where} = {entry!r} {wrong}", fix=fix)
 
 
 def to_toml(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Every choice of the TOML by name. The registries of the rooms hold the same names, which tests compare."""
+"""Choices of the TOML that stand in several places. The registries of the rooms hold the same names: tests compare."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,10 @@ KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
 LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
 ACTIVATIONS = ("none", "full", "selective", "attention_saved")
-FLOAT8_RECIPES = ("none", "tensorwise", "rowwise")
-RESHARD = ("auto", "always", "never")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ROW_SOURCES = ("jsonl", "parquet", "huggingface")
-DOCUMENT_ORDERS = ("shuffled", "related")
 PACKINGS = ("concat", "best_fit")
 LR_SHAPES = ("cosine", "linear", "wsd", "constant")
 RECOVERY_ACTIONS = ("rollback", "lower_lr")
-ON_SPIKE = ("warn", "trip")
-FAULTS = ("data", "embedding", "forward", "backward", "gradient", "weight")
-FAULT_KINDS = ("nan", "inf", "spike")
 ROPE_KINDS = ("none", "linear", "ntk", "yarn", "longrope", "llama3")
 VARIANTS = ("passkey", "multi_key", "variable_tracking")
 MEASURED = ("validation_loss", "short_loss_rise", "passkey_accuracy")
@@ -46,4 +39,3 @@ SCHEDULES = {
     "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, None, splits_backward=True),
     "zbv_zero_bubble": PipelineSchedule("ZBVZeroBubble", 2, 2, splits_backward=True),
 }
-PP_SCHEDULES = tuple(SCHEDULES)

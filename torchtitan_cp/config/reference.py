@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torchtitan_cp.config.sections import Config, Data, DataSource
+from torchtitan_cp.config.sections import Config, Curriculum, Data, DataSource, Stage
 
 
 class Key(NamedTuple):
@@ -23,16 +23,14 @@ class Key(NamedTuple):
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """Each section in the order of the file: its header, its purpose, its keys."""
-    hints = typing.get_type_hints(Config)
-    for entry in dataclasses.fields(Config):
-        kind = hints[entry.name]
-        header, keys = f"[{entry.name}]", kind
-        if entry.name == "curriculum":
-            keys = typing.get_args(typing.get_type_hints(kind)["stages"])[0]
-            header = "[[curriculum.stages]]"
-        yield header, _first_line(keys), list(_keys(keys))
-        if keys is Data:
-            yield "[[data.sources]]", _first_line(DataSource), list(_keys(DataSource))
+    for name, kind in typing.get_type_hints(Config).items():
+        tables = {f"[{name}]": kind}
+        if kind is Data:
+            tables["[[data.sources]]"] = DataSource
+        elif kind is Curriculum:
+            tables = {"[[curriculum.stages]]": Stage}
+        for header, section in tables.items():
+            yield header, section.__doc__.splitlines()[0], list(_keys(section))
 
 
 def help_texts(section: Any) -> dict[str, str]:
@@ -63,33 +61,24 @@ def _default(entry: Any) -> str:
     return "" if entry.default is None else json.dumps(entry.default)
 
 
-def _first_line(section: Any) -> str:
-    return (section.__doc__ or "").splitlines()[0]
-
-
 def as_text() -> str:
     """Every key as plain lines, for a terminal."""
     lines = []
     for header, about, keys in sections():
-        lines.append(f"{header}  {about}")
-        lines += [f"  {key.name} = {key.default}".ljust(44) + f"  {key.help}" for key in keys]
-        lines.append("")
+        entries = (f"  {key.name} = {key.default}".ljust(44) + f"  {key.help}" for key in keys)
+        lines += [f"{header}  {about}", *entries, ""]
     return "\n".join(lines)
 
 
 def as_markdown() -> str:
     """Every key as tables, for the docs."""
-    lines = [
-        "# Every key of the TOML file",
-        "",
-        "Made by `python -m torchtitan_cp.config.reference > docs/config.md`.",
-        "",
-    ]
+    made_by = "Made by `python -m torchtitan_cp.config.reference > docs/config.md`."
+    lines = ["# Every key of the TOML file", "", made_by, ""]
     for header, about, keys in sections():
-        lines += [f"## `{header}`", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        escaped = [(key, key.help.replace("|", "\\|")) for key in keys]
-        lines += [f"| `{key.name}` | {key.type} | `{key.default}` | {text} |" for key, text in escaped]
-        lines.append("")
+        rows = (
+            f"| `{key.name}` | {key.type} | `{key.default}` | " + key.help.replace("|", "\\|") + " |" for key in keys
+        )
+        lines += [f"## `{header}`", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)
 
 

@@ -1,21 +1,50 @@
-"""Checks between the keys of a stage's rotary embedding."""
+"""A stage's rotary embedding, and the checks between its keys."""
 
-import dataclasses
+from dataclasses import dataclass, fields
 
 from torchtitan_cp.config.errors import ConfigError
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.key import check_read_keys, key
+from torchtitan_cp.config.names import ROPE_KINDS
 
-TAKES = {
-    "none": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *("factor", "original_seq_len", "attention_factor", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": ("factor", "original_seq_len", "attention_factor", "long_factor", "short_factor"),
-}
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of a stage.
+
+    Attributes:
+        theta: base of the frequencies
+        kind: scaling of the frequencies
+        factor: every kind but none: how much longer the context becomes
+        original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens
+        low_freq_factor: llama3: dimensions with fewer turns are scaled by the whole factor
+        high_freq_factor: llama3: dimensions with more turns are not scaled
+        attention_factor: yarn, longrope: factor on cos and sin; 0: the paper's, from factor
+        beta_fast: yarn: dimensions with more turns are not scaled
+        beta_slow: yarn: dimensions with fewer turns are scaled by the whole factor
+        mscale: yarn: numerator of DeepSeek's attention factor; 0: the paper's
+        mscale_all_dim: yarn: its denominator; given with mscale
+        truncate: yarn: the blend starts and ends at whole dimensions
+        long_factor: longrope: divisors of the head_dim / 2 frequencies
+        short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
+    """
+
+    theta: float = key(10000.0, least=1)
+    kind: str = key("none", choices=ROPE_KINDS)
+    factor: float = key(1.0, least=1, read_by=ROPE_KINDS[1:])
+    original_seq_len: int = key(0, least=0, read_by=("yarn", "longrope", "llama3"))
+    low_freq_factor: float = key(1.0, least=0, read_by=("llama3",))
+    high_freq_factor: float = key(4.0, least=0, read_by=("llama3",))
+    attention_factor: float = key(0.0, least=0, read_by=("yarn", "longrope"))
+    beta_fast: float = key(32.0, least=0, read_by=("yarn",))
+    beta_slow: float = key(1.0, least=0, read_by=("yarn",))
+    mscale: float = key(0.0, least=0, read_by=("yarn",))
+    mscale_all_dim: float = key(0.0, least=0, read_by=("yarn",))
+    truncate: bool = key(True, read_by=("yarn",))
+    long_factor: tuple[float, ...] = key((), read_by=("longrope",))
+    short_factor: tuple[float, ...] = key((), read_by=("longrope",))
+
+
+TAKES = {kind: tuple(entry.name for entry in fields(Rope) if kind in entry.metadata["read_by"]) for kind in ROPE_KINDS}
 """The keys each kind reads, in addition to theta."""
 
 
@@ -29,24 +58,7 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
     Raises:
         ConfigError: a key that the kind does not read, one it lacks, or keys that exclude each other.
     """
-    _check_read(rope, where)
-    _check_numbers(rope, where)
-    _check_complete(rope, seq_len, where)
-
-
-def _check_read(rope: Rope, where: str) -> None:
-    """A key that the kind does not read would be dropped silently."""
-    for entry in dataclasses.fields(Rope):
-        read = entry.name in ("theta", "kind", *TAKES[rope.kind])
-        if not read and getattr(rope, entry.name) != entry.default:
-            kinds = [repr(kind) for kind, keys in TAKES.items() if entry.name in keys]
-            raise ConfigError(
-                f"{where}.{entry.name} does nothing with kind = {rope.kind!r}",
-                fix=f"remove it, or use kind = {' or '.join(kinds)}",
-            )
-
-
-def _check_numbers(rope: Rope, where: str) -> None:
+    check_read_keys(rope, "kind", where)
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigError(f"{where}: high_freq_factor must be above low_freq_factor", fix="use e.g. 1 and 4")
     if rope.kind == "yarn":
@@ -56,6 +68,15 @@ def _check_numbers(rope: Rope, where: str) -> None:
             f"{where}: long_factor and short_factor divide, so each number must be above 0",
             fix="use 1 to leave a frequency alone",
         )
+    takes = TAKES[rope.kind]
+    if "original_seq_len" in takes:
+        _check_original(rope, seq_len, where)
+    scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
+    if "factor" in takes and not scales:
+        ratio = f"{seq_len / rope.original_seq_len:g}" if rope.original_seq_len else "8"
+        raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix=f"add factor = {ratio} or another")
+    if "long_factor" in takes and not rope.long_factor:
+        raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")
 
 
 def _check_yarn(rope: Rope, where: str) -> None:
@@ -69,18 +90,6 @@ def _check_yarn(rope: Rope, where: str) -> None:
         raise ConfigError(f"{where} has one of mscale and mscale_all_dim", fix="give both, or neither for the paper's")
     if rope.mscale and rope.attention_factor:
         raise ConfigError(f"{where} has attention_factor, which overrides mscale", fix="give one of them")
-
-
-def _check_complete(rope: Rope, seq_len: int, where: str) -> None:
-    takes = TAKES[rope.kind]
-    if "original_seq_len" in takes:
-        _check_original(rope, seq_len, where)
-    scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
-    if "factor" in takes and not scales:
-        ratio = f"{seq_len / rope.original_seq_len:g}" if rope.original_seq_len else "8"
-        raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix=f"add factor = {ratio} or another")
-    if "long_factor" in takes and not rope.long_factor:
-        raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")
 
 
 def _check_original(rope: Rope, seq_len: int, where: str) -> None:

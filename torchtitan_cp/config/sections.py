@@ -1,33 +1,18 @@
 """The sections of the TOML file as frozen dataclasses: every key with its type, default and meaning.
 
-What each `Attributes:` says of a key is its help text: `--help` and `docs/config.md` are made from it.
+What each `Attributes:` says of a key is its help text: `--help` and `docs/config.md` are made from it. Those of the
+text (`data`) and of RoPE (`rope`) have files of their own, and are found here too.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_cp.config import names
+from torchtitan_cp.config.data import Data, DataSource, ResolvedStageData, SourceKeys, StageData  # noqa: F401
+from torchtitan_cp.config.key import key
+from torchtitan_cp.config.rope import Rope
 
 LONGEST_SECONDS = 1e8  # three years; torch counts in nanoseconds
-
-
-def key(
-    default: Any,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A key with the values it takes. The bounds of a list or table hold for each entry; every number is finite.
-
-    Args:
-        least, most: bounds that are allowed themselves; below: one that is not.
-    """
-    metadata = {"choices": choices, "least": least, "most": most, "below": below}
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -40,6 +25,7 @@ class Job:
         timeout_seconds: a step, validation or final save that takes longer ends the job
         startup_timeout_seconds: the limit for joining, building, loading and each stage's first step
         max_restarts: times that run_train.sh starts the ranks again after one died or hung
+        log_level: of rank 0; debug also says why other attention kernels were passed over
     """
 
     dump_folder: str = "outputs/run"
@@ -47,6 +33,7 @@ class Job:
     timeout_seconds: float = key(300.0, least=1, most=LONGEST_SECONDS)
     startup_timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
     max_restarts: int = key(3, least=0)
+    log_level: str = key("info", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True)
@@ -82,101 +69,6 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class SourceKeys:
-    """Where text or tokens come from, and what a document is.
-
-    Attributes:
-        source: python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst];
-            parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub)
-        path: file, folder or glob; with huggingface the dataset's name or a local folder
-        subset: huggingface: the dataset's configuration, where it has several
-        split: huggingface: the split that is read
-        revision: huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed
-        text_field: field (column) of a row that holds the text
-        token_field: field (column) of a row that holds token ids of this tokenizer, instead of text_field
-        group_field: field (column) with the group of a row, e.g. its repository; empty: no row is related to another
-        group_depth: text: leading folders of a path that name a document's group, 1 if each is a repository; 0: all
-        document: what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one
-        min_document: documents with fewer tokens are counted and left out
-        max_document: documents with more tokens are split into even parts; 0: never
-        validation_fraction: share of files (or rows) held out, chosen by hash
-    """
-
-    source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES))
-    path: str = ""
-    subset: str = ""
-    split: str = "train"
-    revision: str = ""
-    text_field: str = "text"
-    token_field: str = ""
-    group_field: str = ""
-    group_depth: int = key(0, least=0)
-    document: str = key("file", choices=("file", "folder"))
-    min_document: int = key(0, least=0)
-    max_document: int = key(0, least=0)
-    validation_fraction: float = key(0.02, least=0, below=1)
-
-    @property
-    def where(self) -> str:
-        """How messages name the table these keys stand in."""
-        return "data"
-
-
-@dataclass(frozen=True)
-class DataSource(SourceKeys):
-    """One of several sources: keys as in [data], and a name. Each is tokenized and cached by itself.
-
-    Attributes:
-        name: what mixtures, tables and messages call it
-    """
-
-    name: str = ""
-
-    @property
-    def where(self) -> str:
-        """See SourceKeys."""
-        return f"data.sources[{self.name!r}]"
-
-
-@dataclass(frozen=True)
-class Data(SourceKeys):
-    """Which text is read, and where its tokens are cached.
-
-    Attributes:
-        sources: [[data.sources]] tables, in place of the keys above for one source
-        mixture: weight of each source by name; default: by their tokens; a stage may set its own
-        max_epochs: how often the run may read a source, by name; after that its weight goes to the others
-        order: related keeps documents of one group (folder, repository) together
-        separator: token id put after each document, in addition to the tokenizer's own end; -1: none
-        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad
-            nothing
-        packing_window: best_fit: sequences packed at once
-        document_mask: tokens attend to their own document only, and its last token predicts nothing
-        restart_positions: positions begin at 0 in each document
-        workers: processes that read sequences and plan their attention; 0: a thread
-        cache_folder: where tokens and the trained tokenizer are kept between runs
-        prefetch_batches: steps read ahead of the training loop
-    """
-
-    sources: tuple[DataSource, ...] = ()
-    mixture: dict[str, float] = key({}, least=0)  # noqa: RUF009
-    max_epochs: dict[str, float] = key({}, least=0)  # noqa: RUF009
-    order: str = key("shuffled", choices=names.DOCUMENT_ORDERS)
-    separator: int = key(-1, least=-1)
-    packing: str = key("concat", choices=names.PACKINGS)
-    packing_window: int = key(256, least=1)
-    document_mask: bool = False
-    restart_positions: bool = False
-    workers: int = key(0, least=0)
-    cache_folder: str = "outputs/cache"
-    prefetch_batches: int = key(2, least=1)
-
-    def by_name(self) -> dict[str, SourceKeys]:
-        """Every source, in the file's order; the one that [data] itself describes is called `corpus`."""
-        return {entry.name: entry for entry in self.sources} or {"corpus": self}
-
-
-@dataclass(frozen=True)
 class Training:
     """How one optimizer step is computed.
 
@@ -195,7 +87,7 @@ class Training:
 
     seed: int = key(0, least=0)
     compute_dtype: str = key("bfloat16", choices=("float32", "bfloat16"))
-    float8: str = key("none", choices=names.FLOAT8_RECIPES)
+    float8: str = key("none", choices=("none", "tensorwise", "rowwise"))
     deterministic: bool = False
     micro_batch_sequences: int = key(1, least=1)
     reduce_dtype: str = key("float32", choices=("float32", "bfloat16"))
@@ -288,16 +180,16 @@ class Parallel:
         fsdp_cpu_offload: keep weights, gradients and optimizer state in host memory (CUDA)
     """
 
-    pp: int = key(1, least=-1)
-    pp_schedule: str = key("1f1b", choices=names.PP_SCHEDULES)
+    pp: int = key(1, least=-1, excluded=0)
+    pp_schedule: str = key("1f1b", choices=tuple(names.SCHEDULES))
     pp_stages_per_rank: int = key(0, least=0)
     pp_split: tuple[int, ...] = key((), least=1)
-    dp_replicate: int = key(1, least=-1)
-    dp_shard: int = key(-1, least=-1)
-    cp: int = key(1, least=-1)
-    tp: int = key(1, least=-1)
+    dp_replicate: int = key(1, least=-1, excluded=0)
+    dp_shard: int = key(-1, least=-1, excluded=0)
+    cp: int = key(1, least=-1, excluded=0)
+    tp: int = key(1, least=-1, excluded=0)
     async_tp: bool = False
-    fsdp_reshard: str = key("auto", choices=names.RESHARD)
+    fsdp_reshard: str = key("auto", choices=("auto", "always", "never"))
     fsdp_prefetch: int = key(1, least=1)
     fsdp_cpu_offload: bool = False
 
@@ -347,7 +239,7 @@ class Compile:
     """
 
     enable: bool = False
-    mode: str = key("default", choices=names.COMPILE_MODES)
+    mode: str = key("default", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))
 
 
 @dataclass(frozen=True)
@@ -394,10 +286,10 @@ class Inject:
     step: int = key(0, least=0)
     steps: int = key(1, least=1)
     rank: int = key(0, least=0)
-    where: str = key("forward", choices=names.FAULTS)
+    where: str = key("forward", choices=("data", "embedding", "forward", "backward", "gradient", "weight"))
     layer: int = key(0, least=0)
     module: str = ""
-    kind: str = key("nan", choices=names.FAULT_KINDS)
+    kind: str = key("nan", choices=("nan", "inf", "spike"))
     transient: bool = False
 
 
@@ -423,7 +315,7 @@ class Health:
     """
 
     on_nonfinite: str = key("halt", choices=("halt", "skip"))
-    on_spike: str = key("warn", choices=names.ON_SPIKE)
+    on_spike: str = key("warn", choices=("warn", "trip"))
     spike_threshold: float = key(10.0, least=0)
     spike_window: int = key(64, least=8)
     max_consecutive_skips: int = key(5, least=1)
@@ -519,43 +411,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of a stage.
-
-    Attributes:
-        theta: base of the frequencies
-        kind: scaling of the frequencies
-        factor: every kind but none: how much longer the context becomes
-        original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens
-        low_freq_factor: llama3: dimensions with fewer turns are scaled by the whole factor
-        high_freq_factor: llama3: dimensions with more turns are not scaled
-        attention_factor: yarn, longrope: factor on cos and sin; 0: the paper's, from factor
-        beta_fast: yarn: dimensions with more turns are not scaled
-        beta_slow: yarn: dimensions with fewer turns are scaled by the whole factor
-        mscale: yarn: numerator of DeepSeek's attention factor; 0: the paper's
-        mscale_all_dim: yarn: its denominator; given with mscale
-        truncate: yarn: the blend starts and ends at whole dimensions
-        long_factor: longrope: divisors of the head_dim / 2 frequencies
-        short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
-    """
-
-    theta: float = key(10000.0, least=1)
-    kind: str = key("none", choices=names.ROPE_KINDS)
-    factor: float = key(1.0, least=1)
-    original_seq_len: int = key(0, least=0)
-    low_freq_factor: float = key(1.0, least=0)
-    high_freq_factor: float = key(4.0, least=0)
-    attention_factor: float = key(0.0, least=0)
-    beta_fast: float = key(32.0, least=0)
-    beta_slow: float = key(1.0, least=0)
-    mscale: float = key(0.0, least=0)
-    mscale_all_dim: float = key(0.0, least=0)
-    truncate: bool = True
-    long_factor: tuple[float, ...] = ()
-    short_factor: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class StageLR(LRScheduler):
     """Learning rate of one stage, over its own steps.
 
@@ -564,49 +419,6 @@ class StageLR(LRScheduler):
     """
 
     peak: float | None = key(None, least=0, most=100)
-
-
-@dataclass(frozen=True)
-class StageData:
-    """How a stage reads its text; default for each key: the value in [data].
-
-    Attributes:
-        mixture: weight of each source by name
-        packing: how documents become sequences
-        packing_window: best_fit: sequences packed at once
-        document_mask: tokens attend to their own document only
-        restart_positions: positions begin at 0 in each document
-        short_share: fraction of the sequences that are cut into pieces of short_seq_len, for a mix of lengths
-        short_seq_len: tokens of a piece; tensor shapes stay, masks differ
-        growth_from: tokens that attention sees in the stage's first step, growing to seq_len; 0: seq_len
-        growth_steps: steps of that growth, by masks alone (SkyLadder)
-    """
-
-    mixture: dict[str, float] | None = key(None, least=0)  # noqa: RUF009
-    packing: str | None = key(None, choices=names.PACKINGS)
-    packing_window: int | None = key(None, least=1)
-    document_mask: bool | None = None
-    restart_positions: bool | None = None
-    short_share: float = key(0.0, least=0, most=1)
-    short_seq_len: int = key(0, least=0)
-    growth_from: int = key(0, least=0)
-    growth_steps: int = key(0, least=0)
-
-
-@dataclass(frozen=True)
-class ResolvedStageData:
-    """StageData with [data] filled in where the stage says nothing."""
-
-    mixture: dict[str, float]
-    packing: str
-    packing_window: int
-    document_mask: bool
-    restart_positions: bool
-    max_epochs: dict[str, float] = field(default_factory=dict)
-    short_share: float = 0.0
-    short_seq_len: int = 0
-    growth_from: int = 0
-    growth_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -650,10 +462,10 @@ class Stage:
     tokens: int = key(0, least=0)
     until: dict[str, float] = key({})  # noqa: RUF009
     global_batch_tokens: int = key(0, least=1)
-    cp: int | None = key(None, least=-1)
+    cp: int | None = key(None, least=-1, excluded=0)
     strategy: str | None = key(None, choices=names.STRATEGIES)
-    tp: int | None = key(None, least=-1)
-    pp: int | None = key(None, least=-1)
+    tp: int | None = key(None, least=-1, excluded=0)
+    pp: int | None = key(None, least=-1, excluded=0)
     rope: Rope | None = None
     lr: StageLR | None = None
     optimizer_state: str = key("keep", choices=("keep", "reset"))

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Whether the value must be at least its bound, or at most.
-RISES = {"passkey_accuracy": True, "validation_loss": False, "short_loss_rise": False}
+AT_LEAST = ("passkey_accuracy",)  # of the others the bound is an upper one
 
 
 class Verdict(NamedTuple):
@@ -19,14 +18,14 @@ def judge(conditions: Mapping[str, float], measured: Mapping[str, float]) -> Ver
     """Whether every condition holds.
 
     Args:
-        conditions: bounds by metric; see RISES.
+        conditions: bounds by metric.
         measured: the latest values.
     """
     reasons, holds = [], True
     for name, bound in conditions.items():
         value = measured.get(name)
-        met = value is not None and (value >= bound if RISES[name] else value <= bound)
-        holds = holds and met
+        wanted, sign = ("at least", 1) if name in AT_LEAST else ("at most", -1)
+        holds = holds and value is not None and sign * value >= sign * bound
         number = "not measured yet" if value is None else f"{value:.4g}"
-        reasons.append(f"{name} {number}, {'at least' if RISES[name] else 'at most'} {bound:g} wanted")
+        reasons.append(f"{name} {number}, {wanted} {bound:g} wanted")
     return Verdict(holds, "; ".join(reasons), {name: measured[name] for name in conditions if name in measured})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
+from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Rope, Stage, StageLR
 
 
@@ -78,7 +78,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
     """Resolve every stage of a config that has passed `check_config` for this number of ranks."""
     plans: list[StagePlan] = []
     for index, stage in enumerate(config.curriculum.stages):
-        degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
+        degrees = resolve_degrees(config.parallel, ranks, stage)
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
         tokens = stage.tokens or stage.until.get("max_tokens", 0)
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy

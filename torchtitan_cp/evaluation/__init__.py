@@ -3,8 +3,7 @@
 Imports `config` at most.
 """
 
-from torchtitan_cp.evaluation.budget import Budget
-from torchtitan_cp.evaluation.held_out import evaluating, unigram_loss
+from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
 from torchtitan_cp.evaluation.prompts import Prompt, PromptWriter
 from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 

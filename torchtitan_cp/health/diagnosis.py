@@ -86,8 +86,7 @@ class ModuleTrace:
 
     def __init__(self, parts: Iterable[tuple[int, str, nn.Module]], keep: tuple[nn.Module, int] | None = None) -> None:
         self.parts, self.keep = list(parts), keep
-        self.seen: list[tuple[float, Event]] = []
-        self.inputs: list[Any] = []
+        self.seen, self.inputs = list[tuple[float, Event]](), list[Any]()
         self.output_gradients: dict[int, Tensor] = {}
         self._gradient: Tensor | None = None
         self._weights: set[int] = set()
@@ -100,45 +99,34 @@ class ModuleTrace:
         """Watch the forward and backward within."""
         with ExitStack() as self._hooks:
             for number, prefix, part in self.parts:
-                count = partial(self._count_forward, (number, prefix))
-                self._hooks.enter_context(part.register_forward_pre_hook(count, prepend=True))
                 for name, module in part.named_modules(prefix=prefix):
                     about = ((number, prefix), name)
                     self._hooks.enter_context(module.register_forward_pre_hook(partial(self._before, *about)))
                     self._hooks.enter_context(module.register_forward_hook(partial(self._after, *about)))
             yield
 
-    def _count_forward(self, part: tuple[int, str], module: nn.Module, inputs: Any) -> None:
-        # A part's forwards come in the order of the micro-batches.
-        if not is_recomputing():
-            self._forwards[part] += 1
-
     def _before(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any) -> None:
         if is_recomputing():
             return
+        if name == part[1]:  # the part itself, whose forwards come in the order of the micro-batches
+            self._forwards[part] += 1
         self._see_all(part, name, "input", inputs)
         if self.keep == (module, self._forwards[part] - 1):
             self.inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
         for own, weight in module.named_parameters(recurse=False):
             if weight.requires_grad and id(weight) not in self._weights:
                 self._weights.add(id(weight))
-                see = partial(self._see_weight_gradient, part[0], name, f"gradient of {own}")
+                see = partial(self._see, part[0], None, BACKWARD, name, f"gradient of {own}")
                 self._hooks.enter_context(weight.register_hook(see))
 
     def _after(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if is_recomputing():
-            return
-        outputs = output if isinstance(output, tuple) else (output,)
-        self._see_all(part, name, "output", outputs)
-        if self.keep == (module, self._forwards[part] - 1):
-            for place, x in enumerate(outputs):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(partial(self._keep_gradient, place))
+        if not is_recomputing():
+            outputs = output if isinstance(output, tuple) else (output,)
+            self._see_all(part, name, "output", outputs, keep=self.keep == (module, self._forwards[part] - 1))
 
-    def _keep_gradient(self, place: int, gradient: Tensor) -> None:
-        self.output_gradients[place] = gradient.clone()
-
-    def _see_all(self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...]) -> None:
+    def _see_all(
+        self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool = False
+    ) -> None:
         number, micro_batch = part[0], self._forwards[part] - 1
         for place, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_floating_point():
@@ -146,6 +134,11 @@ class ModuleTrace:
                 self._see(number, micro_batch, FORWARD, name, label, x)
                 if x.requires_grad:
                     x.register_hook(partial(self._see_gradient, number, micro_batch, name, f"{label} gradient"))
+                if x.requires_grad and keep:
+                    x.register_hook(partial(self._keep_gradient, place))
+
+    def _keep_gradient(self, place: int, gradient: Tensor) -> None:
+        self.output_gradients[place] = gradient.clone()
 
     def _see_gradient(self, number: int, micro_batch: int, name: str, what: str, gradient: Tensor) -> None:
         self._backward_micro_batch = micro_batch
@@ -157,10 +150,9 @@ class ModuleTrace:
             value, event = self.seen[-1]
             self.seen[-1] = (value, replace(event, module=name, what=what))
 
-    def _see_weight_gradient(self, number: int, name: str, what: str, gradient: Tensor) -> None:
-        self._see(number, self._backward_micro_batch, BACKWARD, name, what, gradient)
-
-    def _see(self, number: int, micro_batch: int, direction: str, name: str, what: str, x: Tensor) -> None:
+    def _see(self, number: int, micro_batch: int | None, direction: str, name: str, what: str, x: Tensor) -> None:
+        if micro_batch is None:  # of a weight's gradient, which follows those of the tensors
+            micro_batch = self._backward_micro_batch
         key = (number, micro_batch, direction)
         self._counts[key] += 1
         # Forward runs up the pipeline stages and backward down.
@@ -211,19 +203,6 @@ def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ..
     value = float(own[index])
     size = math.inf if bad else abs(value)
     return size, str(value) if bad else f"{size:.3g}", tuple(own.shape), index
-
-
-def modules_that_run(parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Modules of this rank by their names in the whole model.
-
-    A part whose output is tied to the embedding holds the embedding for its weight, without running it.
-    """
-    return {
-        name: module
-        for part in parts
-        for name, module in part.named_modules()
-        if part.opens or not name.startswith("tok_embeddings")
-    }
 
 
 def find_nonfinite_weight(parts: Iterable[nn.Module]) -> Event | None:
@@ -298,8 +277,8 @@ class Diagnosis:
     times: float = 0.0
 
     @property
-    def recoverable(self) -> bool:
-        """Whether the next step may be healthy, which it cannot with a non-finite weight."""
+    def weights_finite(self) -> bool:
+        """Whether no weight has a non-finite value, with which the next step would be bad too."""
         return self.culprit is None or self.culprit.order[0] != WEIGHT
 
     def as_json(self) -> dict[str, Any]:
@@ -355,16 +334,15 @@ class Diagnoser:
         dist.all_gather_object(gathered, outgrown)
         origin = find_origin(gathered)
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
+        if origin is None and reproduces:
+            what = "every number that enters or leaves a module is finite"
+            if not report.findings:
+                what = "no module's numbers stand out, so look at its text"
+            return Diagnosis(what + repeated, True)
         if origin is None:
-            if reproduces and report.findings:
-                summary = f"every number that enters or leaves a module is finite{repeated}"
-            elif reproduces:
-                summary = f"no module's numbers stand out, so look at its text{repeated}"
-            else:
-                what = "is finite" if report.findings else "has no spike"
-                summary = f"repeated, the step {what}: a hardware fault, or a race"
-                summary += ", or torch.compile, which the repeat runs without" * self.compiled
-            return Diagnosis(summary, reproduces)
+            what = "is finite" if report.findings else "has no spike"
+            but = ", or torch.compile, which the repeat runs without" * self.compiled
+            return Diagnosis(f"repeated, the step {what}: a hardware fault, or a race{but}", False)
         growth, culprit, ranks = origin
         place = [self._locate(culprit, micro_batches) if dist.get_rank() == ranks[0] else {}]
         dist.broadcast_object_list(place, ranks[0])
@@ -392,9 +370,8 @@ class Diagnoser:
             row, token = divmod(event.index[0], tokens)
         else:
             return {}
-        plan = batch.plan
-        position = int(plan.positions[token])
-        documents = plan.mask.documents(plan.sequence_length)
+        position = int(batch.plan.positions[token])
+        documents = batch.plan.mask.documents(batch.plan.sequence_length)
         spans = documents[row if len(documents) > 1 else 0]
         return {
             "row": row,

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Inject
-from torchtitan_cp.health.diagnosis import modules_that_run
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class Injector:
         shares_batch_with: whether a rank reads the same tokens as this one.
 
     Raises:
-        ConfigError: on all ranks, if the rank does not exist or does not have the module.
+        ConfigError: on all ranks, if the rank does not have the module.
     """
 
     def __init__(
@@ -41,14 +40,18 @@ class Injector:
         shares_batch_with: Callable[[int], bool],
     ) -> None:
         self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
-        self.modules = modules_that_run(parts)
+        # A part whose output is tied to the embedding holds the embedding for its weight, without running it.
+        self.modules = {
+            name: module
+            for part in parts
+            for name, module in part.named_modules()
+            if part.opens or not name.startswith("tok_embeddings")
+        }
         if settings.step:
-            problems: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, self._problem() if settings.rank == dist.get_rank() else None)
-            if settings.rank >= len(problems):
-                problems.append(f"there is no rank {settings.rank} among {len(problems)}")
-            for problem in filter(None, problems):
-                raise ConfigError(f"[health.inject]: {problem}", fix="name a rank, layer and module that exist")
+            problem = [self._problem()]
+            dist.broadcast_object_list(problem, settings.rank)
+            if problem[0]:
+                raise ConfigError(f"[health.inject]: {problem[0]}", fix="name a rank, layer and module that exist")
 
     @property
     def module(self) -> str:
@@ -74,19 +77,17 @@ class Injector:
         settings = self.settings
         return 0 < settings.step <= step < settings.step + settings.steps and not (again and settings.transient)
 
-    @contextmanager
-    def fault(self, step: int, *, again: bool = False) -> Iterator[None]:
+    def fault(self, step: int, *, again: bool = False) -> AbstractContextManager[None]:
         """Make the fault in what runs within, if it is due in this step and on this rank."""
         settings, due = self.settings, self.is_due(step, again=again)
         if due and not again and dist.get_rank() == 0:
             logger.warning("FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, asdict(settings))
-        with ExitStack() as stack:
-            if due and settings.rank == dist.get_rank() and settings.where != "data":
-                # In a whole block before its other hooks, which have to see the fault; in other modules after the
-                # hooks of tensor parallelism.
-                block = self.module.startswith("layers") and not settings.module
-                stack.enter_context(fault_in(self.modules[self.module], settings, prepend=block))
-            yield
+        if not due or settings.rank != dist.get_rank() or settings.where == "data":
+            return nullcontext()
+        # In a whole block before its other hooks, which have to see the fault; in other modules after the hooks of
+        # tensor parallelism.
+        block = self.module.startswith("layers") and not settings.module
+        return fault_in(self.modules[self.module], settings, prepend=block)
 
     def corrupt(self, step: int, micro_batches: Sequence[Any], *, again: bool = False) -> tuple[Any, ...]:
         """The micro-batches of a step, with a fault where = data in the labels of the first if it is due.
@@ -117,26 +118,22 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
     Args:
         prepend: run before the other hooks of the module.
     """
-    waiting, weight = True, _own_weight(module)
+    weight = _own_weight(module)
 
     def corrupted(x: Tensor) -> Tensor:
         copy = x.clone()
         corrupt_(copy, settings.kind)
         return copy
 
-    def is_first() -> bool:
-        nonlocal waiting
-        first = waiting and torch.is_grad_enabled()
-        waiting = waiting and not first
-        return first
-
     def corrupt_output(module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not is_first():
+        if not torch.is_grad_enabled():
             return output
+        hook.remove()
         return (corrupted(output[0]), *output[1:]) if isinstance(output, tuple) else corrupted(output)
 
     def corrupt_gradient(module: nn.Module, inputs: Any) -> None:
-        if is_first():
+        if torch.is_grad_enabled():
+            hook.remove()
             # In the forward the weight is the gathered one, whose gradient no other rank has touched yet.
             x = inputs[0] if settings.where == "backward" else getattr(module, str(weight))
             hooks.enter_context(x.register_hook(corrupted))
@@ -145,9 +142,9 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
         if settings.where == "weight":
             corrupt_(getattr(module, str(weight)), settings.kind)
         elif settings.where in ("backward", "gradient"):
-            hooks.enter_context(module.register_forward_pre_hook(corrupt_gradient, prepend=prepend))
+            hook = hooks.enter_context(module.register_forward_pre_hook(corrupt_gradient, prepend=prepend))
         else:
-            hooks.enter_context(module.register_forward_hook(corrupt_output, prepend=prepend))
+            hook = hooks.enter_context(module.register_forward_hook(corrupt_output, prepend=prepend))
         yield
 
 

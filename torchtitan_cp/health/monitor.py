@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -68,16 +68,16 @@ class HealthMonitor:
         settings: [health].
         parts: the model's modules on this rank; the keys of their `layers` are block numbers of the whole model.
         blocks: of the whole model.
+        device: of this rank.
 
     Attributes:
         spikes: finds spikes; its `recent` numbers belong to the run's state.
     """
 
-    def __init__(self, settings: Health, parts: Iterable[nn.Module], blocks: int) -> None:
-        self.settings, self.blocks = settings, blocks
+    def __init__(self, settings: Health, parts: Iterable[nn.Module], blocks: int, device: torch.device) -> None:
+        self.settings = settings
         self.spikes = SpikeDetector(settings.spike_threshold, settings.spike_window)
-        self._outputs: dict[int, Tensor] = {}
-        self._gradient: Tensor | None = None
+        self._largest = torch.zeros(blocks + 1, device=device)  # each block's output, then the gradient
         for part in parts:
             layers: dict[str, nn.Module] = dict(part.layers.items())  # type: ignore[operator, union-attr]
             for number, block in layers.items():
@@ -86,28 +86,25 @@ class HealthMonitor:
 
     def _see_output(self, number: int, block: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            value = largest(output[0] if isinstance(output, tuple) else output)
-            # maximum() passes NaN on.
-            self._outputs[number] = torch.maximum(self._outputs.get(number, value), value)
+            self._see(number, output[0] if isinstance(output, tuple) else output)
 
     def _watch_input(self, block: nn.Module, inputs: Any) -> None:
         if inputs[0].requires_grad:
-            inputs[0].register_hook(self._see_gradient)
+            inputs[0].register_hook(partial(self._see, -1))
 
-    def _see_gradient(self, gradient: Tensor) -> None:
-        value = largest(gradient)
-        self._gradient = value if self._gradient is None else torch.maximum(self._gradient, value)
+    def _see(self, place: int, x: Tensor) -> None:
+        # maximum() passes NaN on.
+        torch.maximum(self._largest[place], largest(x), out=self._largest[place])
 
-    def pop_seen(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What was seen since the last call.
+    def pop_largest(self) -> Tensor:
+        """The largest values since the last call, which are forgotten.
 
         Returns:
-            (largest outputs `[blocks]`, 0 for blocks of other ranks; largest gradient, 0 if none came).
+            `[blocks + 1]` fp32: output of each block, 0 for blocks of other ranks; then the gradient, 0 if none came.
         """
-        outputs, gradient, none = self._outputs, self._gradient, torch.zeros((), device=device)
-        self._outputs, self._gradient = {}, None
-        table = torch.stack([outputs.get(number, none) for number in range(self.blocks)])
-        return table, none if gradient is None else gradient
+        values = self._largest.clone()
+        self._largest.zero_()
+        return values
 
     def check_step(
         self,
@@ -129,9 +126,13 @@ class HealthMonitor:
             peak_memory_bytes: of this rank.
             stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
         """
-        outputs, gradient = self.pop_seen(loss_sum.device)
-        scalars = (loss_sum, tokens, gradient, largest_logit)
-        report = all_gather_report(scalars, outputs, square_norms, peak_memory_bytes, stop_and_save_requests)
+        device = loss_sum.device
+        largest_values = self.pop_largest()
+        on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
+        scalars = (loss_sum, tokens, largest_values[-1], largest_logit)
+        numbers = (*scalars, on_host, largest_values[:-1], square_norms)
+        own = torch.cat([x.to(device, torch.float64, non_blocking=True).flatten() for x in numbers])
+        report = read_report(gather_rows(own))
         if report.findings or not self.settings.spike_threshold:
             return report
         return replace(report, spikes=self.spikes.find(report))
@@ -149,27 +150,11 @@ def largest(x: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(x.detach())).abs().amax().float()
 
 
-def all_gather_report(
-    scalars: Sequence[Tensor],
-    outputs: Tensor,
-    square_norms: Tensor,
-    peak_memory_bytes: int,
-    stop_and_save_requests: tuple[bool, bool] = (False, False),
-) -> StepReport:
-    """Gather a vector from every rank, with one collective and one wait of the host.
-
-    Args:
-        scalars: summed loss of this rank's tokens, unmasked tokens over all ranks, largest gradient, largest logit.
-        outputs: largest of each block, `[blocks]`.
-    """
-    device = scalars[0].device
-    on_device = torch.stack([x.to(device, non_blocking=True).double() for x in scalars])
-    on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
-    parts = (on_device, on_host, outputs, square_norms)
-    own = torch.cat([x.to(device, non_blocking=True).double() for x in parts])
+def gather_rows(own: Tensor) -> np.ndarray:
+    """The vectors of all ranks, `[ranks, ...]`, with one collective and one wait of the host."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    return read_report(torch.stack(gathered).cpu().numpy())
+    return torch.stack(gathered).cpu().numpy()
 
 
 def read_report(rows: np.ndarray) -> StepReport:

@@ -1,7 +1,7 @@
 """What follows a bad step: skip it, roll back to a checkpoint, lower the learning rate, halt."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]
 
 
 class NonFiniteError(RuntimeError):
-    """A step was bad, and the job has to halt."""
+    """A step had non-finite values (or a spike that trips), and [health] says that the job ends."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecoveryState:
     """What bad steps have led to so far, as plain JSON in checkpoints.
 
@@ -56,7 +56,7 @@ class Recovery:
 
 
 class RecoveryPolicy:
-    """Counts bad steps and decides what is done about each.
+    """Counts bad steps and chooses what is done about each.
 
     Args:
         settings: [health].
@@ -74,45 +74,43 @@ class RecoveryPolicy:
     def record_healthy_step(self) -> None:
         """A step was taken, which ends a row of bad ones."""
         state = self.state
-        self.state = replace(
-            state,
-            skips=0,
-            bad_steps=0,
-            healthy_steps=state.healthy_steps + 1,
-            lr_steps_left=max(0, state.lr_steps_left - 1),
-        )
+        state.skips = state.bad_steps = 0
+        state.healthy_steps += 1
+        state.lr_steps_left = max(0, state.lr_steps_left - 1)
 
-    def decide(self, what: str, find_checkpoint: FindCheckpoint, *, recoverable: bool = True) -> Recovery:
-        """What follows a bad step, which has changed no weight.
+    def choose_action(self, what: str, find_checkpoint: FindCheckpoint, *, weights_finite: bool = True) -> Recovery:
+        """Count a bad step, which has changed no weight, and choose what follows it.
 
         Args:
             what: the step and stage, and what is wrong with it.
-            recoverable: the next step may be healthy, which it cannot with a non-finite weight.
+            weights_finite: False if a weight is not finite, so that the next step would be bad too and skipping is
+                no use.
 
         Raises:
             NonFiniteError: the job has to halt.
         """
         state, settings, limit = self.state, self.settings, self.settings.max_consecutive_skips
-        state = replace(state, skips=state.skips + 1, all_skips=state.all_skips + 1, bad_steps=state.bad_steps + 1)
-        self.state = state
+        state.skips, state.all_skips, state.bad_steps = state.skips + 1, state.all_skips + 1, state.bad_steps + 1
         if settings.on_nonfinite == "halt":
             raise NonFiniteError(
                 f"{what}. No weight was changed.\n  fix: look at the data and the learning rate of "
                 'this step; health.on_nonfinite = "skip" skips such steps'
             )
-        if state.skips <= limit and recoverable:
-            return Recovery(
-                "skip", f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)"
-            )
+        if state.skips <= limit and weights_finite:
+            message = f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)"
+            return Recovery("skip", message)
         # If the last rollback was followed by no healthy step, its checkpoint is no use.
         too_new = state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
         checkpoint = find_checkpoint(too_new) if settings.policy else None
+        lowered = ""
         if "rollback" in settings.policy and checkpoint and state.rollbacks < settings.max_rollbacks:
-            action, state = "rollback", replace(state, skips=0, rollbacks=state.rollbacks + 1)
+            action = "rollback"
+            state.rollbacks += 1
         elif "lower_lr" in settings.policy and state.lr_cuts < settings.max_lr_cuts:
-            action, state = (
-                "lower_lr",
-                replace(state, skips=0, lr_cuts=state.lr_cuts + 1, lr_steps_left=settings.lr_steps),
+            action = "lower_lr"
+            state.lr_cuts, state.lr_steps_left = state.lr_cuts + 1, settings.lr_steps
+            lowered = (
+                f"; the learning rate is LOWERED to {self.lr_factor:g} of its schedule for {settings.lr_steps} steps"
             )
         else:
             raise NonFiniteError(
@@ -120,15 +118,10 @@ class RecoveryPolicy:
                 f"{state.lr_cuts} cuts of the learning rate, and health.policy = {list(settings.policy)} allows no "
                 "more. No weight was changed.\n  fix: resume from the last checkpoint with a lower learning rate"
             )
+        state.skips = 0
         message = f"{what}. There is no checkpoint to roll back to"
         if checkpoint:
-            path, progress = checkpoint
-            state = replace(state, bad_steps=0, healthy_steps=0, rolled_back_to=progress.step)
-            message = f"{what}. ROLLED BACK to {path}, and the text since is skipped"
-        self.state = state
-        if action == "lower_lr":
-            message += (
-                f"; the learning rate is LOWERED to {self.lr_factor:g} of its schedule for {settings.lr_steps} steps"
-            )
-        message += f" ({state.rollbacks} rollbacks, {state.lr_cuts} cuts so far)"
-        return Recovery(action, message, checkpoint)
+            state.bad_steps, state.healthy_steps, state.rolled_back_to = 0, 0, checkpoint[1].step
+            message = f"{what}. ROLLED BACK to {checkpoint[0]}, and the text since is skipped"
+        counts = f" ({state.rollbacks} rollbacks, {state.lr_cuts} cuts so far)"
+        return Recovery(action, message + lowered + counts, checkpoint)

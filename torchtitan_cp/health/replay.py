@@ -28,7 +28,6 @@ from torchtitan_cp.health.diagnosis import (
     find_invalid_tokens,
     find_nonfinite_weight,
     find_origin,
-    modules_that_run,
 )
 from torchtitan_cp.health.inject import fault_in
 
@@ -99,7 +98,7 @@ def save_bundle(
     Returns:
         the diagnosis, which now names the folder.
     """
-    event, parts = found.culprit, [part for _, part in diagnoser.parts]
+    event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
     plan = batch.plan
     tensors = {name: plan.unshard(getattr(batch, name).to(diagnoser.device)) for name in ("tokens", "labels")}
@@ -115,14 +114,13 @@ def save_bundle(
         "torch": torch.__version__,
     }
     if event and event.order[0] != DATA and event.culprit_module:
-        unit = report["unit"] = event.culprit_module
-        module = modules_that_run(parts).get(unit)
-        if unit == "loss" and hasattr(parts[-1], "output"):
-            module = diagnoser.loss
+        report["unit"] = event.culprit_module
+        modules = dict(pair for _, prefix, part in diagnoser.watched for pair in part.named_modules(prefix=prefix))
+        module = modules.get(event.culprit_module)
         if event.order[0] == STEP:
             trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
             diagnoser.run_step(step, micro_batches, trace.watching())
-            if module:
+            if module and trace.inputs:
                 report["arguments"], inputs = _whole_arguments(diagnoser, module, trace, batch)
                 tensors |= inputs
         weights = module.named_parameters() if module else ()

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torchtitan_cp.metrics.sink import Sink
 from torchtitan_cp.metrics.step_record import StepRecord
 
 LINE_SECONDS = 30.0  # metrics.jsonl has every step
@@ -20,7 +19,7 @@ COLUMNS = {"stage": "", "seq_len": ",", "cp": "", "steps": ",", "first": ".4f", 
 COLUMNS |= {"passkey": ".0%", "tok/s": ",.0f", "mfu": ".1%", "GiB": ".2f"}
 
 
-class ConsoleSink(Sink):
+class ConsoleSink:
     """Prints on rank 0 only.
 
     Args:

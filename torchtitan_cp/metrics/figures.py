@@ -4,19 +4,13 @@ Drawn on one rank, at evaluations and ends of stages only: matplotlib takes most
 imported at the first figure. pyplot, which keeps global state, is not used.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from torchtitan_cp.attention import Plan
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DPI = 110
 MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
@@ -28,7 +22,7 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
 
     Args:
         curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
-            has NaN. See `metrics.positions`.
+            has NaN. See `metrics.loss_breakdown`.
     """
     figure, axes = _figure(7.0, 4.2)
     for index, (name, (starts, losses)) in enumerate(curves.items()):
@@ -149,12 +143,13 @@ def _colors(name: str, where: Any) -> Any:
     return importlib.import_module("matplotlib").colormaps[name](where)
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of this many inches, and its axes."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _pixels(figure: Figure) -> np.ndarray:
+def _pixels(figure: Any) -> np.ndarray:
     canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

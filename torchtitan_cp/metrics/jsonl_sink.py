@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config import UserError
-from torchtitan_cp.metrics.sink import Sink
 from torchtitan_cp.metrics.step_record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -17,7 +16,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
 
 
-class JsonLinesSink(Sink):
+class JsonLinesSink:
     """Writes metrics.jsonl and evaluation.jsonl. A full disk does not end training.
 
     Args:

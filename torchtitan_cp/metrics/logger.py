@@ -10,7 +10,6 @@ import numpy as np
 from torchtitan_cp.config.sections import Metrics
 from torchtitan_cp.metrics.console_sink import ConsoleSink
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, JsonLinesSink
-from torchtitan_cp.metrics.sink import Sink
 from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TensorBoardSink
 from torchtitan_cp.metrics.wandb_sink import WandbSink
@@ -21,6 +20,9 @@ logger = logging.getLogger(__name__)
 class MetricsLogger:
     """Hands records, numbers, images and texts to the console and, on rank 0, the other sinks.
 
+    A sink has a `name` for messages, and one method for each kind of thing it takes: `step(record)`,
+    `evaluation(record)`, `scalars(values, step)`, `image(tag, pixels, step)`, `text(tag, text, step)`, `close()`.
+
     Args:
         settings: [metrics].
         total_steps: optimizer steps of the whole run; done: those already taken.
@@ -29,7 +31,7 @@ class MetricsLogger:
 
     def __init__(self, settings: Metrics, total_steps: int, done: int, *, enabled: bool) -> None:
         self.settings, self.console = settings, ConsoleSink(total_steps, done, enabled=enabled)
-        self.sinks: list[Sink] = [self.console]
+        self.sinks: list[Any] = [self.console]
 
     def open_files(self, folder: Path, after_step: int) -> None:
         """Open the sinks that [metrics] asks for. Rank 0 calls this.
@@ -54,27 +56,27 @@ class MetricsLogger:
             total_steps: of the whole run, as far as is known now.
         """
         self.console.total_steps = total_steps
-        self._send(Sink.step, record)
+        self._send("step", record)
         if record.step % self.settings.interval == 0:
             self.scalars(record.scalars(), record.step)
 
     def evaluation(self, record: Mapping[str, Any], scalars: Mapping[str, float], step: int) -> None:
         """Record the result of an evaluation: plain JSON, and the numbers to plot by tag."""
-        self._send(Sink.evaluation, record)
+        self._send("evaluation", record)
         self.scalars(scalars, step)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers by tag."""
-        self._send(Sink.scalars, values, step)
+        self._send("scalars", values, step)
 
     def image(self, tag: str, draw: Callable[[], np.ndarray], step: int) -> None:
-        """Draw an image, `[height, width, 3]` uint8, if a sink shows images."""
-        if any(sink.shows_images for sink in self.sinks):
-            self._send(Sink.image, tag, draw(), step)
+        """Draw an image, `[height, width, 3]` uint8, if a sink takes images."""
+        if any(hasattr(sink, "image") for sink in self.sinks):
+            self._send("image", tag, draw(), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Record a text in Markdown; the console does not print it."""
-        self._send(Sink.text, tag, text, step)
+        self._send("text", tag, text, step)
 
     def say(self, text: str, *, tag: str = "", step: int = 0) -> None:
         """Print a text, and with a tag record it too."""
@@ -90,13 +92,13 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Close every sink."""
-        self._send(Sink.close)
+        self._send("close")
 
-    def _send(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Call a method of every sink. One that fails is left alone: TensorBoard's thread ends with an error."""
-        for sink in list(self.sinks):
+    def _send(self, method: str, *arguments: Any) -> None:
+        """Call a method of the sinks that have it. One that fails is left out: TensorBoard's thread has ended."""
+        for sink in [sink for sink in self.sinks if hasattr(sink, method)]:
             try:
-                getattr(sink, method.__name__)(*arguments)
+                getattr(sink, method)(*arguments)
             except OSError as error:
                 self.sinks.remove(sink)
                 logger.error("%s stops until the run's next start: %s. %s goes on", sink.name, error, METRICS_FILE)

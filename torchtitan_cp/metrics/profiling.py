@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,10 @@ def time_on_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight:
 
 def covered(spans: Iterable[Span]) -> float:
     """Length of the union of (start, end) spans."""
-    edges = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
-    total, open_spans = 0.0, 0
-    for (place, change), (following, _) in pairwise(edges):
-        open_spans += change
-        total += (following - place) * (open_spans > 0)
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
     return total
 
 

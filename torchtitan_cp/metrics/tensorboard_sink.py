@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from torchtitan_cp.metrics.sink import Sink
-
 TENSORBOARD_FOLDER = "tensorboard"
 # The tab CUSTOM SCALARS: groups in this order, in each its charts, of each the pattern of its tags.
 LAYOUT = {
@@ -35,7 +33,7 @@ LAYOUT = {
 }
 
 
-class TensorBoardSink(Sink):
+class TensorBoardSink:
     """Writes tensorboard/ in the run's folder.
 
     Args:
@@ -44,7 +42,6 @@ class TensorBoardSink(Sink):
     """
 
     name = "TensorBoard"
-    shows_images = True
 
     def __init__(self, folder: Path, after_step: int) -> None:
         self.writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)

@@ -109,9 +109,9 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
 
 def mean_keys(plan: Plan) -> float:
     """Keys that a query of the plan's sequences sees, on average."""
-    return sum(plan.areas) / plan.sequence_length / len(plan.mask.document_lengths or ((),))
+    return sum(plan.pairs_by_rank) / plan.sequence_length / len(plan.mask.document_lengths or ((),))
 
 
 def imbalance(plan: Plan) -> float:
     """Query-key pairs of the busiest rank of the ring over the mean."""
-    return max(plan.areas) / fmean(plan.areas)
+    return max(plan.pairs_by_rank) / fmean(plan.pairs_by_rank)

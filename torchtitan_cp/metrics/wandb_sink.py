@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.metrics.sink import Sink
 
 
-class WandbSink(Sink):
+class WandbSink:
     """Logs to a project of Weights & Biases, in a run named after the run's folder.
 
     Its steps never decrease: those that a resumed run takes again are ignored. With WANDB_MODE=offline nothing leaves
@@ -24,7 +23,6 @@ class WandbSink(Sink):
     """
 
     name = "Weights & Biases"
-    shows_images = True
 
     def __init__(self, project: str, folder: Path) -> None:
         self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")

@@ -33,8 +33,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of [optimizer] over the model's parameters, sharded or not.
 
-    Its groups hold `lr_scale`, which `set_learning_rates` honours. Loading a state dict takes the moments from the
-    checkpoint and keeps the settings of this config.
+    Its groups hold `lr_scale`, which `set_learning_rates` honours.
 
     Args:
         model: with settings.name = "muon" it has `layers`, whose matrices are Muon's.
@@ -52,7 +51,6 @@ def build_optimizer(
     if settings.name == "muon":
         matrices = [group for group in groups if group["muon"]]
         optimizer = Muon(matrices, optimizer, momentum=settings.muon_momentum, dtype=compute_dtype)
-    optimizer.register_load_state_dict_pre_hook(_keep_settings)
     if settings.offload_state:
         device = next(model.parameters()).device
         if device.type == "cpu":
@@ -109,9 +107,3 @@ def _check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -
                 f"optimizer.groups[{index}].match = {rule.match!r} matches no parameter that an earlier rule left",
                 fix=f"names are like {names[0]}, {names[len(names) // 2]}, {names[-1]}",
             )
-
-
-def _keep_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Put this optimizer's settings in place of the saved ones."""
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=False)  # torch itself says what does not fit
-    return {**state, "param_groups": [{**own, "params": saved["params"]} for own, saved in pairs]}

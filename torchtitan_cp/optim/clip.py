@@ -11,11 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_cp.attention.local_shard import local_tensor
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's shard of every gradient."""
-    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
 def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = None) -> Tensor:
     """This rank's part of the squared global norm of each group, `[groups]` fp64.
 
@@ -73,4 +68,5 @@ def scale_gradients(parameters: Iterable[nn.Parameter], global_norm: float, max_
     Source: Pascanu et al., 2013.
     """
     if max_norm and global_norm > max_norm:
-        torch._foreach_mul_(local_gradients(parameters), max_norm / global_norm)
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, max_norm / global_norm)

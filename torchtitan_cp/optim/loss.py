@@ -71,13 +71,13 @@ class ChunkedCrossEntropy(nn.Module):
         Returns:
             (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
         """
-        chunk, z_loss = self.chunk_tokens, self.z_loss
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _LinearCrossEntropy.apply(hidden, weight, labels, chunk, vocabulary, z_loss, self.largest_logit)
+            return _LinearCrossEntropy.apply(hidden, weight, labels, vocabulary, self)
+        chunk = self.chunk_tokens
         chunks = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True)
         results = [_chunk_loss(_logits(rows, weight), targets, vocabulary, None) for rows, targets in chunks]
         losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
-        return losses.sum() + z_loss * squares.sum(), losses.view(labels.shape)
+        return losses.sum() + self.z_loss * squares.sum(), losses.view(labels.shape)
 
 
 @torch.no_grad()
@@ -145,27 +145,20 @@ def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        chunk_tokens: int,
-        vocabulary: VocabularyShard | None,
-        z_loss: float,
-        largest_logit: Tensor | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Any, settings: ChunkedCrossEntropy
     ) -> tuple[Tensor, Tensor]:
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         z_sum = losses.new_zeros(())
         d_rows = torch.empty_like(rows)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, len(targets), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
+        for start in range(0, len(targets), settings.chunk_tokens):
+            chunk = slice(start, start + settings.chunk_tokens)
             logits = _logits(rows[chunk], weight)
-            result = _chunk_loss(logits, targets[chunk], vocabulary, largest_logit)
+            result = _chunk_loss(logits, targets[chunk], vocabulary, settings.largest_logit)
             losses[chunk], squares, log_sums, row, is_here = result
             z_sum += squares.sum()
-            slope = (1 + 2 * z_loss * log_sums) * (targets[chunk] != IGNORED)
+            slope = (1 + 2 * settings.z_loss * log_sums) * (targets[chunk] != IGNORED)
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
             if len(weight):
                 # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
@@ -177,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         per_token = losses.view(labels.shape)
         ctx.mark_non_differentiable(per_token)
-        return losses.sum() + z_loss * z_sum, per_token
+        return losses.sum() + settings.z_loss * z_sum, per_token
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,4 +178,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
-        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None, None, None
+        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None

@@ -46,17 +46,15 @@ class Muon(Optimizer):
             for parameter in group["params"]:
                 if group["muon"] and parameter.grad is not None:
                     by_mesh[getattr(parameter, "device_mesh", None)].append((parameter, group))
-        for matrices in by_mesh.values():
-            self._step_matrices(matrices)
+        for mesh, matrices in by_mesh.items():
+            self._step_matrices(matrices, ranks=mesh.size() if mesh else 1)
         self._rest.state = self.state
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._rest.step()
 
-    def _step_matrices(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _step_matrices(self, matrices: list[tuple[Tensor, dict[str, Any]]], ranks: int) -> None:
         """Step matrices of one mesh, as many at a time as it has ranks, largest first so that equal sizes meet."""
         matrices.sort(key=lambda entry: entry[0].numel(), reverse=True)
-        first = matrices[0][0]
-        ranks = first.device_mesh.size() if isinstance(first, DTensor) else 1
         for start in range(0, len(matrices), ranks):
             batch = matrices[start : start + ranks]
             directions = _orthogonalized([self._direction(*entry) for entry in batch])

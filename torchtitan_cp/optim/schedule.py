@@ -73,17 +73,12 @@ class LearningRates:
     def __init__(
         self, optimizer: Optimizer, scheduler: LRScheduler, stages: Sequence[tuple[StageLR | None, int]]
     ) -> None:
-        shared_steps, shared_done = sum(steps for own, steps in stages if own is None), 0
-        # Of each stage: steps of its schedule before the stage, and in all; peak; settings.
-        self._stages: list[tuple[int, int, float, LRScheduler | StageLR]] = []
-        for own, steps in stages:
-            if own is None:
-                self._stages.append((shared_done, shared_steps, optimizer.lr, scheduler))
-                shared_done += steps
-            else:
-                self._stages.append((0, steps, optimizer.lr if own.peak is None else own.peak, own))
+        self.peak, self.scheduler, self.stages = optimizer.lr, scheduler, stages
 
     def at(self, stage: int, step: int) -> float:
         """Learning rate of a stage's optimizer step, both counted from 0."""
-        before, steps, peak, settings = self._stages[stage]
-        return learning_rate(before + step, steps, peak, settings)
+        own, steps = self.stages[stage]
+        if own:
+            return learning_rate(step, steps, self.peak if own.peak is None else own.peak, own)
+        shared = [0 if other else steps for other, steps in self.stages]
+        return learning_rate(sum(shared[:stage]) + step, sum(shared), self.peak, self.scheduler)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
@@ -94,14 +94,11 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool
     reshard = config.parallel.fsdp_reshard == "always" or (
         config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
     )
-    for layer in model.layers.values():  # type: ignore[operator]
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # gloo has no scaled sum, which a divide factor would otherwise ask for.
-            module.set_force_sum_reduction_for_comms(True)
+    for module in (*model.layers.values(), model):  # type: ignore[operator]
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no scaled sum, which a divide factor would otherwise ask for.
+        module.set_force_sum_reduction_for_comms(True)
     prefetch(model, config.parallel.fsdp_prefetch)
 
 

@@ -70,13 +70,12 @@ class Meshes:
 
     def summary(self) -> str:
         """The axes, and the ranks that share each with this one, a line each."""
-        names = {"pp": "pp", "dp_replicate": "dp_replicate", "dp_shard x cp": "fsdp", "tp": "tp"}
-        axes = {name: self.parameters[axis].size() for name, axis in names.items()}
-        lines = [f"mesh, outermost first: {', '.join(f'{name} {size}' for name, size in axes.items())}"]
-        for name, size in axes.items():
-            if size > 1:
-                peers = self.parameters[names[name]].mesh.tolist()
-                lines.append(
-                    f"  rank 0 shares {name} with ranks {', '.join(map(str, peers[1:9]))}" + " ..." * (size > 9)
-                )
-        return "\n".join(lines)
+        sizes, lines = [], []
+        for axis in ("pp", "dp_replicate", "fsdp", "tp"):
+            name = "dp_shard x cp" if axis == "fsdp" else axis
+            first, *peers = self.parameters[axis].mesh.tolist()
+            sizes.append(f"{name} {1 + len(peers)}")
+            if peers:
+                shown = ", ".join(map(str, peers[:8])) + " ..." * (len(peers) > 8)
+                lines.append(f"  rank {first} shares {name} with ranks {shown}")
+        return "\n".join([f"mesh, outermost first: {', '.join(sizes)}", *lines])

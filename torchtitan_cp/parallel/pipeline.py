@@ -7,7 +7,7 @@ Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -93,20 +93,21 @@ def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> Pip
 
 def split_layers(costs: Sequence[float], stages: int) -> list[Span]:
     """[first, stop) of each pipeline stage, with the least cost of the dearest one; each has at least one layer."""
-    layers, before = len(costs), [sum(costs[:count]) for count in range(len(costs) + 1)]
-    # best[n]: cost of the dearest pipeline stage over the first n layers; cuts: where the last of them begins.
-    best, cuts = before, []
-    for stage in range(1, stages):
-        options = {
-            stop: min((max(best[cut], before[stop] - before[cut]), cut) for cut in range(stage, stop))
-            for stop in range(stage + 1, layers + 1)
-        }
-        best = [options[stop][0] if stop in options else float("inf") for stop in range(layers + 1)]
-        cuts.append({stop: cut for stop, (_, cut) in options.items()})
-    edges = [layers]
-    for cut_before in reversed(cuts):
-        edges.append(cut_before[edges[-1]])
-    return list(pairwise([0, *reversed(edges)]))
+    before = [sum(costs[:count]) for count in range(len(costs) + 1)]
+
+    @cache
+    def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
+        """Over the first `stop` layers: the cost of the dearest pipeline stage, and all edges."""
+        if stages == 1:
+            return before[stop], (0, stop)
+
+        def dearest(cut: int) -> float:
+            return max(best(stages - 1, cut)[0], before[stop] - before[cut])
+
+        cut = min(range(stages - 1, stop), key=dearest)
+        return dearest(cut), (*best(stages - 1, cut)[1], stop)
+
+    return list(pairwise(best(stages, len(costs))[1]))
 
 
 def bubble_fraction(settings: Parallel, ranks: int, per_rank: int, micro_batches: int) -> float:
@@ -138,17 +139,13 @@ class _TimedStage(PipelineStage):
 
     watches: Mapping[str, Stopwatch]
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.watches["forward"].running():
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_maybe_with_nosync(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.watches["backward"].running():
-            return super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.watches["backward"].running():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            return super().backward_maybe_with_nosync(*args, **kwargs)
 
 
 class Pipeline:

@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -60,14 +60,10 @@ class PerHead(ParallelStyle):
     """A module that returns its weight `[Hq]`, a number for each head; a rank holds those of its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_module(module, device_mesh, _shard_parameters)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, device_mesh, [Shard(0)])))
         module.register_forward_hook(lambda module, inputs, output: output.to_local())
         return module
-
-
-def _shard_parameters(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
 # The roles that an architecture may give its modules. A new role goes here.

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.degrees import resolve_degrees, stage_parallel
+from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
-from torchtitan_cp.parallel import Meshes
+from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_job, real_tensors
 from torchtitan_cp.planner.parameters import model_args_of
-from torchtitan_cp.runtime import World
-from torchtitan_cp.runtime.device import Device
+from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
 
@@ -59,7 +58,7 @@ class DryModel(ParallelModel):
         with real_tensors():
             meshes = Meshes(world.device.device.type, run.degrees[begins.index])
             meshes.for_cp(1)
-        super().__init__(run.config, world, meshes, run.model_args, begins, max(stage.seq_len for stage in run.stages))
+        super().__init__(run, world, meshes, begins)
         self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
         for parameter in self.parts.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -138,11 +137,11 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     """The config with every step large enough for so many ranks; logs each that is enlarged."""
     stages = []
     for index, stage in enumerate(config.curriculum.stages):
-        degrees = resolve_degrees(stage_parallel(config.parallel, stage), ranks)
-        cp, unit = degrees.stage_cp(stage), 1
-        if cp > 0 and degrees.fsdp % cp == 0:  # else resolve_run refuses it
-            unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
-        if stage.global_batch_tokens % unit:
+        degrees = resolve_degrees(config.parallel, ranks, stage)
+        # Where cp does not divide, resolve_run refuses it.
+        divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0
+        unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences) if divides else 0
+        if unit and stage.global_batch_tokens % unit:
             needed = -(-stage.global_batch_tokens // unit) * unit
             logger.warning(
                 "%d ranks cannot share curriculum.stages[%d].global_batch_tokens = %d, and a run would refuse it; "

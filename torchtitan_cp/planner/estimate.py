@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
-from torchtitan_cp.parallel import bubble_fraction
+from torchtitan_cp.parallel.pipeline import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
 from torchtitan_cp.planner.memory import Memory, add_up, block_bytes, kept_bytes, stage_memory

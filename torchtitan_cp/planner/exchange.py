@@ -51,7 +51,7 @@ class Heads:
     def after_all_to_all(self, ranks: int) -> "Heads":
         """The heads that a rank computes after an all-to-all of so many ranks, with padding and copies."""
         shares = share_heads(self.query, self.key, ranks)
-        return dataclasses.replace(self, query=shares.share, key=len(shares.keys[0]))
+        return dataclasses.replace(self, query=len(shares.queries[0]), key=len(shares.keys[0]))
 
 
 class LayerCost(NamedTuple):

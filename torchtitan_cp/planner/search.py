@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Stage
-from torchtitan_cp.parallel import check_tensor_parallel
+from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.exchange import EXCHANGES

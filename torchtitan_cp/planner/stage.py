@@ -10,9 +10,8 @@ from torchtitan_cp.attention import AttentionMask, choose_strategy
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import plan_pipeline
-from torchtitan_cp.parallel.pipeline import PipelineStages
+from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.parallel.pipeline import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.exchange import Heads, LayerCost, Rates, busiest_layer
 from torchtitan_cp.planner.parameters import Parameters, count_parameters

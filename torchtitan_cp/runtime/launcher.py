@@ -33,15 +33,7 @@ LOCALHOST = "localhost:0"
 
 
 class JobEndedError(Exception):
-    """A rank ended the job with a message; another attempt would end the same way."""
-
-    def __init__(self, note: EndNote) -> None:
-        self.note = note
-        super().__init__(note.message)
-
-
-class StoppedError(Exception):
-    """A stop signal came while no rank was running."""
+    """The job ends with the EndNote given: a rank wrote it, or a stop signal came while no rank was running."""
 
 
 class NodeAgent(LocalElasticAgent):
@@ -64,7 +56,7 @@ class NodeAgent(LocalElasticAgent):
             print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
         self.stopping, self._remaining_restarts = True, 0
         if not self.ranks:
-            raise StoppedError
+            raise JobEndedError(EndNote(0, ""))
         for pid in self.ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -136,9 +128,8 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         error = ChildFailedError(program[0], result.failures)
         return EndNote(max(1, error.get_first_failure()[1].exitcode), str(error))
     except JobEndedError as end:
-        return end.note
-    except StoppedError:
-        return EndNote(0, "")
+        note: EndNote = end.args[0]
+        return note
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
     except RendezvousError as error:

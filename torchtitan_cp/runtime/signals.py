@@ -1,8 +1,7 @@
 """Stop signals of a scheduler: remembered on the rank that gets them, and answered between steps."""
 
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,6 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._before: dict[signal.Signals, Any] = {}
-        self._mask: set[int | signal.Signals] = set()
 
     def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._remember) for number in STOP}
@@ -28,9 +25,7 @@ class StopSignals:
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             # After a failure the launcher sends SIGTERM, and the failure must still be reported.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # one that comes now waits for the next context

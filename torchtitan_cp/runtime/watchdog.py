@@ -5,7 +5,6 @@ several times within the time limit, and ends the process after it. The launcher
 the job.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -14,12 +13,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +44,7 @@ class LostRankError(RuntimeError):
     """A collective failed because another rank is gone or silent."""
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What this process's main thread does.
 
     Attributes:
@@ -63,17 +60,14 @@ class Activity:
     since: float
 
 
-@dataclass(frozen=True)
-class Beat:
-    """The last message of a rank to the others.
+class Beat(NamedTuple):
+    """The last message of a rank to the others. It stays the same on a silent rank.
 
     Attributes:
-        number: beats so far; it stays the same on a silent rank.
         activity_seconds: time since `what` began.
         place: innermost line of this package in its main thread.
     """
 
-    number: int
     host: str
     pid: int
     what: str
@@ -114,7 +108,7 @@ class Watchdog:
         self.rank, self.world_size, self.beat_seconds, self.folder = rank, world_size, beat_seconds, Path(folder)
         # A connection of its own: the main thread may wait on the store for as long as it likes.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._reachable, self._beats = True, 0
+        self._reachable = True
         # The last beats of this rank and of the one that holds the store, for when that is gone.
         self._known: dict[int, Beat] = {}
         self._main, self._left = threading.get_ident(), threading.Event()
@@ -124,9 +118,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         self._thread.join()
 
@@ -146,11 +138,10 @@ class Watchdog:
 
     def _beat(self) -> None:
         """Tell the others what this rank does now."""
-        self._beats += 1
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
-        beat = Beat(self._beats, socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
-        text = json.dumps(dataclasses.asdict(beat))
+        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
+        text = json.dumps(beat)
         self._ask(lambda store: store.set(f"beat/{self.rank}", text), None)
         self._known = {**self._known, **self._read([STORE_HOST]), self.rank: beat}
 
@@ -175,7 +166,7 @@ class Watchdog:
         texts = self._ask(
             lambda store: {rank: store.get(name) for rank, name in wanted.items() if store.check([name])}, {}
         )
-        return {rank: Beat(**json.loads(text)) for rank, text in texts.items()}
+        return {rank: Beat(*json.loads(text)) for rank, text in texts.items()}
 
     def report(self, reason: str) -> None:
         """Log which rank is to blame, on the first rank that reports, and write the flight recorder of each."""
@@ -228,11 +219,10 @@ def _last(beats: dict[int, Beat], rank: int) -> str:
 
 def _place(frame: Any) -> str:
     """File, line and function of the innermost frame in this package."""
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for caller, line in traceback.walk_stack(frame):
+        name = caller.f_code.co_filename
         if name.startswith(PACKAGE):
-            return f"{name[len(PACKAGE) :]}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f"{name[len(PACKAGE) :]}:{line} in {caller.f_code.co_name}"
     return "no line of the trainer"
 
 
@@ -251,12 +241,10 @@ def dump_flight_recorder(folder: Path, rank: int) -> None:
     """Write the latest collectives of this rank as JSON, if torch records them."""
     # NCCL's groups have a recorder of their own.
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")[0 if nccl else 1 :]
-    found = (getattr(torch._C._distributed_c10d, name, None) for name in names)
-    if dump := next(filter(None, found), None):
-        with suppress(OSError, RuntimeError):
-            (folder / "flight_recorder").mkdir(parents=True, exist_ok=True)
-            (folder / "flight_recorder" / f"rank-{rank}.json").write_bytes(dump())
+    with suppress(AttributeError, OSError, RuntimeError):
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
+        (folder / "flight_recorder").mkdir(parents=True, exist_ok=True)
+        (folder / "flight_recorder" / f"rank-{rank}.json").write_bytes(dump())
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from torch.distributed import distributed_c10d
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.data import CacheBuilder, PreparationStoppedError, PreparedCorpus, open_cache
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
 from torchtitan_cp.data.batches.samples import StageSamples, held_out_samples
 from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache
+from torchtitan_cp.data.errors import PreparationStoppedError
 
 POLL_SECONDS = 0.5
 

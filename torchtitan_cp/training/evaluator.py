@@ -13,13 +13,13 @@ from torch import Tensor
 
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
-from torchtitan_cp.curriculum import StagePlan, judge
-from torchtitan_cp.curriculum.gate import Verdict
+from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
-from torchtitan_cp.data.batches.packing import PackedSequence, Span
+from torchtitan_cp.data.batches.samples import PackedSequence, Span
 from torchtitan_cp.evaluation import Budget, EvaluationResult, Prompt, PromptWriter, Retrieval, evaluating, unigram_loss
-from torchtitan_cp.metrics.positions import bin_starts, sum_by_bin
-from torchtitan_cp.runtime import any_rank
+from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin
+from torchtitan_cp.optim.loss import wrong_answers
+from torchtitan_cp.runtime.signals import any_rank
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 
@@ -49,16 +49,6 @@ class HeldOutLosses(NamedTuple):
         """Mean over all tokens."""
         return _mean(self.by_bin.sum((0, 2)))
 
-    @property
-    def by_source(self) -> dict[str, float]:
-        """Mean over the tokens of each source."""
-        return {name: _mean(sums) for name, sums in zip(self.sources, self.by_bin.sum(2), strict=True)}
-
-    @property
-    def by_position(self) -> list[float]:
-        """Mean over the tokens of each bin."""
-        return [_mean(pair) for pair in self.by_bin.sum(0).T]
-
 
 def _mean(pair: Tensor) -> float:
     total, count = pair.tolist()
@@ -87,7 +77,7 @@ class Evaluator:
         settings: Evaluation,
         first_stage: StagePlan,
         set_activity: Callable[[str], None],
-        stop_requested: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool],
     ) -> None:
         self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
         self.set_activity, self.stop_requested, self.interruptible = set_activity, stop_requested, False
@@ -129,9 +119,9 @@ class Evaluator:
         return EvaluationResult(
             loss=held_out.loss,
             unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, self._labels(layout, data)),
-            by_source=held_out.by_source,
+            by_source={name: _mean(sums) for name, sums in zip(held_out.sources, held_out.by_bin.sum(2), strict=True)},
             position_starts=by_position.starts,
-            position_losses=by_position.by_position,
+            position_losses=[_mean(pair) for pair in by_position.by_bin.sum(0).T],
             context_gain=gain,
             short_loss_rise=rise,
             retrieval=retrieval,
@@ -139,22 +129,11 @@ class Evaluator:
             left_out=tuple(self.left_out),
         )
 
-    def check_gate(self, stage: StagePlan, result: EvaluationResult) -> Verdict:
-        """Whether the stage's gate opens."""
-        measured = {
-            "validation_loss": result.loss,
-            "short_loss_rise": result.short_loss_rise,
-            "passkey_accuracy": result.passkey_accuracy,
-        }
-        return judge(stage.until, {name: value for name, value in measured.items() if value is not None})
-
     # Time ----------------------------------------------------------------------------------------------------
 
     def _affords(self, tokens: int) -> bool:
         """Whether there is time for so many tokens: rank 0's clock decides. Collective."""
-        answer = torch.tensor(int(self.budget.affords(tokens)), device=self.model.device)
-        dist.broadcast(answer, 0)
-        return bool(answer)
+        return any_rank(dist.get_rank() == 0 and self.budget.affords(tokens), device=self.model.device)[0]
 
     def _is_due(self, what: str, for_gate: bool = False, tokens: int = 0) -> bool:
         """Whether the gate asks for it or there is time; if not, it is noted as left out. Collective.
@@ -187,9 +166,10 @@ class Evaluator:
         sums = torch.zeros(len(sources) + 1, 2, len(starts), dtype=torch.float64, device=device)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
             for batch in self._batches(samples.sequence, count, batch_layout):
-                losses = self.model.token_losses(batch)
-                if losses is None or not self.model.meshes.owns_loss:
+                result = self.model.measure(batch, self.model.token_loss)
+                if result is None or not self.model.meshes.owns_loss:
                     continue
+                losses = result[1]
                 positions, counted = batch.plan.positions.to(device), batch.labels.to(device) != IGNORED
                 for row, source in enumerate(batch.sources):
                     sums[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
@@ -241,12 +221,19 @@ class Evaluator:
         self, read: Callable[[int], PackedSequence], count: int, batch_layout: BatchLayout
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the first `count` sequences, as many on every rank."""
-        samples, rows = LimitedSamples(read, count), batch_layout.micro_batch_sequences
+        rows = batch_layout.micro_batch_sequences
+
+        def read_limited(number: int) -> PackedSequence:
+            # Ranks that have none take the last one, without labels.
+            sequence = read(min(number, count - 1))
+            nothing = np.full_like(sequence.labels, IGNORED)
+            return sequence if number < count else replace(sequence, labels=nothing)
+
         for first in range(batch_layout.dp_rank * rows, count + batch_layout.dp_rank * rows, batch_layout.sequences):
             self.set_activity("evaluating with the others")
             if self.interruptible and any_rank(self.stop_requested(), device=self.model.device)[0]:
                 raise _Stopped
-            yield read_rows(samples, batch_layout, list(range(first, first + rows)))
+            yield read_rows(read_limited, batch_layout, list(range(first, first + rows)))
 
     # Retrieval -----------------------------------------------------------------------------------------------
 
@@ -305,7 +292,7 @@ class Evaluator:
                     break
                 tried = min(count, tried + batch_layout.sequences)
                 with self.budget.spending(batch_layout.tokens):
-                    wrong = self.model.wrong_answers(batch)
+                    wrong = self.model.measure(batch, wrong_answers)
                     if wrong is not None and self.model.meshes.owns_loss:
                         for number, own in zip(batch.numbers, wrong.tolist(), strict=True):
                             mistakes[min(number, count - 1)] += own
@@ -322,18 +309,3 @@ def resized(batch_layout: BatchLayout, seq_len: int) -> BatchLayout:
     tokens = batch_layout.seq_len * batch_layout.micro_batch_sequences
     sequences = max(1, max(tokens, min(4 * tokens, FORWARD_TOKENS)) // seq_len)
     return replace(batch_layout, seq_len=seq_len, micro_batches=1, micro_batch_sequences=sequences)
-
-
-class LimitedSamples:
-    """The first `count` sequences; a later number gives the last of them without labels, for ranks that have none."""
-
-    def __init__(self, read: Callable[[int], PackedSequence], count: int) -> None:
-        self.read, self.count = read, count
-
-    def sequence(self, number: int) -> PackedSequence:
-        sequence = self.read(min(number, self.count - 1))
-        nothing = np.full_like(sequence.labels, IGNORED)
-        return sequence if number < self.count else replace(sequence, labels=nothing)
-
-    def document_lengths(self, number: int) -> tuple[int, ...]:
-        return self.sequence(number).document_lengths

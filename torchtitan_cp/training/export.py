@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.checkpoint import CheckpointManager
 from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
-from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.sections import Model, Rope
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.registry import architecture, hub_of
+from torchtitan_cp.training.registry import args_from, config_for_hub, hub_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,35 +29,21 @@ PARTIAL = ".partial"
 POLL_SECONDS = 1.0
 
 
-def check_exportable(config: Config, args: Any) -> None:
-    """Refuse checkpoint.export for a model that Hugging Face's format cannot express.
-
-    Raises:
-        ConfigError: naming the option that it cannot express.
-    """
-    if config.checkpoint.export != "no":
-        _hub_config(config.model, args)
-
-
-def _hub_config(model: Model, args: Any) -> dict[str, Any]:
-    """The model's sizes with config.json's keys."""
-    try:
-        return hub_of(model).config(args)
-    except ValueError as error:
-        raise ConfigError(
-            f"the model cannot be written in Hugging Face's format: {error}",
-            fix='train one without it, with checkpoint.export = "no"',
-        ) from None
-
-
 @contextmanager
 def exported_stages(folder: Path, dtype: str, tokenizer: Tokenizer) -> Iterator[threading.Event]:
     """Export the checkpoints of stage ends to `hub/step-N` from a thread, also those that an earlier start missed.
+
+    Args:
+        folder: of the run.
+        dtype: checkpoint.export; nothing happens if it is "no".
 
     Yields:
         An event; once it is set, leaving does not wait for the thread: the next start exports what is missing.
     """
     hurry, ended = threading.Event(), threading.Event()
+    if dtype == "no":
+        yield hurry
+        return
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
     thread.start()
     yield hurry
@@ -101,9 +87,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     if out.exists():
         raise ConfigError(f"{out} exists already", fix="give a new folder")
     saved = open_saved_model(checkpoint)
-    kind = architecture(saved.config.model)
-    args = saved.model_args(type(next(iter(kind.flavors.values()))))
-    config = _hub_config(saved.config.model, args)
+    args = args_from(saved.config.model, saved.sizes)
+    config = config_for_hub(saved.config.model, args)
     tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
     names = hub_of(saved.config.model).names
     # hub name -> our parameter, and which entry of its first dim it is. A tied output is stored as the embedding.

@@ -1,6 +1,5 @@
 """The model on this rank: its parts, sharded and filled, their optimizers, and what a stage of the curriculum sets."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,34 +11,22 @@ from torch import Tensor, nn
 
 from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
 from torchtitan_cp.attention.local_shard import local_tensor
-from torchtitan_cp.config import Config
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
-from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.optim import (
-    ChunkedCrossEntropy,
-    VocabularyShard,
-    build_optimizer,
-    scale_gradients,
-    set_learning_rates,
-    square_norms,
-    wrong_answers,
-)
-from torchtitan_cp.parallel import (
-    HiddenSpec,
-    Meshes,
-    Pipeline,
-    Stopwatch,
-    bubble_fraction,
-    parallelize,
-    plan_pipeline,
-    vocabulary_shard,
-    wrap_blocks,
-)
-from torchtitan_cp.runtime import World
+from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.clip import scale_gradients, square_norms
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
+from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
+from torchtitan_cp.parallel.stopwatch import Stopwatch
+from torchtitan_cp.parallel.tensor import vocabulary_shard
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
+from torchtitan_cp.training.resolve import ResolvedRun
 
 # (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
 Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
@@ -79,12 +66,10 @@ class ParallelModel:
     """This rank's parts of the model: all of it, or its pipeline stages. Collective to make.
 
     Args:
-        config: of the run.
+        run: its model_args have the vocabulary set; the pipeline is split by the layers' cost in the longest stage.
         world: this process among the ranks.
         meshes: of the run.
-        args: sizes of the model.
         begins: the stage of the curriculum whose tp, pp and activation the parts are made with.
-        longest: sequence length of the longest stage, in tokens; the pipeline is split by the layers' cost at it.
 
     Attributes:
         parts: modules, in order of their layers.
@@ -98,25 +83,22 @@ class ParallelModel:
             same random numbers.
     """
 
-    def __init__(
-        self, config: Config, world: World, meshes: Meshes, args: Any, begins: StagePlan, longest: int
-    ) -> None:
+    def __init__(self, run: ResolvedRun, world: World, meshes: Meshes, begins: StagePlan) -> None:
+        config, args = run.config, run.model_args
         self.config, self.world, self.meshes, self.args = config, world, meshes, args
         self.device = world.device.device
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
         self.activation = begins.activation
         settings, mesh = config.parallel, meshes.pp
-        self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, longest))
+        self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, run.longest))
         architecture = registry.architecture(config.model)
-        parallel = dataclasses.replace(settings, tp=begins.tp, pp=begins.pp)
-        begun_with = dataclasses.replace(config, activation=begins.activation, parallel=parallel)
         self.parts = nn.ModuleList()
         for number in self.layers.of_rank(mesh.get_local_rank()):
             with torch.device("meta"):
                 part = architecture.build(args, LayerAttention())
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
-                part.keep(*self.layers.layers[number])  # type: ignore[operator]
-            parallelize(part, meshes, architecture.sharding, begun_with)
+                part.keep(*self.layers.layers[number])
+            parallelize(part, meshes, architecture.sharding, run.config_of(begins))
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
@@ -164,7 +146,7 @@ class ParallelModel:
             stage.micro_batch_sequences,
             stage.dp,
             mesh.get_local_rank("dp"),
-            context_parallel.planner(),
+            context_parallel.make_plan,
             tuple(sorted({0, *self.args.windows})),
         )
 
@@ -187,7 +169,11 @@ class ParallelModel:
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
         """Forward and backward of a step. The loss is divided once, by the unmasked tokens of all ranks."""
-        tokens = self.count_tokens(micro_batches)
+        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
+        # Filled on the device: a copy of a number from pageable memory would have the host wait.
+        tokens = torch.full((), count if self.meshes.owns_tokens else 0, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tokens)
+        tokens.clamp_min_(1)
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
 
@@ -213,33 +199,16 @@ class ParallelModel:
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def token_losses(self, batch: MicroBatch) -> Tensor | None:
-        """Loss of each token, `[B, S/cp]` fp32, 0 where ignored; None on a rank without the last part. Collective."""
-        result = self._measure(batch, self.token_loss)
-        return None if result is None else result[1]
-
-    def wrong_answers(self, batch: MicroBatch) -> Tensor | None:
-        """How many labels of each sequence are not the likeliest token, `[B]` int64, counted on this rank's tokens.
-
-        None on a rank without the last part. Collective.
-        """
-        return self._measure(batch, wrong_answers)
-
     @torch.no_grad()
-    def _measure(self, batch: MicroBatch, measure: Measure) -> Any:
-        """The result of `measure` on a micro-batch, without gradients."""
+    def measure(self, batch: MicroBatch, measure: Measure) -> Any:
+        """The result of `measure` on a micro-batch, as `token_loss` or `optim.wrong_answers`. Collective.
+
+        None on a rank without the last part.
+        """
         run = partial(self._forward, measure=measure)
         if self.pipeline:
             return self.pipeline.evaluate(batch, self._hidden(batch), run)
         return run(self.parts[0], None, batch)
-
-    def count_tokens(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
-        """Unmasked tokens of the step over every rank, at least 1."""
-        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-        # Filled on the device: a copy of a number from pageable memory would have the host wait.
-        tokens = torch.full((), count if self.meshes.owns_tokens else 0, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tokens)
-        return tokens.clamp_min(1)
 
     def _forward(
         self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
@@ -322,7 +291,7 @@ class ParallelModel:
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         (place,) = (self.mesh.mesh == rank).nonzero().tolist()
-        return place[1:3] == [self.mesh.get_local_rank(axis) for axis in ("dp", "cp")]
+        return tuple(place[1:3]) == self.role[1:]
 
     def resolve_strategy(self, batch_layout: BatchLayout) -> str:
         """The name of the exchange between ranks; what was chosen for `auto`."""

@@ -7,11 +7,12 @@ not ours on fewer ranks.
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
-from torchtitan_cp.runtime import World
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.trainer import Trainer
 
@@ -75,13 +76,15 @@ class Comparison:
         return all(row.holds for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Step:
-    """Results of a forward and backward: unsharded fp32 tensors on the host."""
+class Step(NamedTuple):
+    """Results of a forward and backward.
 
-    loss: float
-    attention: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+    Attributes:
+        values: the loss, then the attention outputs, then the gradients of each layer as one vector; unsharded fp32
+            tensors on the host.
+    """
+
+    values: dict[str, Tensor]
     peak_bytes: int
 
 
@@ -99,21 +102,15 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     """
     trainer = Trainer(config, world)
     _check_fits(trainer)
-    comparisons, seen = [], set()
-    for stage in trainer.stages:
-        layout = (stage.cp, stage.strategy, stage.all_to_all_ranks)
-        if layout in seen:
-            continue
-        seen.add(layout)
-        comparisons.append(_compare(trainer, _short(trainer, stage, length)))
+    # The first stage with each layout.
+    layouts = {(stage.cp, stage.strategy, stage.all_to_all_ranks): stage for stage in reversed(trainer.stages)}
+    stages = sorted(layouts.values(), key=lambda stage: stage.index)
+    comparisons = [_compare(trainer, _short(trainer, stage, length)) for stage in stages]
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
-        (Path(config.job.dump_folder) / "parity.json").write_text(
-            json.dumps(
-                [dataclasses.asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons], indent=1
-            )
-        )
+        found = [dataclasses.asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
+        (Path(config.job.dump_folder) / "parity.json").write_text(json.dumps(found, indent=1))
     return all(comparison.holds for comparison in comparisons)
 
 
@@ -128,7 +125,7 @@ def _short(trainer: Trainer, stage: StagePlan, length: int) -> StagePlan:
 
 
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
-    """Run a stage's first step both ways. Collective; only rank 0 has the differences."""
+    """Run a stage's first step both ways. Collective."""
     name = f"cp {stage.cp} x dp {stage.dp}, {stage.strategy}"
     if trainer.world.rank == 0:
         logger.info(
@@ -137,21 +134,16 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
     batch_layout = trainer.enter_stage(stage)
     parallel = _parallel_step(trainer, batch_layout)
     weights = _gather(trainer, lambda p: p)
-    rows: list[Row] = []
-    single_peak = 0
+    found: list[Any] = [None]
     if trainer.world.rank == 0:
-        exact = _single_step(trainer, stage, batch_layout, weights, torch.float32)
-        single_peak = exact.peak_bytes
-        rounded = exact
-        if trainer.model.compute_dtype != torch.float32:
-            rounded = _single_step(trainer, stage, batch_layout, weights, trainer.model.compute_dtype)
-            single_peak = rounded.peak_bytes
-        rows = list(_rows(parallel, exact, rounded, trainer.model.compute_dtype))
-    holds = torch.tensor([all(row.holds for row in rows)], device=trainer.device.device)
-    dist.broadcast(holds, 0)
-    if not holds and trainer.world.rank != 0:
-        rows = [Row("on rank 0", 1.0, 1.0, 0.0)]
-    return Comparison(name, stage.seq_len, tuple(rows), parallel.peak_bytes, single_peak)
+        dtype = trainer.model.compute_dtype
+        exact = single = _single_step(trainer, stage, batch_layout, weights, torch.float32)
+        if dtype != torch.float32:
+            single = _single_step(trainer, stage, batch_layout, weights, dtype)
+        found = [(tuple(_rows(parallel.values, exact.values, single.values, dtype)), single.peak_bytes)]
+    dist.broadcast_object_list(found)
+    rows, single_peak = found[0]
+    return Comparison(name, stage.seq_len, rows, parallel.peak_bytes, single_peak)
 
 
 def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
@@ -163,12 +155,11 @@ def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
         report = trainer.forward_backward(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    own = {key: batch_layout.plans()[0].unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
-    attention = _gather_pipeline(trainer, own)
+    plan = batch_layout.plans()[0]
+    own = {key: plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
     gradients = _gather(trainer, lambda p: p.grad)
-    for optimizer in trainer.model.optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    return Step(report.loss, attention, gradients, int(peak))
+    trainer.model.zero_grad()
+    return Step(_values(report.loss, _gather_pipeline(trainer, own), gradients), int(peak))
 
 
 def _single_step(
@@ -180,7 +171,7 @@ def _single_step(
     model.load_state_dict(weights, strict=False)
     model.to(device.device, dtype)
     frequencies, factor = rope_frequencies(stage.rope, trainer.model.args.head_dim, stage.seq_len)
-    model.set_rope(frequencies, factor, device.device)  # type: ignore[operator]
+    model.set_rope(frequencies, factor, device.device)
     tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, batch_layout))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
@@ -196,7 +187,7 @@ def _single_step(
     peak = device.peak_memory_bytes() - before
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     gradients = {key: p.grad.float().cpu() for key, p in model.named_parameters() if p.grad is not None}
-    return Step(loss.item(), attention, gradients, peak)
+    return Step(_values(loss.item(), attention, gradients), peak)
 
 
 def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -281,43 +272,35 @@ def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
     return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False).full_tensor()
 
 
-def _rows(parallel: Step, exact: Step, rounded: Step, dtype: torch.dtype) -> Iterator[Row]:
-    """The differences: the loss, then attention by layer, then gradients."""
-
-    def row(what: str, got: list[Tensor], want: list[Tensor], plain: list[Tensor]) -> Row:
-        apart = [_flat(x) - _flat(y) for x, y in zip(got, want, strict=True)]
-        norm = torch.stack([_flat(x).norm() for x in want]).norm().clamp_min(torch.finfo(torch.float64).tiny)
-        difference = (torch.stack([x.norm() for x in apart]).norm() / norm).item()
-        largest = max(float(x.abs().max()) for x in apart) / max(float(x.abs().max()) for x in want)
-        allowed = FP32_TOLERANCE
-        if dtype != torch.float32:
-            of_one = [(_flat(x) - _flat(y)).norm() for x, y in zip(plain, want, strict=True)]
-            allowed = max(BF16_ALLOWANCE * (torch.stack(of_one).norm() / norm).item(), BF16_FLOOR)
-        return Row(what, difference if difference == difference else float("inf"), largest, allowed)
-
-    losses = [[torch.tensor([step.loss])] for step in (parallel, exact, rounded)]
-    yield row("loss", *losses)
-    for name in exact.attention:
-        missing = torch.full_like(exact.attention[name], float("nan"))
-        got = parallel.attention.get(name, missing)
-        yield row(f"attention output, {name}", [got], [exact.attention[name]], [rounded.attention[name]])
-    for layer, names in _names_by_layer(exact.gradients).items():
-        steps = [[step.gradients[name] for name in names] for step in (parallel, exact, rounded)]
-        yield row(f"gradients, {layer}", *steps)
-
-
-def _names_by_layer(gradients: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Names of parameters by layer, or by the module at the root."""
-    found: dict[str, list[str]] = {}
-    for name in gradients:
+def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is compared; see Step."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, gradient in gradients.items():
         first, *rest = name.split(".")
         layer = f"{first}.{rest[0]}" if len(rest) > 1 and rest[0].isdigit() else first
-        found.setdefault(layer, []).append(name)
-    return found
+        layers.setdefault(layer, []).append(gradient.flatten())
+    return {
+        "loss": torch.tensor(loss),
+        **{f"attention output, {name}": out for name, out in attention.items()},
+        **{f"gradients, {layer}": torch.cat(parts) for layer, parts in layers.items()},
+    }
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.double().flatten()
+def _rows(
+    parallel: dict[str, Tensor], exact: dict[str, Tensor], rounded: dict[str, Tensor], dtype: torch.dtype
+) -> Iterator[Row]:
+    """The differences, in the order of `exact`."""
+    for what, value in exact.items():
+        want = value.double()
+        norm = want.norm().clamp_min(torch.finfo(torch.float64).tiny)
+        apart = parallel.get(what, torch.full_like(value, torch.nan)).double() - want
+        difference = (apart.norm() / norm).item()
+        allowed = FP32_TOLERANCE
+        if dtype != torch.float32:
+            of_one = (rounded[what].double() - want).norm() / norm
+            allowed = max(BF16_ALLOWANCE * of_one.item(), BF16_FLOOR)
+        largest = (apart.abs().max() / want.abs().max()).item()
+        yield Row(what, math.inf if math.isnan(difference) else difference, largest, allowed)
 
 
 def _check_fits(trainer: Trainer) -> None:

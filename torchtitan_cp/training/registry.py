@@ -1,46 +1,26 @@
 """Architectures by name, as the commands registered them, and the sizes of a config's model."""
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import nn
+from typing import Any
 
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model
 
-
-class Architecture(Protocol):
-    """What the trainer needs of an architecture; `models/architecture.py` documents each part."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def flavors(self) -> Mapping[str, Any]: ...
-    @property
-    def build(self) -> Callable[[Any, Any], nn.Module]: ...
-    @property
-    def sharding(self) -> Mapping[str, str]: ...
-    @property
-    def hub(self) -> Any: ...
-    @property
-    def lacks(self) -> Mapping[str, str]: ...
-
-
 DEFAULT_FLAVOR = "debug"
-_ARCHITECTURES: dict[str, Architecture] = {}
+_ARCHITECTURES: dict[str, Any] = {}  # of models.architecture.Architecture, which this room does not import
 
 
-def register(architectures: Iterable[Architecture]) -> None:
+def register(architectures: Iterable[Any]) -> None:
     """Add architectures by name."""
     _ARCHITECTURES.update({architecture.name: architecture for architecture in architectures})
 
 
-def architecture(model: Model) -> Architecture:
-    """The architecture that [model] names.
+def architecture(model: Model) -> Any:
+    """The architecture that [model] names, a `models.architecture.Architecture`.
 
     Raises:
         ConfigError: it is not registered.
@@ -84,7 +64,7 @@ def model_args_of(model: Model) -> Any:
         raise ConfigError(f"model.flavor = {flavor!r} is not known", fix=f"use one of {', '.join(flavors)}")
     hub_sizes = _hub_sizes(model) if model.hub_checkpoint else {}
     args = flavors[flavor] if model.flavor else dataclasses.replace(flavors[flavor], **hub_sizes)
-    args = dataclasses.replace(args, **_overrides(model, args))
+    args = args_from(model, sizes_of(args) | model.overrides)
     if problem := args.problem():
         raise ConfigError(f"model {flavor} with its overrides: {problem}", fix="change model.overrides")
     if hub_sizes and not args.vocab_size:
@@ -93,19 +73,20 @@ def model_args_of(model: Model) -> Any:
     return args
 
 
-def _overrides(model: Model, args: Any) -> dict[str, Any]:
-    """Checked model.overrides, with tuples for lists."""
-    names = [entry.name for entry in dataclasses.fields(args)]
-    for name, value in model.overrides.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
-            raise ConfigError(f"model.overrides.{name} is not a size of {model.architecture}", fix=fix)
-        wanted = type(getattr(args, name))
-        wanted = list if wanted is tuple else wanted
-        if type(value) is not wanted:
-            raise ConfigError(f"model.overrides.{name} must be of type {wanted.__name__}, got {value!r}")
-    return {name: tuple(value) if type(value) is list else value for name, value in model.overrides.items()}
+def sizes_of(args: Any) -> dict[str, Any]:
+    """ModelArgs as JSON and TOML have them, with lists for tuples."""
+    sizes: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(args)))
+    return sizes
+
+
+def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
+    """ModelArgs of the architecture that [model] names, from what `sizes_of` gives.
+
+    Raises:
+        ConfigError: an unknown size, or one of the wrong type; only model.overrides can have any.
+    """
+    kind = type(next(iter(architecture(model).flavors.values())))
+    return build(kind, sizes, where="model.overrides", file=f"the architecture {model.architecture!r}")
 
 
 def hub_of(model: Model) -> Any:
@@ -121,6 +102,21 @@ def hub_of(model: Model) -> Any:
             fix="use another architecture, or add them as models/llama/hub.py has them",
         )
     return hub
+
+
+def config_for_hub(model: Model, args: Any) -> dict[str, Any]:
+    """ModelArgs with the keys of Hugging Face's config.json.
+
+    Raises:
+        ConfigError: the format cannot express them.
+    """
+    try:
+        return hub_of(model).config(args)
+    except ValueError as error:
+        raise ConfigError(
+            f"the model cannot be written in Hugging Face's format: {error}",
+            fix='train one without it, with checkpoint.export = "no"',
+        ) from None
 
 
 def _hub_sizes(model: Model) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
-from torchtitan_cp.data import check_corpus, check_tokenizer
-from torchtitan_cp.metrics import layer_costs
-from torchtitan_cp.parallel import check_tensor_parallel, plan_pipeline
+from torchtitan_cp.data.corpus.documents import check_corpus
+from torchtitan_cp.data.corpus.tokenizer import check_tokenizer
+from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.parallel.pipeline import plan_pipeline
+from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.export import check_exportable
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class ResolvedRun:
     degrees: tuple[Degrees, ...]
     model_args: Any
 
+    @property
+    def longest(self) -> int:
+        """Sequence length of the longest stage, in tokens."""
+        return max(stage.seq_len for stage in self.stages)
+
     def config_of(self, stage: StagePlan) -> Config:
         """The config with the tp, pp and activation memory of a stage."""
         parallel = dataclasses.replace(self.config.parallel, tp=stage.tp, pp=stage.pp)
@@ -49,7 +55,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
       lengths and batches that the ranks can share, micro-batches for the pipeline schedule, RoPE, data, gates.
     - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
-    - `training.export.check_exportable`: whether Hugging Face's format can describe the model.
+    - `registry.config_for_hub`: whether Hugging Face's format can describe a model that is to be exported.
     - `registry.check_support`: degrees and flags that the architecture lacks.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP.
     - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
@@ -69,15 +75,23 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
     check_head_dim(stages, model_args.head_dim)
-    check_exportable(config, model_args)
+    if config.checkpoint.export != "no":
+        registry.config_for_hub(config.model, model_args)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         registry.check_support(config, stage)
         check_tensor_parallel(model_args, stage.tp)
         plan_pipeline(config.parallel, stage.pp, costs)
-        _check_attention(config, stage)
-    parallels = (dataclasses.replace(config.parallel, tp=stage.tp, pp=stage.pp) for stage in stages)
-    degrees = tuple(resolve_degrees(parallel, ranks) for parallel in parallels)
+        make_plan(
+            stage.seq_len,
+            ranks=stage.cp,
+            strategy=stage.strategy,
+            kernel=config.context_parallel.kernel,
+            layout=config.context_parallel.layout,
+            all_to_all_ranks=stage.all_to_all_ranks,
+            kv_transfer=config.context_parallel.kv_transfer,
+        )
+    degrees = tuple(resolve_degrees(config.parallel, ranks, stage) for stage in config.curriculum.stages)
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
@@ -102,16 +116,3 @@ def check_files(config: Config) -> None:
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
     check_dump_folder(config.job.dump_folder)
-
-
-def _check_attention(config: Config, stage: StagePlan) -> None:
-    settings = config.context_parallel
-    make_plan(
-        stage.seq_len,
-        ranks=stage.cp,
-        strategy=stage.strategy,
-        kernel=settings.kernel,
-        layout=settings.layout,
-        all_to_all_ranks=stage.all_to_all_ranks,
-        kv_transfer=settings.kv_transfer,
-    )

@@ -1,6 +1,7 @@
 """Builds the records of a run from its steps, evaluations and stages, and hands them to the metrics logger."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,24 +11,28 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.checkpoint.progress import Progress
+from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
-from torchtitan_cp.data import statistics_table
 from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.data.corpus.statistics import statistics_table
+from torchtitan_cp.data.corpus.tokenizer import trains_tokenizer
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health import StepReport
-from torchtitan_cp.metrics import MetricsLogger, StepRecord, figures, find_peak, flops_per_token
+from torchtitan_cp.metrics import figures
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
+from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
+from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
-from torchtitan_cp.metrics.throughput import imbalance, mean_keys
-from torchtitan_cp.runtime import World
+from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, mean_keys
+from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.run_folder import write_run_folder
 
 SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
 Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # loss by position of each stage, see figures
@@ -42,13 +47,17 @@ class RunRecorder:
         model: that is trained.
         data: that it reads.
         metrics_logger: takes the records.
+
+    Attributes:
+        checkpoint_seconds: how long saves have blocked the run since the newest step; the trainer adds to it.
+        message_seconds: of the newest step, in which context-parallel messages were waited for, and were in flight.
     """
 
     def __init__(
         self, config: Config, world: World, model: ParallelModel, data: DataPipeline, metrics_logger: MetricsLogger
     ) -> None:
         self.config, self.world, self.model, self.data, self.logger = config, world, model, data, metrics_logger
-        device = world.device
+        device, self.folder = world.device, Path(config.job.dump_folder)
         self.peak = find_peak(device.device, device.name, model.compute_dtype, config.metrics.peak_tflops)
         self.peak_checked = world.rank != 0
         self.training_curves: Curves = {}
@@ -58,22 +67,29 @@ class RunRecorder:
         self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
-        self.checkpoint_seconds = self.in_flight_seconds = 0.0
+        self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
 
     def start(self, done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
 
         Args:
             done: optimizer steps taken before.
+
+        Raises:
+            ConfigError: the folder cannot be written.
         """
         config, device, logger = self.config, self.world.device, self.logger
         if self.world.rank == 0:
-            folder = write_run_folder(config, self.data.corpus.tokenizer)
-            logger.open_files(folder, done)
-            for found in read_evaluations(folder):
+            text, tokenizer = to_toml(config), self.data.corpus.tokenizer
+            check_dump_folder(config.job.dump_folder)
+            (self.folder / "config.toml").write_text(text, encoding="utf-8")
+            if tokenizer.path and trains_tokenizer(config.tokenizer):
+                shutil.copyfile(tokenizer.path, self.folder / TOKENIZER_FILE)
+            logger.open_files(self.folder, done)
+            for found in read_evaluations(self.folder):
                 losses = [math.nan if loss is None else loss for loss in found["position_losses"]]
                 self.evaluation_curves[found["stage"]] = (found["position_starts"], losses)
-            logger.text("config", f"```toml\n{to_toml(config)}\n```", done)
+            logger.text("config", f"```toml\n{text}\n```", done)
             for name, stream in self.data.streams.items():
                 draw = partial(figures.draw_document_lengths, stream.store.document_lengths, name)
                 logger.image(f"documents/{name}", draw, done)
@@ -89,8 +105,26 @@ class RunRecorder:
         )
         logger.console.start_bar()
 
-    def start_stage(self, stage: StagePlan, step: int, batch: MicroBatch, exchange: str) -> None:
-        """Draw who computes what of the stage's first micro-batch, if several ranks share it."""
+    def start_stage(
+        self, stage: StagePlan, progress: Progress, batch: MicroBatch, exchange: str, seconds: float
+    ) -> None:
+        """Say what the stage is, and draw who computes what of its first micro-batch if several ranks share it.
+
+        Args:
+            progress: before the stage's next step.
+            exchange: between context-parallel ranks, by name; seconds: that entering the stage took.
+        """
+        step, first = progress.step, progress.step - progress.stage_step
+        self.logger.say(
+            f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
+            f"sequences of {stage.seq_len:,} tokens, "
+            f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
+            f"attention by {exchange}, rope {describe_rope(stage.rope)}, "
+            f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s{self.data.describe_stage(stage)}"
+            f"{'; optimizer state reset' * stage.resets_optimizer}{self.model.pipeline_summary(stage)}",
+            tag="stage",
+            step=step,
+        )
         self.stage_losses = self._new_breakdown(stage)
         if batch.plan.ranks > 1:
             title = f"{stage.name}: {exchange}, {batch.plan.layout.name}"
@@ -135,7 +169,7 @@ class RunRecorder:
         self.model.observe = None
         speed = stage.global_batch_tokens / seconds
         parts = self.model.pop_timings() | {"checkpoint": self.checkpoint_seconds}
-        pipeline, self.in_flight_seconds = parts.pop("pipeline", 0.0), parts.pop("cp_flight")
+        pipeline, self.message_seconds = parts.pop("pipeline", 0.0), (parts["cp_wait"], parts.pop("cp_flight"))
         self.checkpoint_seconds = 0.0
         record = StepRecord(
             step=progress.step,
@@ -196,10 +230,6 @@ class RunRecorder:
         self.peak_checked = self.peak_checked or self.peak.warn_if_exceeded(mfu)
         return mfu
 
-    def message_seconds(self) -> tuple[float, float]:
-        """Seconds of the newest step that context-parallel messages were waited for, and were in flight."""
-        return (self.newest.seconds["cp_wait"] if self.newest else 0.0), self.in_flight_seconds
-
     def record_evaluation(self, stage: StagePlan, step: int, result: EvaluationResult) -> None:
         """Record the result of an evaluation."""
         self.evaluation, self.evaluated_at, logger = result, step, self.logger
@@ -247,10 +277,11 @@ class RunRecorder:
             "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
         }
         self.logger.console.print_stages(self.stage_rows.values())
+        self.logger.say(self.data.describe_epochs(progress.text_step))
 
     def finish(self) -> None:
         """Print where to look next."""
-        folder, lines = Path(self.config.job.dump_folder), []
+        folder, lines = self.folder, []
         if self.evaluation:
             loss, unigram = self.evaluation.loss, self.evaluation.unigram
             lines.append(f"validation loss {loss:.4f} on held-out text; a unigram model has {unigram:.4f}")

@@ -2,31 +2,31 @@
 
 import dataclasses
 import itertools
-import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.checkpoint import CheckpointManager, Progress, SaveSchedule, check_identity
 from torchtitan_cp.checkpoint.hub import start_from_hub
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, UserError
-from torchtitan_cp.curriculum import StagePlan, describe_rope
+from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
 from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 from torchtitan_cp.health.replay import save_bundle
-from torchtitan_cp.metrics import MetricsLogger
+from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
-from torchtitan_cp.optim import LearningRates
-from torchtitan_cp.parallel import Meshes
-from torchtitan_cp.runtime import StopSignals, World, any_rank, seed_step, use_deterministic_kernels
+from torchtitan_cp.optim.schedule import LearningRates
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.runtime.device import World, seed_step, use_deterministic_kernels
+from torchtitan_cp.runtime.signals import StopSignals, any_rank
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
@@ -45,13 +45,14 @@ class Trainer:
     Args:
         config: of the run; it is checked against the number of ranks.
         world: this process among them.
+        model_args: of the model, if they are known.
 
     Attributes:
         progress: where the run stands.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        run = resolve_run(config, world.size)
+    def __init__(self, config: Config, world: World, model_args: Any = None) -> None:
+        run = resolve_run(config, world.size, model_args)
         config = run.config
         self.config, self.world, self.device = config, world, world.device
         self.folder = Path(config.job.dump_folder)
@@ -65,32 +66,45 @@ class Trainer:
         set_activity("preparing the corpus", 0, math.inf)
         self.signals = StopSignals()
         with self.signals:
-            corpus = prepare_corpus(config, lambda: self.signals.received is not None)
-        set_activity("building the model", 0, config.job.startup_timeout_seconds)
-        lengths = [stage.seq_len for stage in self.stages]
-        self.data_pipeline = DataPipeline(config, corpus, max(lengths))
+            corpus = prepare_corpus(config, self._stop_requested)
+        self.watchdog_timeout_seconds = config.job.startup_timeout_seconds
+        set_activity("building the model", 0, self.watchdog_timeout_seconds)
+        self.data_pipeline = DataPipeline(config, corpus, run.longest)
         self.data_pipeline.check_gates(self.stages)
 
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
-        self.model = ParallelModel(config, world, self.meshes, args, begins, max(lengths))
-        self.save_schedule = SaveSchedule(config.checkpoint)
-        self.stopping = self.save_requested = False
-        self._watch_health()
+        self.model = model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
+        self.health_monitor = HealthMonitor(config.health, model.parts, args.n_layers, model.device)
+        self.injector = Injector(config.health.inject, model.parts, args.vocab_size, model.shares_batch_with)
+        self.diagnoser = Diagnoser(
+            model.numbered_parts(),
+            model.token_loss,
+            args.vocab_size,
+            self.meshes.tp,
+            model.device,
+            self._repeat_step,
+            compiled=config.compile.enable,
+        )
+        # Of the newest healthy step of this stage: what a spike is compared with.
+        self.healthy_batches: tuple[MicroBatch, ...] = ()
         self.evaluator = Evaluator(
-            self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
+            model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
         )
         self.learning_rates = LearningRates(
             config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
         )
-        self.announced_stage, self.must_save = -1, False
         self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
-        # As it comes back from a checkpoint, where a tuple is a list.
-        sizes = json.loads(json.dumps(dataclasses.asdict(args)))
-        identity = {"model": sizes, "data": corpus.fingerprint, "seed": config.training.seed}
-        identity["optimizer"] = f"{config.optimizer.name}, state in {config.optimizer.state}"
-        self.progress = Progress(identity=identity, block_tokens=max(lengths))
-        self.watchdog_timeout_seconds = config.job.startup_timeout_seconds
+        self.checkpoints.restart_interval()
+        self.stopping = self.save_requested = self.must_save = False
+        self.announced_stage = -1
+        identity = {
+            "model": registry.sizes_of(args),
+            "data": corpus.fingerprint,
+            "seed": config.training.seed,
+            "optimizer": f"{config.optimizer.name}, state in {config.optimizer.state}",
+        }
+        self.progress = Progress(identity=identity, block_tokens=run.longest)
 
     def _first_stage(self) -> StagePlan:
         """The stage that training begins or resumes in. This process keeps its tp and pp to its end."""
@@ -106,52 +120,36 @@ class Trainer:
             )
         return self.stages[min(self.progress.stage + self._stage_over(), last)]
 
-    def _watch_health(self) -> None:
-        """Make what detects, diagnoses and answers bad steps. Collective."""
-        model, settings = self.model, self.config.health
-        self.health_monitor = HealthMonitor(settings, model.parts, model.args.n_layers)
-        self.injector = Injector(settings.inject, model.parts, model.args.vocab_size, model.shares_batch_with)
-        self.diagnoser = Diagnoser(
-            model.numbered_parts(),
-            model.token_loss,
-            model.args.vocab_size,
-            self.meshes.tp,
-            model.device,
-            self._repeat_step,
-            compiled=self.config.compile.enable,
-        )
-        # Of the newest healthy step of this stage: what a spike is compared with.
-        self.healthy_batches: tuple[MicroBatch, ...] = ()
-
     # Where the run stands ----------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> StagePlan:
+        """The current stage."""
+        return self.stages[self.progress.stage]
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run: those taken, and those left of this stage and after it."""
-        stage, progress = self.stages[self.progress.stage], self.progress
-        left = 0 if progress.stage_done else stage.steps - progress.stage_step
-        return progress.step + max(0, left) + sum(later.steps for later in self.stages[stage.index + 1 :])
+        progress = self.progress
+        left = 0 if self._stage_over() else self.stage.steps - progress.stage_step
+        return progress.step + left + sum(later.steps for later in self.stages[progress.stage + 1 :])
 
     @property
     def finished(self) -> bool:
         """Whether the last stage is trained."""
-        return self.progress.stage == len(self.stages) - 1 and self._stage_over()
+        return self.stage is self.stages[-1] and self._stage_over()
 
     def _stage_over(self) -> bool:
-        return self.progress.stage_done or self.progress.stage_step >= self.stages[self.progress.stage].steps
+        return self.progress.stage_done or self.progress.stage_step >= self.stage.steps
 
     @property
     def needs_relaunch(self) -> bool:
         """Whether the current stage has another tp or pp than this process, so that a new process has to train it."""
-        stage, mesh = self.stages[self.progress.stage], self.meshes.degrees
-        return (stage.tp, stage.pp) != (mesh.tp, mesh.pp)
+        mesh = self.meshes.degrees
+        return (self.stage.tp, self.stage.pp) != (mesh.tp, mesh.pp)
 
-    def _relaunch_message(self) -> str:
-        stage = self.stages[self.progress.stage]
-        return (
-            f"stage {stage.index + 1} has tp {stage.tp} and pp {stage.pp}: the job restarts from its checkpoint "
-            "(run_train.sh does; otherwise run the same command again)"
-        )
+    def _set_progress(self, **changes: Any) -> None:
+        self.progress = dataclasses.replace(self.progress, **changes)
 
     def _set_activity(self, what: str, *, step: int | None = None) -> None:
         """Tell the watchdog what this rank does now, for a step (by default the last one taken)."""
@@ -165,8 +163,10 @@ class Trainer:
         self._resume()
         done = self.progress.step
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
+        export_dtype = "no" if self.world.rank else self.config.checkpoint.export
+        exports = exported_stages(self.folder, export_dtype, self.data_pipeline.corpus.tokenizer)
         if self.finished:
-            with self._exports():
+            with exports:
                 self.metrics_logger.say(
                     f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do."
                 )
@@ -176,23 +176,19 @@ class Trainer:
         self.recorder = RunRecorder(self.config, self.world, self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(done)
         try:
-            with self.signals, self._exports() as no_waiting:
+            with self.signals, exports as no_waiting:
                 self._train()
                 if self.stopping:
                     no_waiting.set()
             if self.needs_relaunch and not self.stopping:
-                self.metrics_logger.say(self._relaunch_message())
+                self.metrics_logger.say(
+                    f"stage {self.stage.index + 1} has tp {self.stage.tp} and pp {self.stage.pp}: the job restarts "
+                    "from its checkpoint (run_train.sh does; otherwise run the same command again)"
+                )
             elif not self.stopping:
                 self.recorder.finish()
         finally:
             self.metrics_logger.close()
-
-    def _exports(self) -> AbstractContextManager[threading.Event]:
-        """Write checkpoints of stage ends in the format of transformers beside training, if checkpoint.export asks."""
-        dtype = self.config.checkpoint.export
-        if self.world.rank or dtype == "no":
-            return nullcontext(threading.Event())
-        return exported_stages(self.folder, dtype, self.data_pipeline.corpus.tokenizer)
 
     def _train(self) -> None:
         """Train stage by stage until the end, a stop or a halt, and save the state then."""
@@ -202,7 +198,7 @@ class Trainer:
                     self._leave_stage()
                 if self.needs_relaunch:
                     break
-                self._run_stage(self.stages[self.progress.stage])
+                self._run_stage(self.stage)
         except NonFiniteError:
             with suppress(UserError):  # It is in the log, and the reason for the halt matters more.
                 self._save_the_last()
@@ -214,27 +210,26 @@ class Trainer:
             self._start_from_hub()
             return
         path, saved = self.saved
-        check_identity(saved.identity, self.progress.identity, path)
-        if saved.block_tokens != self.progress.block_tokens:
+        identity, block_tokens = self.progress.identity, self.progress.block_tokens
+        check_identity(saved.identity, identity, path)
+        if saved.block_tokens != block_tokens:
             logger.warning(
                 "the longest stage is now %d tokens and was %d: the data order changes from here, and some text may "
                 "be read twice",
-                self.progress.block_tokens,
+                block_tokens,
                 saved.block_tokens,
             )
         self.checkpoints.load(path, self.model.parts, self.model.optimizers)
-        self.progress = dataclasses.replace(
-            saved, block_tokens=self.progress.block_tokens, identity=self.progress.identity
-        )
+        self.progress = dataclasses.replace(saved, block_tokens=block_tokens, identity=identity)
         logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
-        stage, now = self.stages[saved.stage], self.stages[saved.stage].text_recipe
+        now = self.stage.text_recipe
         changed = [
             f"{name} {was} -> {now.get(name)}" for name, was in saved.text_recipe.items() if now.get(name) != was
         ]
         if changed and saved.stage_step and not self._stage_over():
             logger.warning(
                 "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
-                stage.index + 1,
+                saved.stage + 1,
                 ", ".join(changed),
             )
 
@@ -256,7 +251,7 @@ class Trainer:
         self.watchdog_timeout_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
-        self.progress = dataclasses.replace(self.progress, text_recipe=stage.text_recipe)
+        self._set_progress(text_recipe=stage.text_recipe)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
         left = stage.steps - self.progress.stage_step
@@ -264,11 +259,12 @@ class Trainer:
         batches = self.data_pipeline.steps(self.progress.text_step, left, batch_layout, pin=pin)
         first = next(batches)
         if self.announced_stage != stage.index:
-            self._announce(stage, batch_layout, time.perf_counter() - begun)
-            self.recorder.start_stage(stage, self.progress.step, first[0], self.model.resolve_strategy(batch_layout))
+            self.announced_stage = stage.index
+            exchange = self.model.resolve_strategy(batch_layout)
+            self.recorder.start_stage(stage, self.progress, first[0], exchange, time.perf_counter() - begun)
         batches = itertools.chain([first], batches)
         for _ in range(left):
-            with self.profiler.trace(self.progress.step + 1, self.recorder.message_seconds):
+            with self.profiler.trace(self.progress.step + 1, lambda: self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
             self.watchdog_timeout_seconds = self.config.job.timeout_seconds
             interval = self.config.evaluation.interval
@@ -288,22 +284,16 @@ class Trainer:
             self._save_if_due(self._stage_over())
             if self._stage_over():
                 self.recorder.end_stage(stage, self.progress)
-                self.metrics_logger.say(self.data_pipeline.describe_epochs(self.progress.text_step))
             if self._stage_over() or self.stopping:
                 return
 
     def _leave_stage(self) -> None:
         """Move to the next stage, which reads on where this one stopped."""
-        progress, stage = self.progress, self.stages[self.progress.stage]
-        skipped = progress.skipped_steps(stage.index)
-        samples = self.data_pipeline.stage_samples(stage, progress.source_tokens, skipped)
-        self.progress = dataclasses.replace(
-            progress,
-            stage=stage.index + 1,
-            stage_step=0,
-            stage_done=False,
-            source_tokens=progress.source_tokens | samples.tokens_after(progress.text_step),
-        )
+        progress = self.progress
+        skipped = progress.skipped_steps(progress.stage)
+        samples = self.data_pipeline.stage_samples(self.stage, progress.source_tokens, skipped)
+        source_tokens = progress.source_tokens | samples.tokens_after(progress.text_step)
+        self._set_progress(stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=source_tokens)
         # Another length has other numbers.
         self.health_monitor.spikes.recent, self.healthy_batches = [], ()
 
@@ -315,18 +305,6 @@ class Trainer:
         """
         self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.skipped_steps(stage.index))
         return self.model.configure_stage(stage)
-
-    def _announce(self, stage: StagePlan, batch_layout: BatchLayout, seconds: float) -> None:
-        self.announced_stage = stage.index
-        first = self.progress.step - self.progress.stage_step
-        about = (
-            f"stage {stage.index + 1} of {len(self.stages)}: {stage.name}, sequences of {stage.seq_len:,} tokens, "
-            f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {self.model.resolve_strategy(batch_layout)}, rope {describe_rope(stage.rope)}, "
-            f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s"
-        )
-        about += self.data_pipeline.describe_stage(stage) + "; optimizer state reset" * stage.resets_optimizer
-        self.metrics_logger.say(about + self.model.pipeline_summary(stage), tag="stage", step=self.progress.step)
 
     # A step ------------------------------------------------------------------------------------------------
 
@@ -386,20 +364,18 @@ class Trainer:
         progress, name = self.progress, str(stage.index)
         first = progress.stage_losses.get(name, [report.loss])[0]
         row = [first, report.loss, float(progress.stage_step + 1)]
-        self.progress = self._with_health(
-            dataclasses.replace(
-                progress,
-                step=progress.step + 1,
-                stage_step=progress.stage_step + 1,
-                trained_tokens=progress.trained_tokens + stage.global_batch_tokens,
-                stage_losses={**progress.stage_losses, name: row},
-            )
+        self._set_progress(
+            step=progress.step + 1,
+            stage_step=progress.stage_step + 1,
+            trained_tokens=progress.trained_tokens + stage.global_batch_tokens,
+            stage_losses={**progress.stage_losses, name: row},
         )
+        self._keep_health()
 
-    def _with_health(self, progress: Progress) -> Progress:
-        """The progress with the state of what watches the run."""
+    def _keep_health(self) -> None:
+        """Put the state of what watches the run into the progress."""
         state = dataclasses.asdict(self.recovery_policy.state)
-        return dataclasses.replace(progress, health=state, recent=self.health_monitor.spikes.recent)
+        self._set_progress(health=state, recent=self.health_monitor.spikes.recent)
 
     # A bad step --------------------------------------------------------------------------------------------
 
@@ -411,12 +387,12 @@ class Trainer:
         """
         self.model.zero_grad()
         step = self.progress.step + 1
-        what, recoverable = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
+        what, weights_finite = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
         if self.config.health.replay:
             set_activity("running a bad step again with the others", step, self._recovery_seconds)
             found = self._diagnose(step, report, micro_batches)
-            what, recoverable = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.recoverable
-        recovery = self.recovery_policy.decide(what, self._find_good_checkpoint, recoverable=recoverable)
+            what, weights_finite = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.weights_finite
+        recovery = self.recovery_policy.choose_action(what, self._find_good_checkpoint, weights_finite=weights_finite)
         if recovery.checkpoint is None:
             self.progress = self.progress.after_skip()
         else:
@@ -426,25 +402,25 @@ class Trainer:
             self.health_monitor.spikes.recent, self.healthy_batches = saved.recent, ()
             # So that a resumed run skips that text too.
             self.must_save = True
-        self.progress = self._with_health(self.progress)
+        self._keep_health()
         self.metrics_logger.warn(recovery.message, self.progress.step)
 
     def _diagnose(self, step: int, report: StepReport, micro_batches: tuple[MicroBatch, ...]) -> Diagnosis:
         """Run a bad step again, find what it begins with, and keep the tensors of that. Collective."""
-        config, inject = self.config, self.injector.settings
+        config = self.config
         read = self.injector.corrupt(step, micro_batches, again=True)
         found = self.diagnoser.diagnose(step, read, report, self.healthy_batches)
         state = self.recovery_policy.state
         if state.replays >= config.health.bundles or not (report.findings or self.healthy_batches):
             return found
-        self.recovery_policy.state = dataclasses.replace(state, replays=state.replays + 1)
+        state.replays += 1
         about = {
             "findings": report.findings or report.spikes,
-            "inject": dataclasses.asdict(inject),
+            "inject": dataclasses.asdict(self.injector.settings),
             "injected": self.injector.is_due(step, again=True),
             "struck": self.injector.module,
             "architecture": config.model.architecture,
-            "sizes": dataclasses.asdict(self.model.args),
+            "sizes": registry.sizes_of(self.model.args),
             "compute_dtype": config.training.compute_dtype,
             "loss_chunk_tokens": config.training.loss_chunk_tokens,
             "z_loss": config.training.z_loss,
@@ -492,18 +468,16 @@ class Trainer:
             return
         self.recorder.record_evaluation(stage, self.progress.step, found)
         if stage.index == 0:
-            self.progress = dataclasses.replace(self.progress, short_loss=found.loss)
+            self._set_progress(short_loss=found.loss)
         if not stage.until:
             return
-        verdict = self.evaluator.check_gate(stage, found)
+        verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
         if verdict.opened:
-            self.progress = dataclasses.replace(self.progress, stage_done=True)
-            outcome = f"stage {stage.index + 1} ends after {self.progress.stage_step} of {stage.steps} steps"
-        elif self._stage_over():
-            outcome = f"stage {stage.index + 1} ends at max_tokens, and its gate did not open"
+            self._set_progress(stage_done=True)
+            outcome = f"ends after {self.progress.stage_step} of {stage.steps} steps"
         else:
-            outcome = f"stage {stage.index + 1} goes on"
-        self.recorder.record_gate(stage, self.progress, verdict, outcome)
+            outcome = "ends at max_tokens, and its gate did not open" if self._stage_over() else "goes on"
+        self.recorder.record_gate(stage, self.progress, verdict, f"stage {stage.index + 1} {outcome}")
 
     def _stop_requested(self) -> bool:
         """Whether a signal asked this rank to stop."""
@@ -511,12 +485,12 @@ class Trainer:
 
     def _stop_and_save_requests(self) -> tuple[bool, bool]:
         """Whether this rank asks to stop, after a signal, and to save, as it is time to."""
-        return self._stop_requested(), self.save_schedule.time_is_up()
+        return self._stop_requested(), self.checkpoints.time_is_up()
 
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint if one is due. Collective."""
         self.checkpoints.poll()
-        due = self.save_requested or self.save_schedule.step_is_due(self.progress.step) or stage_end or self.must_save
+        due = self.save_requested or self.checkpoints.step_is_due(self.progress.step) or stage_end or self.must_save
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
@@ -525,7 +499,7 @@ class Trainer:
     def _save(self, stage_end: bool) -> None:
         # The save before it may have to finish first.
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
-        self.save_schedule.saved()
+        self.checkpoints.restart_interval()
         self.must_save = False
         nonfinite = find_nonfinite_weight(self.model.parts) is not None
         # A later start would resume from it, and retention might delete a good checkpoint for it.

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
-from torchtitan_cp.attention.strategies import STRATEGIES, Strategy
+from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.strategies.strategy import Strategy
 
 S, WIDTH = 64, 32
 PACKINGS = [(64,), (10, 54), (1, 30, 33), (20, 44), (64,)]

@@ -18,11 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.rank_pool import RankFailure, RankPool
-from torchtitan_cp.checkpoint import CheckpointManager, Progress, manager
+from torchtitan_cp.checkpoint import manager
+from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter
 from torchtitan_cp.config.sections import Checkpoint, Optimizer
-from torchtitan_cp.optim import build_optimizer
+from torchtitan_cp.optim.build import build_optimizer
 
 NOBODY = 65534
 ORDINARY_STREAM = FileSystem.create_stream
@@ -181,6 +183,15 @@ def find(folder: Path) -> tuple[str, list[str]]:
     lines = logged()
     found = CheckpointManager(folder).find_newest()
     return found[0].name if found else "", lines
+
+
+def test_what_was_cut_short_is_not_found_and_no_checkpoint_is_no_error(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(find, tmp_path) == [("", [])]
+    for name in ("step-8.partial", "step-7.old.partial", "step-x"):
+        (tmp_path / name).mkdir()
+    assert ranks(1)(find, tmp_path) == [("", [])]
 
 
 def flip_a_bit(path: Path) -> None:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, prepared, write_run
-from torchtitan_cp.checkpoint import Progress
 from torchtitan_cp.checkpoint.manager import _state
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.training.trainer import Trainer
 
 MESHES = {

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
-from torchtitan_cp.checkpoint import CheckpointManager
+from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.replay import build, main
 from torchtitan_cp.config.sections import Inject

@@ -108,7 +108,6 @@ def test_data_is_a_label_that_is_no_token_or_every_label_another(ranks: Callable
 
 def refusals() -> list[str]:
     cases = [
-        Inject(step=1, rank=7),
         Inject(step=1, rank=1, layer=2),
         Inject(step=1, rank=1, where="weight", module="1"),
     ]
@@ -123,9 +122,8 @@ def refusals() -> list[str]:
 def test_what_cannot_be_struck_is_said_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
     first, second = ranks(2)(refusals)
     assert first == second
-    assert "there is no rank 7 among 2" in first[0]
-    assert "rank 1 has no module layers.2; it has tok_embeddings, layers, layers.0" in first[1]
-    assert "layers.1.1 has no weight of its own" in first[2] or "layers.0.1 has no weight of its own" in first[2]
+    assert "rank 1 has no module layers.2; it has tok_embeddings, layers, layers.0" in first[0]
+    assert "layers.0.1 has no weight of its own" in first[1]
 
 
 def warn() -> list[str]:

@@ -4,16 +4,22 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.health.monitor import StepReport, all_gather_report
+from torchtitan_cp.config.sections import Health
+from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 
 
 def run_exchange() -> StepReport:
-    rank = torch.distributed.get_rank()
-    scalars = [torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 0.5, 2.0 + rank)]
-    outputs, squares = torch.tensor([1.0, 0.0 if rank else 4.0]), torch.tensor([9.0, 7.0, 0.0 if rank else 24.0])
-    return all_gather_report(scalars, outputs, squares, peak_memory_bytes=1000 + rank)
+    rank, part = torch.distributed.get_rank(), nn.Module()
+    part.layers = nn.ModuleDict({"0": nn.Identity(), "1": nn.Identity()})
+    monitor = HealthMonitor(Health(), [part], 2, torch.device("cpu"))
+    part.layers["0"](torch.ones(1, requires_grad=True)).backward()
+    part.layers["1"](torch.tensor([0.0 if rank else -4.0]))
+    loss_sum, tokens, logit = (torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 2.0 + rank))
+    squares = torch.tensor([9.0, 7.0, 0.0 if rank else 24.0])
+    return monitor.check_step(loss_sum, tokens, logit, squares, 1000 + rank, (bool(rank), False))
 
 
 def test_every_rank_learns_the_same(ranks: Callable[[int], RankPool]) -> None:
@@ -25,4 +31,5 @@ def test_every_rank_learns_the_same(ranks: Callable[[int], RankPool]) -> None:
             largest_logit=3.0,
             block_grad_norms=(math.sqrt(18.0), math.sqrt(14.0)),
             block_outputs=(1.0, 4.0),
+            stop=True,
         )

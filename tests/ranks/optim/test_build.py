@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.support.rank_pool import RankPool
 from tests.support.small_net import Net, assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
-from torchtitan_cp.optim import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.optim import square_norms
+from torchtitan_cp.optim.clip import square_norms
 
 
 def summed_over_ranks(parameters: list[nn.Parameter], ranks: int | None = None) -> float:

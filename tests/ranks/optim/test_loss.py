@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.logits import case, largest_tensor, sums_over_full_logits
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.optim import ChunkedCrossEntropy, VocabularyShard, wrong_answers
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard, wrong_answers
 
 SPLITS = {"even": (0, 25, 50), "uneven": (0, 7, 50), "one empty": (0, 50, 50), "four": (0, 20, 20, 21, 50)}
 

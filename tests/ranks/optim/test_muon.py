@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.muon_net import SETTINGS, small_net, train
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.optim import build_optimizer
+from torchtitan_cp.optim.build import build_optimizer
 
 
 def train_sharded(shape: tuple[int, ...], layout: str) -> list[Tensor]:

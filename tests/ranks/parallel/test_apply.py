@@ -15,8 +15,9 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.small_llama import attend, config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.parallel import Meshes, parallelize, vocabulary_shard
-from torchtitan_cp.parallel.tensor import enable_async_tp
+from torchtitan_cp.parallel.apply import parallelize
+from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.parallel.tensor import enable_async_tp, vocabulary_shard
 
 SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
 

@@ -13,8 +13,8 @@ from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.texts import text_corpus
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import PreparationStoppedError
 from torchtitan_cp.data.corpus import cache
+from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.data_pipeline import prepare_corpus
 
 

@@ -11,9 +11,10 @@ from models import ARCHITECTURES
 from tests.support.parity import rows_of, verify
 from tests.support.rank_pool import RankPool
 from tests.support.runs import write_run
-from torchtitan_cp.attention.strategies import STRATEGIES, Strategy
+from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.strategies.strategy import Strategy
 from torchtitan_cp.config import ConfigError, load_config
-from torchtitan_cp.runtime import start_ranks
+from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer

@@ -16,11 +16,11 @@ from torch.nn.attention import flex_attention
 
 from tests.support.oracle import allowed
 from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, Alibi, _choose, choose_kernel, efficient, flash, flex
+from torchtitan_cp.attention.kernels import KERNELS, Alibi, Scores, _choose, choose_kernel, efficient, flash, flex
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
+from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
 CUDA = pytest.mark.cuda
@@ -61,11 +61,11 @@ def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor]) -> list[Tenso
     kernel = KERNELS[name]
     softmax = RunningSoftmax(q, v.shape[-1])
     for tile in tiles:
-        add_outputs(softmax, (tile,), q, k, v, kernel, 0.11)
+        add_outputs(softmax, (tile,), q, k, v, kernel, Scores(0.11))
     out, lse = softmax.result()
     sums = [GradientSum(x) for x in (q, k, v)]
     for tile in tiles:
-        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, 0.11)
+        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, Scores(0.11))
     return [out, *(gradient.total() for gradient in sums)]
 
 
@@ -172,30 +172,21 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, fl
     plan = make_plan(512, mask=mask, ranks=2, rank=1, layout="zigzag")
     tensors = [x.double() for x in draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)]
     kernel, reference, tiles = KERNELS["flex"], KERNELS["reference"], plan.steps[0].tiles
-    if scores == "capped":
-        assert kernel.softcapped
-        assert reference.softcapped
-        kernel, reference = kernel.softcapped(1.5), reference.softcapped(1.5)
-    if scores == "biased":
-        assert kernel.biased
-        assert reference.biased
-        alibi = Alibi(torch.tensor([0.5, 0.1, 0.02, 0.0]), plan.positions, plan.positions)
-        kernel, reference = kernel.biased(alibi), reference.biased(alibi)
-    assert kernel.step_forward
-    assert kernel.step_backward
+    alibi = Alibi(torch.tensor([0.5, 0.1, 0.02, 0.0]), plan.positions, plan.positions)
+    how = {"plain": Scores(0.2), "capped": Scores(0.2, 1.5), "biased": Scores(0.2, alibi=alibi)}[scores]
     q, k, v, dout = tensors
     merged = RunningSoftmax(q, 16)
-    add_outputs(merged, tiles, q, k, v, reference, 0.2)
+    add_outputs(merged, tiles, q, k, v, reference, how)
     # Keys of an earlier step, so that the log-sum-exp is not of this step alone.
     merged.add((slice(None), slice(None)), torch.randn_like(q), torch.randn(q.shape[:3], dtype=q.dtype))
     out, lse = merged.result()
     sums = [GradientSum(x) for x in (q, k, v)]
-    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, 0.2)
-    for got, want in zip(kernel.step_backward(dout, q, k, v, out, lse, tiles, 0.2), sums, strict=True):
+    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, how)
+    for got, want in zip(kernel.backward(dout, q, k, v, out, lse, tiles, how), sums, strict=True):
         assert (got - want.total()).norm() < 1e-5 * want.total().norm()
     alone = RunningSoftmax(q, 16)
-    add_outputs(alone, tiles, q, k, v, reference, 0.2)
-    step_out, step_lse = kernel.step_forward(q, k, v, tiles, 0.2)
+    add_outputs(alone, tiles, q, k, v, reference, how)
+    step_out, step_lse = kernel.forward(q, k, v, tiles, how)
     assert (step_out - alone.result()[0]).norm() < 1e-5 * step_out.norm()
     torch.testing.assert_close(step_lse.double(), alone.result()[1], rtol=1e-5, atol=1e-5)
 
@@ -204,7 +195,7 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, fl
 def test_flex_runs_inside_the_operator_where_autograd_is_off(
     compiled: bool, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], refusal=lambda case: None))
+    monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], device="cpu"))
     _choose.cache_clear()
     mask = AttentionMask(document_lengths=((100, 156),))
 
@@ -237,7 +228,7 @@ def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatc
                 keys = sum(stop - start for start, stop in step.receive)
                 if step.tiles:
                     q, k, v, _ = draw(256, keys, (4, 2), (16, 16), "cpu", torch.float32)
-                    flex.step_forward(q, k, v, step.tiles, 0.2)
+                    flex.forward(q, k, v, step.tiles, Scores(0.2))
     assert graphs.frame_count <= 4, "the first shapes, any length of keys, one and many intervals"
 
 
@@ -247,7 +238,7 @@ def test_tiles_of_a_window_that_flash_misreads_reach_it_in_parts() -> None:
     misread = 0
     for rank in range(4):
         for step in make_plan(256, mask=mask, ranks=4, rank=rank, layout="zigzag").steps:
-            for tile, _ in plain_tiles(step.tiles, KERNELS["flash"]):
+            for tile in KERNELS["flash"].plain_tiles(step.tiles):
                 assert flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
             misread += any(
                 not flash.takes_band(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
@@ -260,22 +251,22 @@ CASES = {
     "cpu": [(Case("cpu", torch.bfloat16, 64, 128), None), (Case("cuda", torch.float32, 64, 64), "on cpu, not cuda")],
     "flash": [
         (Case("cuda", torch.bfloat16, 256, 64), None),
-        (Case("cuda", torch.float32, 64, 64), "not torch.float32"),
+        (Case("cuda", torch.float32, 64, 64), "does not take torch.float32"),
         (Case("cuda", torch.float16, 60, 64), None),
-        (Case("cuda", torch.float16, 60, 60), "in eights, not 60"),
+        (Case("cuda", torch.float16, 60, 60), "from 8 to 256 in steps of 8, not 60"),
         (Case("cpu", torch.bfloat16, 64, 64), "on cuda, not cpu"),
     ],
     "cudnn": [
         (Case("cuda", torch.bfloat16, 128, 64), None),
-        (Case("cuda", torch.bfloat16, 192, 128), "up to 128 in eights, not 192 and 128"),
+        (Case("cuda", torch.bfloat16, 192, 128), "from 8 to 128 in steps of 8, not 192 and 128"),
     ],
     "efficient": [
         (Case("cuda", torch.float32, 192, 128), None),
-        (Case("cuda", torch.float64, 64, 64), "not torch.float64"),
+        (Case("cuda", torch.float64, 64, 64), "does not take torch.float64"),
     ],
     "flex": [
         (Case("cuda", torch.bfloat16, 64, 64), None),
-        (Case("cpu", torch.float32, 64, 64), "on cuda only, not on cpu"),
+        (Case("cpu", torch.float32, 64, 64), "on cuda, not cpu"),
     ],
     "reference": [(Case("cuda", torch.float64, 3, 5), None), (Case("cpu", torch.int64, 8, 8), "does not take")],
 }
@@ -321,7 +312,7 @@ def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch
     monkeypatch.setattr(efficient, "_BACKWARD", backward)
     whole = torch.randn(1, 32, 4, 8)
     q = out = whole[:, :, 1:3]
-    efficient.backward(out, q, q, q, out, torch.zeros(1, 32, 2), FULL, 1.0)
+    efficient.backward(out, q, q, q, out, torch.zeros(1, 32, 2), FULL, Scores(1.0))
     [(_, _, row, _)] = strides
     assert row == 2 * 8
 

@@ -15,7 +15,7 @@ from torchtitan_cp.attention.layout import LAYOUTS, make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
-from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs, dense_parts
+from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs, dense_parts
 
 
 def plans_of_all_ranks(seq_len: int, ranks: int, mask: AttentionMask, layout: str) -> list[Plan]:
@@ -91,7 +91,7 @@ def test_plain_parts_of_a_band_cover_it_exactly_once(
         assert rows > 0
         assert columns > 0
         block = torch.ones(rows, columns, dtype=torch.int64)
-        if part.causal:
+        if part.band == CAUSAL:
             assert rows == columns, "a kernel's causal call is square"
             block = block.triu() if part.flipped else block.tril()
         covered[part.q_start : part.q_stop, part.k_start : part.k_stop] += block

@@ -11,7 +11,6 @@ from tests.support.oracle import allowed, attention_with_gradients, attention_wi
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, PlanError
 from torchtitan_cp.attention.kernels import KERNELS, Kernel
-from torchtitan_cp.attention.kernels.kernel import any_band
 from torchtitan_cp.attention.strategies import STRATEGIES
 
 
@@ -67,7 +66,7 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_simulation_with_its_error(monk
             raise ValueError("out of order")
         return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
 
-    broken = Kernel(failing, KERNELS["reference"].backward, lambda case: None, takes_band=any_band)
+    broken = Kernel(failing, KERNELS["reference"].backward, takes_band=lambda queries, keys, band: True)
     monkeypatch.setitem(KERNELS, "broken", broken)
     with pytest.raises(ValueError, match="out of order"):
         simulate(*inputs(64)[:3], ranks=4, strategy="ring", kernel="broken")
@@ -83,7 +82,7 @@ def test_gathered_keys_are_put_in_order_only_where_that_saves_kernel_calls(
         made.append(1)
         return KERNELS["reference"].forward(*arguments)  # type: ignore[arg-type]
 
-    counted = Kernel(counting, KERNELS["reference"].backward, lambda case: None)
+    counted = Kernel(counting, KERNELS["reference"].backward)
     monkeypatch.setitem(KERNELS, f"counted-{ranks}", counted)  # a kernel is chosen once a name
     simulate(*inputs(256, (1, 1))[:3], ranks=ranks, strategy="all_gather", kernel=f"counted-{ranks}")
     # Each of two ranks calls the kernel once a shard. In order, a rank's two chunks cost a rectangle and a triangle

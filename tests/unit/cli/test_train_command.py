@@ -1,5 +1,6 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
+import logging
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from tests.support.runs import write_run
 from torchtitan_cp.__main__ import COMMANDS, main
 from torchtitan_cp.cli import train as command
@@ -167,3 +169,15 @@ def test_a_relaunch_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Monkey
     job_notes.ask_for_relaunch()
     assert job_notes.take_relaunch(tmp_path)
     assert not job_notes.take_relaunch(tmp_path)
+
+
+@pytest.mark.parametrize(("rank", "level"), [(0, logging.DEBUG), (1, logging.WARNING)])
+def test_rank_0_logs_at_the_level_of_the_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, level: int
+) -> None:
+    logger = logging.getLogger("torchtitan_cp")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    config = str(write_run(tmp_path))
+    assert train.main([config, "--dry-run", "--rank=9", "--job.log_level=debug"]) == 2, "there is no such rank"
+    assert logger.level == level

@@ -68,6 +68,11 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
         ("[evaluation]\nmax_share = 5", "evaluation.max_share = 5.0 is too large\n  fix: use at most 1"),
         ("[data]\nvalidation_fraction = 2", "data.validation_fraction = 2.0 is too large\n  fix: use a number below 1"),
         ("[data]\nmixture = {code = -1}", "data.mixture = -1.0 is too small"),
+        (
+            "[parallel]\ncp = 0",
+            "parallel.cp = 0 is neither a number of ranks nor -1\n  fix: use 1 or more, or -1 for the remaining ranks",
+        ),
+        ("[[curriculum.stages]]\ntp = 0", "curriculum.stages[0].tp = 0 is neither a number of ranks nor -1"),
         ("[profiling]\nsteps = [3, 0]", "profiling.steps = 0 is too small"),
         ("[evaluation.passkey]\nvariants = ['essay']", "evaluation.passkey.variants = 'essay' is not known"),
         ("[evaluation.passkey]\nkeys = 27", "evaluation.passkey.keys = 27 is too large\n  fix: use at most 26"),

@@ -16,10 +16,10 @@ from tests.support.corpus_cache import BYTES, assert_is_the_corpus, contents, da
 from tests.support.texts import read, text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import CacheBuilder, DataError, PreparationStoppedError, open_cache, prepare
-from torchtitan_cp.data.corpus import cache, progress, tokenization
+from torchtitan_cp.data.corpus import cache, documents, tokenization
+from torchtitan_cp.data.corpus.cache import CacheBuilder, open_cache, prepare
 from torchtitan_cp.data.corpus.documents import key_hash
-from torchtitan_cp.data.corpus.store import TokenWriter
+from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 
 @pytest.fixture
@@ -136,10 +136,10 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, data: Da
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(self: TokenWriter, ids: np.ndarray, group: int) -> None:
+    def append(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(TokenWriter, "append", append)
+    monkeypatch.setattr(tokenization, "append_documents", append)
     assert "cannot be written: No space left on device" in refuse(data)
     assert not partial(data)
     assert not finished(data)
@@ -173,15 +173,15 @@ def test_where_the_hash_holds_out_nothing_the_document_with_the_lowest_hash_is_h
 def test_a_corpus_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     one = data_of(write_files(tmp_path / "corpus", {"a.txt": "the only one"}), tmp_path / "cache", 1e-9)
     message = refuse(one)
-    assert "data.validation_fraction = 1e-09 holds out no document: 1 are too few to split" in message
-    assert "fix: split the text into more files, or set data.validation_fraction to 0" in message
+    assert "data.validation_fraction = 1e-09 holds out 0 of 1 documents, and each split needs one" in message
+    assert "fix: split the text into more files, lower data.validation_fraction, or set it to 0" in message
     assert not finished(one)
 
 
 def test_a_training_split_that_would_be_empty_is_refused(data: Data) -> None:
     message = refuse(data_of(Path(data.path), Path(data.cache_folder), validation_fraction=1.0))
-    assert "data.validation_fraction = 1.0 holds out all 40 documents" in message
-    assert "fix: lower data.validation_fraction" in message
+    assert "data.validation_fraction = 1.0 holds out 40 of 40 documents" in message
+    assert "lower data.validation_fraction" in message
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig()], ids=["bytes", "trained"])
@@ -231,7 +231,7 @@ def test_progress_goes_to_the_log_where_there_is_no_terminal(
     data: Data, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress, "LOG_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(documents, "LOG_INTERVAL_SECONDS", 0.0)
     prepare(data, BYTES)
     assert "tokenizing: 0 of 0 MB" in [record.getMessage() for record in caplog.records]
 
@@ -259,21 +259,25 @@ def test_who_opens_the_cache_lists_no_file_of_the_corpus(data: Data, monkeypatch
     assert opened.fingerprint == prepare(data, TokenizerConfig(vocab_size=300)).fingerprint
 
 
-@pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig(vocab_size=300)], ids=["bytes", "trained"])
+@pytest.mark.parametrize(
+    ("tokenizer", "last"),
+    [(BYTES, 20), (BYTES, 40), (TokenizerConfig(vocab_size=300), 20)],
+    ids=["bytes", "at the end of bytes", "trained"],
+)
 def test_a_stop_is_heard_and_the_next_start_gives_the_same(
-    data: Data, tmp_path: Path, tokenizer: TokenizerConfig
+    data: Data, tmp_path: Path, tokenizer: TokenizerConfig, last: int
 ) -> None:
     asked = 0
 
     def stop_requested() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 20
+        return asked > last
 
     message = r"stopped while (tokenizing: [0-9,]+ tokens are in|reading text to train)"
     with pytest.raises(PreparationStoppedError, match=message):
         prepare(data, tokenizer, stop_requested)
-    assert asked == 21, "it stops at once"
+    assert asked == last + 1, "it stops at once"
     assert not finished(data)
     elsewhere = replace(data, cache_folder=str(tmp_path / "elsewhere"))
     assert prepare(data, tokenizer).fingerprint == prepare(elsewhere, tokenizer).fingerprint

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.texts import read, text_corpus, texts, warnings, write_files
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import DataError, check_corpus
-from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, is_held_out
+from torchtitan_cp.data.corpus.documents import JOINED_BYTES, Corpus, check_corpus, is_held_out
 from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.errors import DataError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 

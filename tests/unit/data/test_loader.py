@@ -14,7 +14,7 @@ import torch
 from tests.support.texts import REPOSITORY
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step, read_steps
-from torchtitan_cp.data.batches.packing import PackedSequence, Span
+from torchtitan_cp.data.batches.samples import PackedSequence, Span
 
 SEQ_LEN = 32
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.half_made import BYTES, data_of, files, rows, shrink_until_the_end
 from tests.support.texts import text_corpus, warnings
 from torchtitan_cp.config.sections import Data
-from torchtitan_cp.data import prepare
-from torchtitan_cp.data.corpus.documents import Document
+from torchtitan_cp.data.corpus.cache import prepare
+from torchtitan_cp.data.corpus.records import Document
 from torchtitan_cp.data.corpus.tokenization import Tokenization
 
 
@@ -85,6 +85,18 @@ def test_half_made_tokens_that_are_damaged_are_named_and_made_again(
     [line] = [line for line in warnings(caplog) if "damaged" in line]
     assert line.startswith(f"the partial tokens in {left} are damaged ({what}")
     assert line.endswith("; they are made again")
+    assert files(tmp_path / "cache") == files(tmp_path / "straight")
+
+
+def test_half_made_tokens_of_another_version_are_made_again(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = rows(tmp_path / "corpus")
+    prepare(data_of(corpus, tmp_path / "straight", "jsonl"), BYTES)
+    data = data_of(corpus, tmp_path / "cache", "jsonl")
+    journal = stop_after(monkeypatch, data, 200) / "journal.json"
+    journal.write_text(journal.read_text().replace('"progress"', '"state"'))
+    prepare(data, BYTES)
     assert files(tmp_path / "cache") == files(tmp_path / "straight")
 
 

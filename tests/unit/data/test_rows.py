@@ -16,8 +16,10 @@ from tests.support.texts import read, texts, warnings, write_files
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import DataError, check_corpus, prepare
+from torchtitan_cp.data.corpus.cache import prepare
+from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.errors import DataError
 
 LINES = [f"row {index} ä" for index in range(700)]
 BYTES = TokenizerConfig(kind="bytes")

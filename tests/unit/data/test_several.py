@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.support.texts import text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data, DataSource
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data import DataError, prepare, statistics_table
-from torchtitan_cp.data.corpus.cache import PreparedSource
-from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
+from torchtitan_cp.data.corpus.cache import PreparedSource, prepare
+from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics, statistics_table
 from torchtitan_cp.data.corpus.store import TokenStore
+from torchtitan_cp.data.corpus.tokenization import read_ahead
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
-from torchtitan_cp.data.prefetch import prefetch
+from torchtitan_cp.data.errors import DataError
 
 BYTES = TokenizerConfig(kind="bytes")
 
@@ -124,7 +124,7 @@ def test_messages_name_the_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.sources\['books'\].path = '.*nowhere' does not exist"):
         prepare(data, BYTES)
     full = text_source("books", text_corpus(tmp_path / "books"), validation_fraction=1.0)
-    with pytest.raises(DataError, match=r"data.sources\['books'\].validation_fraction = 1.0 holds out all 40"):
+    with pytest.raises(DataError, match=r"data.sources\['books'\].validation_fraction = 1.0 holds out 40 of 40"):
         prepare(data_of(tmp_path / "cache", full), BYTES)
 
 
@@ -277,7 +277,7 @@ def test_the_next_item_is_read_while_one_is_worked_on() -> None:
                 second.set()
             yield item
 
-    results = prefetch(items(), 1)
+    results = read_ahead(items())
     assert next(results) == 0
     assert second.wait(60)
     assert begun == [0, 1]
@@ -289,7 +289,7 @@ def test_an_error_in_the_thread_that_reads_is_the_callers() -> None:
         yield 0
         raise DataError("item 1")
 
-    results = prefetch(fail(), 2)
+    results = read_ahead(fail())
     assert next(results) == 0
     with pytest.raises(DataError, match="item 1"):
         next(results)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_cp.data import DataError
-from torchtitan_cp.data.corpus.store import TokenStore, TokenWriter, token_dtype
+from torchtitan_cp.data.corpus.store import TokenStore, append_documents, token_dtype
+from torchtitan_cp.data.errors import DataError
 
 FINGERPRINT = "847eb13461b09f29c8dd2e3a7c8802f1fdf0102411a437a05a55457fe38d92d0"
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -23,15 +23,13 @@ def write(
     groups: list[int] | None = None,
 ) -> str:
     folder.mkdir(exist_ok=True)
-    writer = TokenWriter(folder, "train", vocab_size, shard_bytes)
-    for index, document in enumerate(documents):
-        writer.append(np.array(document, dtype=np.int32), groups[index] if groups else index)
-        if index % 3 == 1:
-            writer.commit()
-    writer.commit()
-    assert writer.documents == len(documents)
-    assert writer.tokens == sum(map(len, documents)) == writer.unigram_counts.sum()
-    return writer.fingerprint()
+    numbered = [(np.array(document), groups[n] if groups else n) for n, document in enumerate(documents)]
+    for first in range(0, max(1, len(numbered)), 2):
+        append_documents(folder, "train", vocab_size, numbered[first : first + 2], shard_bytes)
+    store = TokenStore(folder, "train", vocab_size)
+    fingerprint, unigram_counts = store.summarize(lambda: None)
+    assert store.tokens == sum(map(len, documents)) == unigram_counts.sum()
+    return fingerprint
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.memory import MemoryStore
 from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
-from torchtitan_cp.data.corpus.store import TokenStore, TokenWriter
+from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 
 LENGTHS = [5, 1, 17, 0, 30, 2, 9, 40, 3, 3, 11]
 TOKENS = sum(LENGTHS)
@@ -19,10 +19,11 @@ FIRST = [6, 7, 8, 61, 62, 63, 12, 13, 14]
 
 def store_of(folder: Path, lengths: list[int]) -> TokenStore:
     """A store whose tokens are 0, 1, 2, ... so that each tells where it stands."""
-    writer = TokenWriter(folder, "train", 1 << 16, shard_bytes=32)
-    for index, (start, length) in enumerate(zip(np.cumsum([0, *lengths]), lengths, strict=False)):
-        writer.append(np.arange(start, start + length), index)
-    writer.commit()
+    begins = np.cumsum([0, *lengths])
+    documents = [
+        (np.arange(start, start + length), n) for n, (start, length) in enumerate(zip(begins, lengths, strict=False))
+    ]
+    append_documents(folder, "train", 1 << 16, documents, shard_bytes=32)
     return TokenStore(folder, "train", 1 << 16)
 
 

@@ -11,6 +11,7 @@ from torchtitan_cp.config.sections import Health
 from torchtitan_cp.health import monitor as monitoring
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport, largest, read_report
 
+CPU = torch.device("cpu")
 # Two blocks: loss, tokens, gradient, logit, memory, requests to stop and to save, outputs of the blocks, squared norms
 # of the blocks and of the rest.
 GOOD = [10.0, 4.0, 0.5, 3.0, 100.0, 0.0, 0.0, 1.0, 2.0, 9.0, 7.0, 0.0]
@@ -86,29 +87,28 @@ class Doubled(nn.Module):
 
 def test_the_watch_sees_the_largest_of_all_forwards_and_backwards_and_forgets_it() -> None:
     part, x = Blocks(), torch.randn(4, 5, 3, requires_grad=True)
-    watch = HealthMonitor(Health(), [part], 4)
+    watch = HealthMonitor(Health(), [part], 4, CPU)
     outputs = [part(scale * x) for scale in (1.0, -3.0)]
     with torch.no_grad():
         part(100 * x)
     for out in outputs:
         out.square().sum().backward()
-    seen, gradient = watch.pop_seen(torch.device("cpu"))
+    *seen, gradient = watch.pop_largest()
     largest_output = max(out.abs().max().item() for out in outputs)
-    assert seen.tolist() == [0.0, pytest.approx(largest_output / 2), pytest.approx(largest_output), 0.0]
+    assert [x.item() for x in seen] == [0.0, pytest.approx(largest_output / 2), pytest.approx(largest_output), 0.0]
     inner = [(2 * out @ (2 * part.layers["1"].weight)).abs().max().item() for out in outputs]  # type: ignore[operator]
     assert gradient.item() == pytest.approx(max(inner), rel=1e-5)
-    seen, gradient = watch.pop_seen(torch.device("cpu"))
-    assert (seen.tolist(), gradient.item()) == ([0.0] * 4, 0.0)
+    assert watch.pop_largest().tolist() == [0.0] * 5
 
 
 def test_the_watch_passes_nan_on_whatever_comes_after() -> None:
     part, x = Blocks(), torch.ones(1, 1, 3, requires_grad=True)
-    watch = HealthMonitor(Health(), [part], 4)
+    watch = HealthMonitor(Health(), [part], 4, CPU)
     for scale in (math.nan, 1.0):
         part(scale * x).sum().backward()
-    seen, gradient = watch.pop_seen(torch.device("cpu"))
-    assert torch.isnan(seen).tolist() == [False, True, True, False]
-    assert seen.dtype == torch.float32
+    *seen, gradient = watch.pop_largest()
+    assert [bool(x.isnan()) for x in seen] == [False, True, True, False]
+    assert gradient.dtype == torch.float32
     assert not gradient.isnan()  # 1.0's own gradient does not depend on x, and NaN's neither
 
 
@@ -122,13 +122,13 @@ def test_the_largest_value_is_exact_and_lets_nothing_pass(dtype: torch.dtype, va
     assert not largest(x).isfinite()
 
 
-@pytest.mark.parametrize("findings", [(), ("rank 0: the loss is nan",)])
+@pytest.mark.parametrize(("loss", "spikes"), [(1.0, ("x",)), (math.nan, ())])
 def test_spikes_are_looked_for_in_finite_steps_alone(
-    monkeypatch: pytest.MonkeyPatch, findings: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, loss: float, spikes: tuple[str, ...]
 ) -> None:
-    report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=findings)
-    monkeypatch.setattr(monitoring, "all_gather_report", lambda *arguments: report)
-    zero = torch.zeros(())
-    monitor = HealthMonitor(Health(), [Blocks()], 4)
+    monkeypatch.setattr(monitoring, "gather_rows", lambda own: own[None].numpy())
+    monitor = HealthMonitor(Health(), [Blocks()], 4, CPU)
     monkeypatch.setattr(monitor.spikes, "find", lambda _: ("x",))
-    assert monitor.check_step(zero, zero, zero, zero, 0, (False, False)).spikes == (() if findings else ("x",))
+    zero, norms = torch.zeros(()), torch.zeros(5)
+    report = monitor.check_step(torch.tensor(loss), zero, zero, norms, 0, (False, False))
+    assert (report.spikes, bool(report.findings)) == (spikes, not spikes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cp.checkpoint import Progress
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config.sections import Health
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 
@@ -18,8 +18,8 @@ def policy_of(**settings: object) -> RecoveryPolicy:
     return RecoveryPolicy(Health(**{"on_nonfinite": "skip"} | settings), {})  # type: ignore[arg-type]
 
 
-def decide(it: RecoveryPolicy, *, can_roll_back: bool = True, recoverable: bool = True) -> str:
-    return it.decide(WHAT, lambda _: CHECKPOINT if can_roll_back else None, recoverable=recoverable).action
+def decide(it: RecoveryPolicy, *, can_roll_back: bool = True, weights_finite: bool = True) -> str:
+    return it.choose_action(WHAT, lambda _: CHECKPOINT if can_roll_back else None, weights_finite=weights_finite).action
 
 
 def climb(it: RecoveryPolicy, *, can_roll_back: bool = True) -> list[str]:
@@ -67,8 +67,8 @@ def test_the_end_says_what_was_tried() -> None:
 def test_what_is_done_is_said() -> None:
     it = policy_of(max_consecutive_skips=1, max_rollbacks=0, lr_factor=0.25, lr_steps=9)
     find = lambda _: CHECKPOINT  # noqa: E731
-    assert it.decide(WHAT, find).message == f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
-    lowered = it.decide(WHAT, find)
+    assert it.choose_action(WHAT, find).message == f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
+    lowered = it.choose_action(WHAT, find)
     assert lowered.checkpoint == CHECKPOINT
     assert lowered.message == (
         f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped; the learning rate is LOWERED to "
@@ -86,19 +86,19 @@ def test_skips_are_counted_and_a_good_step_starts_the_count_again() -> None:
 
 
 def test_what_does_not_mend_by_itself_is_not_skipped() -> None:
-    assert decide(policy_of(), recoverable=False) == "rollback"
+    assert decide(policy_of(), weights_finite=False) == "rollback"
 
 
 def test_the_learning_rate_is_lowered_for_so_many_healthy_steps() -> None:
     it = policy_of(lr_factor=0.25, lr_steps=3, max_lr_cuts=2, policy=("lower_lr",))
     assert it.lr_factor == 1.0
-    decide(it, can_roll_back=False, recoverable=False)
+    decide(it, can_roll_back=False, weights_finite=False)
     factors = []
     for _ in range(4):
         factors.append(it.lr_factor)
         it.record_healthy_step()
     assert factors == [0.25, 0.25, 0.25, 1.0]
-    decide(it, can_roll_back=False, recoverable=False)
+    decide(it, can_roll_back=False, weights_finite=False)
     assert it.lr_factor == 0.0625
 
 
@@ -109,10 +109,10 @@ def test_a_run_that_is_bad_again_at_once_after_a_rollback_goes_further_back() ->
         asked.append(before)
         return CHECKPOINT
 
-    it.decide(WHAT, find, recoverable=False)
-    it.decide(WHAT, find, recoverable=False)
+    it.choose_action(WHAT, find, weights_finite=False)
+    it.choose_action(WHAT, find, weights_finite=False)
     it.record_healthy_step()
-    it.decide(WHAT, find, recoverable=False)
+    it.choose_action(WHAT, find, weights_finite=False)
     assert asked == [None, 7, None]
 
 

@@ -33,7 +33,7 @@ def test_every_allowed_pair_belongs_to_the_rank_that_holds_its_query(mask: str, 
     for rank in range(4):
         held = make_plan(64, mask=MASKS[mask], ranks=4, rank=rank, layout=layout).positions.numpy()
         assert (owners[held][pairs[held]] == rank).all()
-        assert plan.areas[rank] == pairs[held].sum()
+        assert plan.pairs_by_rank[rank] == pairs[held].sum()
 
 
 def test_figures_are_arrays_of_colors() -> None:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
-from torchtitan_cp.metrics.positions import bin_starts
+from torchtitan_cp.metrics.loss_breakdown import LossBreakdown, bin_starts
 
 
 def bin_of(position: int) -> str:

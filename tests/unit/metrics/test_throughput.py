@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan_cp.metrics import Peak, find_peak, flops_per_token, throughput
+from torchtitan_cp.metrics import throughput
+from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token
 
 
 def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:

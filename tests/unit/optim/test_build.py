@@ -10,8 +10,7 @@ import pytest
 from tests.support.small_net import assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
-from torchtitan_cp.optim import build_optimizer, set_learning_rates
-from torchtitan_cp.optim.build import IMPLEMENTATIONS
+from torchtitan_cp.optim.build import IMPLEMENTATIONS, build_optimizer, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
 
 

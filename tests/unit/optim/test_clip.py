@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_cp.optim import scale_gradients, square_norms
+from torchtitan_cp.optim.clip import scale_gradients, square_norms
 
 
 def small_model() -> nn.Module:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.support.logits import case, largest_tensor, sums_over_full_logits
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.optim import ChunkedCrossEntropy, wrong_answers
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy, wrong_answers
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 37, 74, 1000])

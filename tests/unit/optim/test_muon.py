@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.muon_net import SETTINGS, gradients, small_net, train
-from torchtitan_cp.optim import build_optimizer
+from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.muon import orthogonalize
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Parallel
-from torchtitan_cp.parallel import bubble_fraction, plan_pipeline
-from torchtitan_cp.parallel.pipeline import split_layers
+from torchtitan_cp.parallel.pipeline import bubble_fraction, plan_pipeline, split_layers
 
 
 @given(st.data())

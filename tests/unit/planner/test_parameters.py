@@ -14,7 +14,7 @@ from models.moe import Moe, MoeArgs
 from torchtitan_cp.attention import attend, make_plan
 from torchtitan_cp.config import load_config
 from torchtitan_cp.data.errors import DataError
-from torchtitan_cp.metrics import flops_per_token
+from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.planner.estimate import model_flops
 from torchtitan_cp.planner.parameters import count_parameters, model_args_of, total_parameters
 from torchtitan_cp.training.registry import register

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-from torchtitan_cp.runtime import seed_step
+from torchtitan_cp.runtime.device import seed_step
 
 
 def drawn(*step: object) -> float:

@@ -16,7 +16,7 @@ BATCH, STEP = "waiting for its batch", "in forward, backward and update with the
 
 
 def beat(host: str, what: str, step: int = 7) -> Beat:
-    return Beat(3, host, 99, what, step, 12.0, "data/loader.py:9 in read")
+    return Beat(host, 99, what, step, 12.0, "data/loader.py:9 in read")
 
 
 def test_a_silent_rank_is_to_blame_and_the_others_wait() -> None:

@@ -12,7 +12,7 @@ from tests.support.texts import text_corpus
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
 from torchtitan_cp.curriculum import StagePlan, resolve_stages
-from torchtitan_cp.data import prepare
+from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.training.data_pipeline import DataPipeline
 
 

@@ -6,13 +6,14 @@ every query row sees a key. Imports torch only.
 """
 
 import logging
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
-from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -39,28 +40,24 @@ def check_kernel(name: str) -> str:
 
 
 def choose_kernel(
-    name: str, q: Tensor, v: Tensor, softcap: float = 0.0, alibi: bool = False, merged: bool = False
+    name: str, q: Tensor, v: Tensor, softcap: bool = False, alibi: bool = False, merged: bool = False
 ) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
-        softcap: above 0, the kernel returned caps scores.
-        alibi: whether the kernel must be able to take linear biases.
+        softcap, alibi: whether scores are capped, and have linear biases.
         merged: whether its outputs will be merged; if it can, the kernel then returns them unrounded.
 
     Raises:
-        PlanError: an unknown kernel, or one that cannot run them; the message says why and which can.
+        PlanError: the kernel cannot run them; the message says why and which can.
     """
-    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0, alibi))
-    if softcap and kernel.softcapped:
-        return kernel.softcapped(softcap)
-    return kernel.merging if merged and kernel.merging else kernel
+    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap, alibi))
+    return replace(kernel, forward=kernel.wide_forward) if merged and kernel.wide_forward else kernel
 
 
 @lru_cache(maxsize=256)
 def _choose(name: str, case: Case) -> Kernel:
-    check_kernel(name)
-    reasons = {other: _refusal(kernel, case) for other, kernel in KERNELS.items()}
+    reasons = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
     able = [other for other, reason in reasons.items() if reason is None]
     if name == "auto" and able:
         logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), case.device)
@@ -74,14 +71,4 @@ def _choose(name: str, case: Case) -> Kernel:
     )
 
 
-def _refusal(kernel: Kernel, case: Case) -> str | None:
-    if case.softcap and kernel.softcapped is None:
-        return "it has no logit soft-cap"
-    if case.alibi and kernel.biased is None:
-        return "it has no ALiBi"
-    if case.alibi and case.softcap:
-        return "it has no ALiBi under a logit soft-cap"
-    return kernel.refusal(case)
-
-
-__all__ = ["KERNELS", "Alibi", "Kernel", "check_kernel", "choose_kernel"]
+__all__ = ["KERNELS", "Alibi", "Kernel", "Scores", "check_kernel", "choose_kernel"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, Scores
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import FULL
 
@@ -11,34 +11,23 @@ _FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
     rows = [x.transpose(1, 2) for x in (q, k, v)]
-    out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, False, scale=scale)
+    out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, False, scale=scores.scale)
     # The log-sum-exp comes as [B, H, Sq, 1].
     return out.transpose(1, 2), lse.reshape(out.shape[:3]).transpose(1, 2)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
     # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     packed = (None, None, q.shape[1], k.shape[1])
     lse = lse.transpose(1, 2).unsqueeze(-1).contiguous()
-    dq, dk, dv = _BACKWARD(*rows, lse, seed, offset, None, *packed, 0.0, band != FULL, scale=scale)
+    dq, dk, dv = _BACKWARD(*rows, lse, seed, offset, None, *packed, 0.0, band != FULL, scale=scores.scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def refusal(case: Case) -> str | None:
-    if case.device != "cuda":
-        return f"it runs on cuda, not {case.device}"
-    if case.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {case.dtype}"
-    widest = max(case.qk_dim, case.v_dim)
-    if widest > 128 or case.qk_dim % 8 or case.v_dim % 8:
-        return f"it takes head dims up to 128 in eights, not {case.qk_dim} and {case.v_dim}"
-    return None
-
-
-KERNEL = Kernel(forward, backward, refusal)
+KERNEL = Kernel(forward, backward, "cuda", HALF, range(8, 129, 8))

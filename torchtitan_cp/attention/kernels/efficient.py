@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.heads import sum_groups
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import FULL
 
@@ -14,15 +13,15 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 LSE_ROWS = 32  # the log-sum-exp is stored in whole blocks of 32 queries
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
     copies = q.shape[2] // k.shape[2]
     rows = (q.transpose(1, 2), *(x.repeat_interleave(copies, 2).transpose(1, 2) for x in (k, v)))
-    out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, scale=scale)
+    out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, scale=scores.scale)
     return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads = k.shape[2]
     k, v = (x.repeat_interleave(q.shape[2] // heads, 2) for x in (k, v))
@@ -32,16 +31,14 @@ def backward(
     lse = F.pad(lse.transpose(1, 2), (0, -q.shape[1] % LSE_ROWS)).contiguous()
     # The operator takes only the B and H strides of out, and assumes that its rows are contiguous.
     kept = (out.contiguous().transpose(1, 2), lse, seed, offset)
-    dq, dk, dv, _ = _BACKWARD(*rows, None, *kept, 0.0, [True, True, True, False], band != FULL, scale=scale)
-    return dq.transpose(1, 2), sum_groups(dk.transpose(1, 2), heads), sum_groups(dv.transpose(1, 2), heads)
+    dq, dk, dv, _ = _BACKWARD(*rows, None, *kept, 0.0, [True, True, True, False], band != FULL, scale=scores.scale)
+    return dq.transpose(1, 2), _sum_copies(dk.transpose(1, 2), heads), _sum_copies(dv.transpose(1, 2), heads)
 
 
-def refusal(case: Case) -> str | None:
-    if case.device != "cuda":
-        return f"it runs on cuda, not {case.device}"
-    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it takes bfloat16, float16 and float32, not {case.dtype}"
-    return None if case.qk_dim % 8 == case.v_dim % 8 == 0 else f"it takes head dims in eights, not {case.qk_dim}"
+def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
+    """Gradient of `heads` key heads from that of their copies, `[B, S, Hq, D] -> [B, S, Hkv, D]`, summed in fp32."""
+    copies = gradient.shape[2] // heads
+    return gradient if copies == 1 else gradient.unflatten(2, (heads, copies)).float().sum(3)
 
 
-KERNEL = Kernel(forward, backward, refusal)
+KERNEL = Kernel(forward, backward, "cuda", (*HALF, torch.float32), range(8, WIDEST, 8))

@@ -3,34 +3,32 @@
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.heads import same_dims
-from torchtitan_cp.attention.kernels.kernel import Case, Kernel
+from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, Scores, same_dims
 from torchtitan_cp.attention.mask import Band
 
 _FORWARD = torch.ops.aten._flash_attention_forward
 _BACKWARD = torch.ops.aten._flash_attention_backward
-_DENSE = (None, None)  # cumulative lengths: not packed
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v_padded = same_dims(q, k, v)
     window = _window(q.shape[1], k.shape[1], band)
-    lengths = (*_DENSE, q.shape[1], k.shape[1])
-    out, lse, *_ = _FORWARD(q, k, v_padded, *lengths, 0.0, False, False, scale=scale, **window)
+    lengths = (None, None, q.shape[1], k.shape[1])  # not packed
+    out, lse, *_ = _FORWARD(q, k, v_padded, *lengths, 0.0, False, False, scale=scores.scale, **window)
     return out[..., : v.shape[-1]], lse.transpose(1, 2)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, dout, out = same_dims(q, k, v, dout, out)
     # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    lengths = (*_DENSE, q.shape[1], k.shape[1])
+    lengths = (None, None, q.shape[1], k.shape[1])  # not packed
     window = _window(q.shape[1], k.shape[1], band)
     rows = (dout.contiguous(), q, k, v, out.contiguous(), lse.transpose(1, 2).contiguous())
-    dq, dk, dv = _BACKWARD(*rows, *lengths, 0.0, False, seed, offset, scale=scale, **window)
+    dq, dk, dv = _BACKWARD(*rows, *lengths, 0.0, False, seed, offset, scale=scores.scale, **window)
     return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
 
 
@@ -56,13 +54,4 @@ def takes_band(queries: int, keys: int, band: Band) -> bool:
     return 0 <= right < keys and (band.low is None or left >= 0)
 
 
-def refusal(case: Case) -> str | None:
-    if case.device != "cuda":
-        return f"it runs on cuda, not {case.device}"
-    if case.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {case.dtype}"
-    widest = max(case.qk_dim, case.v_dim)
-    return None if widest <= 256 and widest % 8 == 0 else f"it takes head dims up to 256 in eights, not {widest}"
-
-
-KERNEL = Kernel(forward, backward, refusal, takes_band=takes_band)
+KERNEL = Kernel(forward, backward, "cuda", HALF, range(8, 257, 8), pads_dims=True, takes_band=takes_band)

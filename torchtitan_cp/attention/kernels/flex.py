@@ -12,57 +12,36 @@ differentiated with these; a backward costs one forward more than other kernels'
 Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
 
-import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from torchtitan_cp.attention.compiling import compile_whole
-from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, any_band
-from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
+from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
+from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
 BLOCK = 128
-
-# return_lse became return_aux after torch 2.11.
-_WITH_LSE: dict[str, Any] = (
-    {"return_aux": flex.AuxRequest(lse=True)}
-    if "return_aux" in inspect.signature(flex.flex_attention).parameters
-    else {"return_lse": True}
-)
+# The dispatch keys that are included and excluded by default, as they are while modules are imported.
+_DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
-# (score, batch row, head, query row, key row) -> score.
-ScoreChange = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def step_forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, change: ScoreChange | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
     with _above_autograd(), torch.no_grad():
-        return _run(q, k, v, tiles, scale, change)
+        return _run(q, k, v, tiles, scores)
 
 
-def step_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: tuple[Tile, ...],
-    scale: float,
-    change: ScoreChange | None = None,
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: tuple[Tile, ...], scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _above_autograd():
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scale, change)
+            out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scores)
         seen = lse_step.detach() > float("-inf")
         weight = torch.where(seen, torch.exp(lse_step.detach() - lse), 0.0).unsqueeze(-1)
         dout_step = weight * dout.float()
@@ -73,32 +52,34 @@ def step_backward(
 
 def _above_autograd() -> Any:
     """A context in which autograd and vmap work; torch.library runs its operators with both switched off."""
-    return torch._C._ForceDispatchKeyGuard(*_dispatch_keys_of_a_new_thread())
+    return torch._C._ForceDispatchKeyGuard(*_DEFAULT_KEYS)
 
 
-@lru_cache(maxsize=1)
-def _dispatch_keys_of_a_new_thread() -> tuple[Any, Any]:
-    """The dispatch keys that are included and excluded by default."""
-    with ThreadPoolExecutor(1) as fresh:
-        return fresh.submit(
-            lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
-        ).result()
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scale: float, change: ScoreChange | None
-) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
     mask, hidden = block_mask(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
-    rows = [x.transpose(1, 2) for x in (q, k, v)]
-    options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2], **_WITH_LSE}
-    if change:
-        options["score_mod"] = change
-    out, extra = _attend(*rows, **options)
-    lse = extra if isinstance(extra, Tensor) else extra.lse
+    out, extra = _attend(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=_score_change(scores),
+        block_mask=mask,
+        scale=scores.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+        return_aux=flex.AuxRequest(lse=True),
+    )
     hidden = hidden[:, :, None]
     out = out.transpose(1, 2).masked_fill(hidden.unsqueeze(-1), 0.0)
-    return out, lse.transpose(1, 2).float().masked_fill(hidden, float("-inf"))
+    return out, extra.lse.transpose(1, 2).float().masked_fill(hidden, float("-inf"))
+
+
+def _score_change(scores: Scores) -> Callable[..., Tensor] | None:
+    """What happens to a scaled score: (score, batch row, head, query row, key row) -> score."""
+    _, cap, alibi = scores
+    if cap:
+        return lambda score, b, h, q_row, k_row: cap * torch.tanh(score / cap)
+    if alibi:
+        slopes, queries, keys = alibi
+        return lambda score, b, h, q_row, k_row: score - slopes[h] * (queries[q_row] - keys[k_row]).abs()
+    return None
 
 
 def _attend(*rows: Tensor, **options: Any) -> Any:
@@ -144,33 +125,21 @@ def block_mask(
 
 def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
     """Each query's intervals of keys, `[rows, n, Sq, 2]` int32; n is a power of two, empty ones are (0, 0)."""
-    slots: list[list[tuple[Tile, range]]] = []
+    slots: list[Tensor] = [torch.zeros(rows, queries, 2, dtype=torch.int32)]
     for tile in tiles:
-        covers = range(rows) if tile.row == ALL_ROWS else range(tile.row, tile.row + 1)
-        free = (slot for slot in slots if not any(_overlap(tile, covers, *other) for other in slot))
-        slot = next(free, None)
-        if slot is None:
-            slot = []
+        covered, _ = rows_of(tile)
+        if (slot := next((slot for slot in slots if not slot[covered].any()), None)) is None:
+            slot = torch.zeros_like(slots[0])
             slots.append(slot)
-        slot.append((tile, covers))
-    intervals = torch.zeros(rows, 1 << max(0, len(slots) - 1).bit_length(), queries, 2, dtype=torch.int32)
-    for number, slot in enumerate(slots):
-        for tile, covers in slot:
-            query = torch.arange(tile.q_stop - tile.q_start)
-            low, high = tile.band
-            first = tile.k_start + (torch.zeros_like(query) if low is None else (query + low).clamp_min(0))
-            last = torch.full_like(query, tile.k_stop)
-            if high is not None:
-                last = torch.minimum(last, tile.k_start + query + high + 1)
-            rows_of_tile = slice(covers.start, covers.stop)
-            intervals[rows_of_tile, number, tile.q_start : tile.q_stop] = torch.stack([first, last], -1).to(torch.int32)
-    return intervals
-
-
-def _overlap(tile: Tile, covers: range, other: Tile, other_covers: range) -> bool:
-    """Whether two tiles share a query row."""
-    apart = other.q_stop <= tile.q_start or tile.q_stop <= other.q_start
-    return not apart and covers.start < other_covers.stop and other_covers.start < covers.stop
+        query = torch.arange(tile.q_stop - tile.q_start)
+        low, high = tile.band
+        first = tile.k_start + (torch.zeros_like(query) if low is None else (query + low).clamp_min(0))
+        last = torch.full_like(query, tile.k_stop)
+        if high is not None:
+            last = torch.minimum(last, tile.k_start + query + high + 1)
+        slot[covered] = torch.stack([first, last], -1).to(torch.int32)
+    empty = (1 << (len(slots) - 1).bit_length()) - len(slots)
+    return F.pad(torch.stack(slots, 1), (0, 0, 0, 0, 0, empty))
 
 
 def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -198,35 +167,4 @@ def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return counts.to(device), order.contiguous().to(device)
 
 
-def refusal(case: Case) -> str | None:
-    if case.device != "cuda":
-        return f"it has a backward on cuda only, not on {case.device}"
-    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it does not take {case.dtype}"
-    return None if min(case.qk_dim, case.v_dim) >= 16 else "it takes head dims from 16"
-
-
-def softcapped(cap: float) -> Kernel:
-    return _changed(lambda score, b, h, q_row, k_row: cap * torch.tanh(score / cap))
-
-
-def biased(alibi: Alibi) -> Kernel:
-    slopes, queries, keys = alibi
-    return _changed(lambda score, b, h, q_row, k_row: score - slopes[h] * (queries[q_row] - keys[k_row]).abs())
-
-
-def _changed(change: ScoreChange) -> Kernel:
-    forward_changed, backward_changed = partial(step_forward, change=change), partial(step_backward, change=change)
-    return replace(KERNEL, step_forward=forward_changed, step_backward=backward_changed)
-
-
-KERNEL = Kernel(
-    None,
-    None,
-    refusal,
-    takes_band=any_band,
-    step_forward=step_forward,
-    step_backward=step_backward,
-    softcapped=softcapped,
-    biased=biased,
-)
+KERNEL = Kernel(forward, backward, "cuda", (*HALF, torch.float32), range(16, WIDEST), whole_steps=True, any_scores=True)

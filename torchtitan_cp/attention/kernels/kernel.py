@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.mask import Band
-from torchtitan_cp.attention.tiles import Tile
+from torchtitan_cp.attention.tiles import Tile, dense_parts
 
-Forward = Callable[[Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band, float], tuple[Tensor, Tensor, Tensor]]
-StepForward = Callable[[Tensor, Tensor, Tensor, tuple[Tile, ...], float], tuple[Tensor, Tensor]]
-StepBackward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tile, ...], float], tuple[Tensor, Tensor, Tensor]
-]
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, *HALF)
+WIDEST = 1 << 16  # head dim; no model comes near
 
 
 class Case(NamedTuple):
@@ -51,8 +49,29 @@ class Alibi(NamedTuple):
     keys: Tensor
 
 
-def any_band(queries: int, keys: int, band: Band) -> bool:
-    return True
+class Scores(NamedTuple):
+    """How q . k becomes a score.
+
+    Attributes:
+        scale: multiplies it.
+        softcap: above 0, a scaled score s becomes softcap tanh(s / softcap).
+        alibi: linear biases of the rows at hand, or None.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    alibi: Alibi | None = None
+
+    def of_tile(self, tile: Tile) -> "Scores":
+        """The same for the rows of a tile."""
+        if self.alibi is None:
+            return self
+        slopes, queries, keys = self.alibi
+        return self._replace(alibi=Alibi(slopes, queries[tile.q_start : tile.q_stop], keys[tile.k_start : tile.k_stop]))
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,29 +79,68 @@ class Kernel:
     """A local attention kernel.
 
     Attributes:
-        forward: (q, k, v, band, scale) -> (out, lse).
-        backward: (dout, q, k, v, out, lse, band, scale) -> (dq, dk, dv), where out and lse are those of
-            the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one. Both are
-            None if the kernel has step_forward and step_backward.
-        refusal: why it cannot run a case, or None.
+        forward: (q, k, v, band, scores) -> (out, lse).
+        backward: (dout, q, k, v, out, lse, band, scores) -> (dq, dk, dv), where out and lse are those of
+            the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
+        device: the type it runs on; None: any.
+        dtypes: of q, k and v.
+        head_dims: that it takes, of the wider of Dqk and Dv if it `pads_dims`, else of both.
         takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
             rectangles and causal squares; other tiles are split into these shapes for it.
-        step_forward, step_backward: the same for all tiles of a step in one call, from kernels that take
-            any mask; rows that no tile reaches have out 0 and lse -inf.
-        merging: the same kernel with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
+        whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
+            rows that no tile reaches have out 0 and lse -inf.
+        wide_forward: forward with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
             returns q's dtype only.
-        softcapped: cap -> the same kernel with scores s replaced by cap tanh(s / cap); None if it cannot.
-        biased: linear biases of a step's rows -> the same kernel with them; None if it cannot.
-        for_tile: of a biased kernel that runs tile by tile: tile -> the kernel with the biases of its rows.
+        any_scores: whether it takes a soft-cap or linear biases.
     """
 
-    forward: Forward | None
-    backward: Backward | None
-    refusal: Callable[[Case], str | None]
+    forward: Forward
+    backward: Backward
+    device: str | None = None
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    head_dims: range = range(1, WIDEST)
+    pads_dims: bool = False
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
-    step_forward: StepForward | None = None
-    step_backward: StepBackward | None = None
-    merging: "Kernel | None" = None
-    softcapped: "Callable[[float], Kernel] | None" = None
-    biased: "Callable[[Alibi], Kernel] | None" = None
-    for_tile: "Callable[[Tile], Kernel] | None" = None
+    whole_steps: bool = False
+    wide_forward: Forward | None = None
+    any_scores: bool = False
+
+    def refusal(self, case: Case) -> str | None:
+        """Why it cannot run a case, or None."""
+        if case.softcap and not self.any_scores:
+            return "it has no logit soft-cap"
+        if case.alibi and not self.any_scores:
+            return "it has no ALiBi"
+        if case.alibi and case.softcap:
+            return "it has no ALiBi under a logit soft-cap"
+        if self.device not in (None, case.device):
+            return f"it runs on {self.device}, not {case.device}"
+        if case.dtype not in self.dtypes:
+            return f"it does not take {case.dtype}"
+        dims = [max(case.qk_dim, case.v_dim)] if self.pads_dims else [case.qk_dim, case.v_dim]
+        if not all(dim in self.head_dims for dim in dims):
+            first, last, step = self.head_dims[0], self.head_dims[-1], self.head_dims.step
+            return f"it takes head dims from {first} to {last} in steps of {step}, not {' and '.join(map(str, dims))}"
+        return None
+
+    def plain_tiles(self, tiles: tuple[Tile, ...]) -> list[Tile]:
+        """Tiles as the kernel takes them."""
+        plain = []
+        for tile in tiles:
+            queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+            if self.takes_band(queries, keys, tile.band):
+                plain.append(tile)
+            else:
+                parts = dense_parts(queries, keys, tile.band)
+                plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
+        return plain
+
+
+def same_dims(*tensors: Tensor) -> list[Tensor]:
+    """Pad the head dims with zeros to the largest of them.
+
+    A zero in a query or key adds nothing to a score, and a zero column of values gives a zero column of
+    output, so attention with Dqk != Dv (multi-head latent attention) runs on a kernel that needs them equal.
+    """
+    widest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]

@@ -1,4 +1,4 @@
-"""Exchanges: how the ranks of a group see each other's keys and values, one file each.
+"""Strategies: how the ranks of a group exchange keys and values, one file each.
 
 To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
 its name to STRATEGIES in config/names.py (docs/config.md is made again then), and what it costs to EXCHANGES in
@@ -7,10 +7,16 @@ Rules that only it has (a mesh of two axes, no float8) belong in api.py. Tests f
 and parity run every strategy of this registry.
 """
 
+import logging
+from functools import lru_cache
+
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import all_gather, all_to_all, hybrid, ring
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
+from torchtitan_cp.attention.strategies.strategy import Strategy
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES: dict[str, Strategy] = {
     "ring": ring.STRATEGY,
@@ -38,17 +44,25 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) ->
     return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
 
 
-def explain_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:
-    """What `choose_strategy` decides by, for the log."""
+def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str, int]:
+    """A plan's strategy and how many ranks trade heads; `auto` is decided by the heads."""
+    if plan.strategy != "auto":
+        return plan.strategy, plan.all_to_all_ranks
+    chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band)
+    return chosen, plan.ranks if STRATEGIES[chosen].trades_heads else 1
+
+
+@lru_cache(maxsize=256)
+def log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
+    """Log once what `choose_strategy` chose, and why."""
+    chosen = choose_strategy(query_heads, key_heads, ranks, band)
     window = "no window" if band.low is None else f"a window of {-band.low} tokens"
     share = _traded_share(query_heads, key_heads, ranks)
-    heads = f"{query_heads} query and {key_heads} key heads"
-    return f"{heads}, {window}; all_to_all (if heads divide, without a window) carries {share:.0%} of the ring's volume"
+    why = f"{query_heads} query and {key_heads} key heads, {window}; all_to_all (if heads divide, without a window) "
+    why += f"carries {share:.0%} of the ring's volume"
+    logger.info("attention strategy %s on %d ranks: %s", chosen, ranks, why)
 
 
 def _traded_share(query_heads: int, key_heads: int, ranks: int) -> float:
     """The volume of all_to_all divided by the ring's."""
     return (query_heads + key_heads) / (0.75 * ranks * key_heads)
-
-
-__all__ = ["STRATEGIES", "Call", "Residuals", "Strategy", "check_strategy", "choose_strategy", "explain_strategy"]

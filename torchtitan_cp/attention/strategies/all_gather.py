@@ -1,4 +1,4 @@
-"""All-gather exchange: every rank sees all keys, some heads at a time, and one kernel call does many queries.
+"""All-gather: every rank sees all keys, some heads at a time, and one kernel call does many queries.
 
 K and V travel in one collective per group of heads; while one group computes, the next is gathered, and at
 most two are held whole. Only the local shard is kept for the backward, which gathers again and
@@ -11,84 +11,85 @@ does; then nothing is put in order.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.codec import find_codec
+from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, accumulation_dtype, sink_gradient
-from torchtitan_cp.attention.plan import Plan, RingStep, in_global_order
-from torchtitan_cp.attention.strategies import ring
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs, plain_tiles
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, rows_in
+from torchtitan_cp.attention.plan import KeyRows, Plan
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import Tile
 
 HEAD_GROUPS = 4
 
 
-class GatheredKeys(NamedTuple):
-    """Gathered keys of some heads, and the tiles that read them.
+class Gathered(NamedTuple):
+    """Rows of gathered keys, and the tiles that read them.
 
     Attributes:
-        tiles: with their keys as rows of k and v.
-        k: `[B, rows, h, Dqk]`; v: `[B, rows, h, Dv]`.
-        step: the ring step whose source sent these rows; None: the full sequence in order.
+        tiles: with their keys as places in `rows`, one after the other.
+        rows: (rank, first, last) local rows.
     """
 
     tiles: tuple[Tile, ...]
-    k: Tensor
-    v: Tensor
-    step: RingStep | None = None
+    rows: KeyRows
+
+    @property
+    def sizes(self) -> list[int]:
+        return [stop - start for _, start, stop in self.rows]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
-    if call.plan.ranks == 1:
-        return ring.forward(q, k, v, sinks, call)
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     results = []
     for queries, _, gathered in gather_heads(k, v, q.shape[2], call):
-        q_group = q[:, :, queries]
+        q_group, group_call = q[:, :, queries], call.for_heads(queries)
         softmax = RunningSoftmax(q_group, v.shape[-1])
-        for tiles, k_rows, v_rows, step in gathered:
-            add_outputs(softmax, tiles, q_group, k_rows, v_rows, call.kernel_for(step, queries), call.scale)
-        results.append(softmax.result(None if sinks is None else sinks[queries]))
+        for part, k_rows, v_rows in gathered:
+            scores = group_call.scores_for(part.rows)
+            add_outputs(softmax, part.tiles, q_group, k_rows, v_rows, call.kernel, scores)
+        results.append(softmax.result(group_call.sinks))
     out, lse = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
     return out, lse, Residuals(q, k, v, out, lse)
 
 
-def backward(
-    dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    if call.plan.ranks == 1:
-        return ring.backward(dout, residuals, sinks, call)
+def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v, out, lse = residuals
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    scattering: tuple[slice, Pending[Tensor]] | None = None
+    dims = [k.shape[-1], v.shape[-1]]
+    scattering: list[tuple[slice, Pending[Tensor]]] = []
 
     def collect() -> None:
-        if scattering:
-            keys, pending = scattering
-            both = pending.wait()
-            dk[:, :, keys], dv[:, :, keys] = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        for keys, pending in scattering:
+            dk[:, :, keys], dv[:, :, keys] = pending.wait().split(dims, -1)
+        scattering.clear()
 
     for queries, keys, gathered in gather_heads(k, v, q.shape[2], call):
+        group_call = call.for_heads(queries)
         rows = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
         dq_sum = GradientSum(rows[1])
-        # The gradients of all ranks' rows, [P, B, S/P, h, Dqk + Dv].
-        shape = (call.plan.ranks, *k.shape[:2], keys.stop - keys.start, k.shape[-1] + v.shape[-1])
-        both = k.new_empty(shape, dtype=accumulation_dtype(k.dtype))
-        for part in gathered:
-            sums = [GradientSum(part.k), GradientSum(part.v)]
-            kernel = call.kernel_for(part.step, queries)
-            add_gradients((dq_sum, *sums), part.tiles, part.k, part.v, rows, kernel, call.scale)
-            write_gradients(part, sums[0].total(), sums[1].total(), both, call.plan)
+        # The gradients of all ranks' rows; zeros where some rows are read by no tile here.
+        read = sum(sum(part.sizes) for part, _, _ in gathered)
+        make = k.new_empty if read == call.plan.sequence_length else k.new_zeros
+        shape = (call.plan.ranks, *k.shape[:2], keys.stop - keys.start, sum(dims))
+        gradients = make(shape, dtype=accumulation_dtype(k.dtype))
+        for part, k_rows, v_rows in gathered:
+            dkv = [GradientSum(k_rows), GradientSum(v_rows)]
+            scores = group_call.scores_for(part.rows)
+            add_gradients((dq_sum, *dkv), part.tiles, k_rows, v_rows, rows, call.kernel, scores)
+            pieces = zip(part.rows, *(x.total().split(part.sizes, 1) for x in dkv), strict=True)
+            for (rank, start, stop), dk_rows, dv_rows in pieces:
+                target = gradients[rank, :, start:stop]
+                target[..., : dims[0]], target[..., dims[0] :] = dk_rows, dv_rows
         dq[:, :, queries] = dq_sum.result()
         collect()
-        scattering = (keys, call.ring.reduce_scatter(both))
+        scattering.append((keys, call.ring_group.reduce_scatter(gradients)))
     collect()
-    return dq, dk, dv, sink_gradient(dout, out, lse, sinks)
+    return dq, dk, dv, sink_gradient(dout, out, lse, call.sinks)
 
 
 STRATEGY = Strategy(forward, backward)
@@ -96,59 +97,42 @@ STRATEGY = Strategy(forward, backward)
 
 def gather_heads(
     k: Tensor, v: Tensor, query_heads: int, call: Call
-) -> Iterator[tuple[slice, slice, list[GatheredKeys]]]:
+) -> Iterator[tuple[slice, slice, list[tuple[Gathered, Tensor, Tensor]]]]:
     """Yields (query heads, the key heads they read, the gathered keys of these), while the next group travels."""
-    codec, heads = find_codec(call.plan.kv_transfer), k.shape[2]
+    codec, heads = CODECS[call.plan.kv_transfer], k.shape[2]
     groups, per_key = min(HEAD_GROUPS, heads), query_heads // heads
-    edges = [heads * number // groups for number in range(groups + 1)]
+    slices = [slice(*edges) for edges in pairwise(heads * number // groups for number in range(groups + 1))]
 
-    def start(number: int) -> Pending[Tensor]:
-        keys = slice(edges[number], edges[number + 1])
-        return call.ring.all_gather(codec.encode(k[:, :, keys], v[:, :, keys]))
+    def start(keys: slice) -> Pending[Tensor]:
+        return call.ring_group.all_gather(codec.encode(k[:, :, keys], v[:, :, keys]))
 
-    arriving = start(0)
-    for number in range(groups):
+    arriving = start(slices[0])
+    for keys, following in zip(slices, [*slices[1:], None], strict=True):
         messages = arriving.wait()
-        if number + 1 < groups:
-            arriving = start(number + 1)
-        keys = slice(edges[number], edges[number + 1])
+        if following:
+            arriving = start(following)
         shards = [codec.decode(message, k.shape[1], k[:, :, keys], v[:, :, keys]) for message in messages]
         del messages
-        gathered = list(arrange_keys(shards, call))
-        del shards
+        parts = arrange_rows(call.plan, call.kernel)
+        k_shards, v_shards = zip(*shards, strict=True)
+        gathered = [(part, _take(k_shards, part.rows), _take(v_shards, part.rows)) for part in parts]
+        del shards, k_shards, v_shards
         yield slice(keys.start * per_key, keys.stop * per_key), keys, gathered
 
 
-def arrange_keys(shards: list[tuple[Tensor, Tensor]], call: Call) -> Iterator[GatheredKeys]:
-    """Every rank's (k, v), arranged so that the fewest kernel calls read them."""
-    plan = call.plan
-    if reads_shards(plan, call.kernel):
-        for step in plan.steps:
-            k, v = (rows_in(x, step.receive) for x in shards[step.source])
-            yield GatheredKeys(step.tiles, k, v, step)
-        return
-    k, v = (torch.cat(in_global_order(shard, plan.layout, 1), 1) for shard in zip(*shards, strict=True))
-    yield GatheredKeys(plan.gathered_tiles, k, v)
+def _take(shards: tuple[Tensor, ...], rows: KeyRows) -> Tensor:
+    """Rows of the ranks' shards, one after the other, `[B, rows, h, D]`."""
+    parts = [shards[rank][:, start:stop] for rank, start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @lru_cache(maxsize=64)
-def reads_shards(plan: Plan, kernel: Kernel) -> bool:
-    """Whether reading each shard by itself needs no more kernel calls than the sequence in order."""
-    if kernel.step_forward:
-        return False
-    calls = len(plain_tiles(plan.gathered_tiles, kernel))
-    return plan.ranks <= calls and sum(len(plain_tiles(step.tiles, kernel)) for step in plan.steps) <= calls
-
-
-def write_gradients(part: GatheredKeys, dk: Tensor, dv: Tensor, both: Tensor, plan: Plan) -> None:
-    """Write the gradients of gathered keys to the rows of the ranks that hold them, `[P, B, S/P, h, Dqk + Dv]`."""
-    if part.step is None:
-        targets = in_global_order(both, plan.layout, 1)
-    else:
-        rows = both[part.step.source]
-        if dk.shape[1] < rows.shape[1]:
-            rows.zero_()  # rows that no tile here reads
-        targets = [rows[:, start:stop] for start, stop in part.step.receive]
-    sizes, qk_dim = [target.shape[1] for target in targets], dk.shape[-1]
-    for target, dk_rows, dv_rows in zip(targets, dk.split(sizes, 1), dv.split(sizes, 1), strict=True):
-        target[..., :qk_dim], target[..., qk_dim:] = dk_rows, dv_rows
+def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
+    """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
+    chunk_tokens = plan.layout.chunk_tokens
+    in_order = Gathered(plan.gathered_tiles, tuple((*owner, owner[1] + chunk_tokens) for owner in plan.layout.owners))
+    calls = len(kernel.plain_tiles(in_order.tiles))
+    if kernel.whole_steps or plan.ranks > calls:
+        return [in_order]
+    by_shard = [Gathered(step.tiles, step.key_rows) for step in plan.steps if step.receive]
+    return by_shard if sum(len(kernel.plain_tiles(part.tiles)) for part in by_shard) <= calls else [in_order]

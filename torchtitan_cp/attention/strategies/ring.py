@@ -1,4 +1,4 @@
-"""Ring exchange: in step d a rank computes on the KV of the rank d before it, while the next KV travels.
+"""Ring: in step d a rank computes on the KV of the rank d before it, while the next KV travels.
 
 Each KV goes directly from its owner to the rank that reads it, and its gradient directly back: only rows
 that a tile reads travel (three quarters of a relayed ring's volume under zigzag causal, the neighbours' rows
@@ -6,41 +6,43 @@ under a window), and an owner sums its gradient in the order of the steps, so th
 bits. Memory holds two KV buffers whatever the number of ranks. Source: Ring Attention (Liu et al., 2023).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.codec import CODECS, find_codec
+from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
-from torchtitan_cp.attention.mask import count_rows
+from torchtitan_cp.attention.mask import Span, count_rows
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
-from torchtitan_cp.attention.strategies.local import add_gradients, add_outputs
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, rows_in
+from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, add_gradients, add_outputs
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, Residuals]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     softmax = RunningSoftmax(q, v.shape[-1])
-    for step, (k_here, v_here) in exchange_kv(k, v, call):
-        add_outputs(softmax, step.tiles, q, k_here, v_here, call.kernel_for(step), call.scale)
-    out, lse = softmax.result(sinks)
+    for step, (k_rows, v_rows) in exchange_kv(k, v, call):
+        add_outputs(softmax, step.tiles, q, k_rows, v_rows, call.kernel, call.scores_for(step.key_rows))
+    out, lse = softmax.result(call.sinks)
     return out, lse, Residuals(q, k, v, out, lse)
 
 
-def backward(
-    dout: Tensor, residuals: Residuals, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v, out, lse = residuals
-    dq, own = GradientSum(q), [GradientSum(k), GradientSum(v)]
-    returning: tuple[RingStep, Pending[Tensor | None]] | None = None
-    for index, (step, (k_here, v_here)) in enumerate(exchange_kv(k, v, call)):
-        here = [GradientSum(k_here), GradientSum(v_here)] if index else own
-        add_gradients((dq, *here), step.tiles, k_here, v_here, (dout, q, out, lse), call.kernel_for(step), call.scale)
-        if index:
-            _add_returned(own, returning)
-            returning = (step, _return_gradients(here, step, call))
-    _add_returned(own, returning)
-    return dq.result(), own[0].result(), own[1].result(), sink_gradient(dout, out, lse, sinks)
+    dq, dkv_local = GradientSum(q), [GradientSum(k), GradientSum(v)]
+    add_returned: Callable[[], None] | None = None
+    for step, (k_rows, v_rows) in exchange_kv(k, v, call):
+        local = step is call.plan.steps[0]
+        dkv = dkv_local if local else [GradientSum(k_rows), GradientSum(v_rows)]
+        scores = call.scores_for(step.key_rows)
+        add_gradients((dq, *dkv), step.tiles, k_rows, v_rows, (dout, q, out, lse), call.kernel, scores)
+        if add_returned:
+            add_returned()
+        if not local:
+            add_returned = _return_gradients(dkv, dkv_local, step, call)
+    if add_returned:
+        add_returned()
+    return dq.result(), dkv_local[0].result(), dkv_local[1].result(), sink_gradient(dout, out, lse, call.sinks)
 
 
 STRATEGY = Strategy(forward, backward)
@@ -48,41 +50,49 @@ STRATEGY = Strategy(forward, backward)
 
 def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
     """Yields each step with its (k, v), k `[B, rows received, Hkv, Dqk]`, while the next step's KV travels."""
-    codec, steps, here = find_codec(call.plan.kv_transfer), call.plan.steps, (k, v)
+    codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, (k, v)
 
     def start(step: RingStep) -> Pending[Tensor | None]:
-        send = codec.encode(rows_in(k, step.send), rows_in(v, step.send)) if step.send else None
+        send = codec.encode(_rows_in(k, step.send), _rows_in(v, step.send)) if step.send else None
         receive = codec.new_message(count_rows(step.receive), k, v) if step.receive else None
-        return call.ring.send_receive(send, step.target, receive, step.source)
+        return call.ring_group.send_receive(send, step.target, receive, step.source)
 
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         arriving = start(following) if following else None
-        yield step, here
+        yield step, kv
         if following and arriving:
             message = arriving.wait()
             rows = count_rows(following.receive)
-            here = (k[:, :0], v[:, :0]) if message is None else codec.decode(message, rows, k, v)
+            kv = (k[:, :0], v[:, :0]) if message is None else codec.decode(message, rows, k, v)
 
 
-def _return_gradients(here: list[GradientSum], step: RingStep, call: Call) -> Pending[Tensor | None]:
-    """Send the gradients of `step`'s KV to their owner, and receive those of own KV from the rank that read it."""
-    codec, (dk, dv) = CODECS["exact"], (gradient.total() for gradient in here)
+def _rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
+    """The rows of spans, one after the other: `[B, S/P, ..] -> [B, rows, ..]`."""
+    parts = [x[:, start:stop] for start, stop in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _return_gradients(
+    dkv: list[GradientSum], dkv_local: list[GradientSum], step: RingStep, call: Call
+) -> Callable[[], None]:
+    """Start to send the gradients of a step's KV to their owner.
+
+    Returns:
+        waits for the gradients of the local KV from the rank that read it in this step, and adds them.
+    """
+    codec, (dk, dv) = CODECS["exact"], (gradient.total() for gradient in dkv)
     send = codec.encode(dk, dv) if step.receive else None
     receive = codec.new_message(count_rows(step.send), dk, dv) if step.send else None
-    return call.ring.send_receive(send, step.source, receive, step.target)
+    pending = call.ring_group.send_receive(send, step.source, receive, step.target)
 
+    def add_returned() -> None:
+        pending.wait()
+        if receive is None:
+            return
+        totals = [gradient.total() for gradient in dkv_local]
+        sizes = [stop - start for start, stop in step.send]
+        for total, returned in zip(totals, codec.decode(receive, sum(sizes), *totals), strict=True):
+            for (start, stop), rows in zip(step.send, returned.split(sizes, 1), strict=True):
+                total[:, start:stop] += rows
 
-def _add_returned(own: list[GradientSum], returning: tuple[RingStep, Pending[Tensor | None]] | None) -> None:
-    """Wait for the gradients of own KV that are on their way back, and add them."""
-    if returning is None:
-        return
-    step, pending = returning
-    message = pending.wait()
-    if message is None:
-        return
-    dk, dv = (gradient.total() for gradient in own)
-    for total, back in zip((dk, dv), CODECS["exact"].decode(message, count_rows(step.send), dk, dv), strict=True):
-        before = 0
-        for start, stop in step.send:
-            total[:, start:stop] += back[:, before : before + stop - start]
-            before += stop - start
+    return add_returned

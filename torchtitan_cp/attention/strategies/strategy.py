@@ -1,18 +1,18 @@
-"""The interface of an exchange: attention forward and backward over the shards of a group."""
+"""The interface of a strategy, attention over the shards of a group, and what a rank computes in each."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
-from torchtitan_cp.attention.kernels import Alibi, Kernel
-from torchtitan_cp.attention.mask import Span
-from torchtitan_cp.attention.plan import Plan, RingStep
-
-ALL_HEADS = slice(None)
+from torchtitan_cp.attention.kernels import Alibi, Kernel, Scores
+from torchtitan_cp.attention.merge import ALL, GradientSum, Rows, RunningSoftmax
+from torchtitan_cp.attention.plan import KeyRows, Plan
+from torchtitan_cp.attention.tiles import Tile, rows_of
 
 
 @dataclass(frozen=True)
@@ -22,47 +22,43 @@ class Call:
     Attributes:
         plan: this rank's.
         kernel: the local kernel.
-        scale: of the scores.
+        scores: scale and soft-cap.
         key_heads: Hkv.
-        ring: the group across which KV travels.
+        ring_group: the ranks across which KV travels.
         all_to_all_group: the ranks that trade heads for sequence.
+        sinks: `[Hq]` logits, or None.
         slopes: `[Hq]` of linear biases, or None.
     """
 
     plan: Plan
     kernel: Kernel
-    scale: float
+    scores: Scores
     key_heads: int
-    ring: Group
+    ring_group: Group
     all_to_all_group: Group
+    sinks: Tensor | None = None
     slopes: Tensor | None = None
 
-    def kernel_for(self, step: RingStep | None, heads: slice = ALL_HEADS) -> Kernel:
-        """The kernel for a step's keys, or for the keys of the full sequence, with the linear biases of their rows.
+    def for_heads(self, heads: slice) -> "Call":
+        """The call for some of the query heads; beyond Hq, sinks and slopes are zero."""
+        sinks, slopes = (
+            None if x is None else F.pad(x, (0, max(0, heads.stop - len(x))))[heads] for x in (self.sinks, self.slopes)
+        )
+        return replace(self, sinks=sinks, slopes=slopes)
 
-        Args:
-            heads: the query heads at hand.
-        """
-        if self.slopes is None:
-            return self.kernel
-        assert self.kernel.biased
-        plan, slopes = self.plan, self.slopes[heads]
-        queries = plan.ring_layout.positions(plan.rank // plan.all_to_all_ranks)
-        if step is None:
-            keys = torch.arange(plan.sequence_length)
-        else:
-            keys = rows_in(plan.ring_layout.positions(step.source).unsqueeze(0), step.receive)[0]
-        return self.kernel.biased(Alibi(slopes, queries.to(slopes.device), keys.to(slopes.device)))
-
-
-def rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
-    """The rows of spans, one after the other: `[B, S/P, ..] -> [B, rows, ..]`."""
-    parts = [x[:, start:stop] for start, stop in spans] or [x[:, :0]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def scores_for(self, keys: KeyRows) -> Scores:
+        """The scores of this rank's queries and these keys: with the linear biases of their rows."""
+        layout, slopes = self.plan.ring_layout, self.slopes
+        if slopes is None:
+            return self.scores
+        queries = layout.positions(self.ring_group.rank)
+        positions = [queries[:0], *(layout.positions(source)[start:stop] for source, start, stop in keys)]
+        alibi = Alibi(slopes, queries.to(slopes.device), torch.cat(positions).to(slopes.device))
+        return self.scores._replace(alibi=alibi)
 
 
 class Residuals(NamedTuple):
-    """What the backward needs, in the sharding in which the exchange computed it.
+    """What the backward needs, in the sharding in which the strategy computed it.
 
     Attributes:
         q: `[B, s, hq, Dqk]`; k: `[B, s, hkv, Dqk]`; v: `[B, s, hkv, Dv]`.
@@ -78,15 +74,69 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """Attention across a group.
+    """Attention across a group of several ranks; alone, a rank runs the ring's.
 
     Attributes:
-        forward: (q, k, v, sinks, call) -> (out, lse, residuals); q `[B, S/P, Hq, Dqk]`,
-            k `[B, S/P, Hkv, Dqk]`, v `[B, S/P, Hkv, Dv]`, sinks `[Hq]` or None, out `[B, S/P, Hq, Dv]` in q's
-            dtype, lse `[B, S/P, Hq]`.
-        backward: (dout, residuals, sinks, call) -> (dq, dk, dv, dsinks), the first three in the inputs'
-            dtypes, dsinks `[Hq]` of this rank's rows in their accumulation dtype; None without sinks.
+        forward: (q, k, v, call) -> (out, lse, residuals); q `[B, S/P, Hq, Dqk]`, k `[B, S/P, Hkv, Dqk]`,
+            v `[B, S/P, Hkv, Dv]`, out `[B, S/P, Hq, Dv]` in q's dtype, lse `[B, S/P, Hq]`.
+        backward: (dout, residuals, call) -> (dq, dk, dv, dsinks), the first three in the inputs' dtypes, dsinks `[Hq]`
+            of this rank's rows in their accumulation dtype; None without sinks.
+        trades_heads: whether the ranks of an all-to-all group trade heads for sequence.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Call], tuple[Tensor, Tensor, Residuals]]
-    backward: Callable[[Tensor, Residuals, Tensor | None, Call], tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Residuals]]
+    backward: Callable[[Tensor, Residuals, Call], tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    trades_heads: bool = False
+
+
+def add_outputs(
+    softmax: RunningSoftmax, tiles: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scores: Scores
+) -> None:
+    """Attend `q` to the keys of a step, and merge the outputs."""
+    for call in _kernel_calls(tiles, kernel, scores):
+        softmax.add(call.queries, *call.run(kernel.forward, q[call.queries], k[call.keys], v[call.keys]))
+
+
+def add_gradients(
+    sums: Sequence[GradientSum],
+    tiles: tuple[Tile, ...],
+    k: Tensor,
+    v: Tensor,
+    residuals: tuple[Tensor, Tensor, Tensor, Tensor],
+    kernel: Kernel,
+    scores: Scores,
+) -> None:
+    """Add the step's contributions to (dq, dk, dv).
+
+    Args:
+        sums: of q's rows, and of the step's k and v.
+        residuals: dout, q, out, lse of all local rows.
+    """
+    for call in _kernel_calls(tiles, kernel, scores):
+        dout, q, out, lse = (x[call.queries] for x in residuals)
+        gradients = call.run(kernel.backward, dout, q, k[call.keys], v[call.keys], out, lse)
+        for total, rows, gradient in zip(sums, (call.queries, call.keys, call.keys), gradients, strict=True):
+            total.add(rows, gradient)
+
+
+class _KernelCall(NamedTuple):
+    """What one call of a kernel computes: rows, and their tile's band or the tiles of a whole step."""
+
+    queries: Rows
+    keys: Rows
+    shape: Any
+    scores: Scores
+    flipped: bool = False
+
+    def run(self, function: Callable[..., Any], *rows: Tensor) -> Any:
+        """Call a kernel's forward or backward, on reversed rows if flipped."""
+        if not self.flipped:
+            return function(*rows, self.shape, self.scores)
+        return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), self.shape, self.scores))
+
+
+def _kernel_calls(tiles: tuple[Tile, ...], kernel: Kernel, scores: Scores) -> list[_KernelCall]:
+    if kernel.whole_steps:
+        return [_KernelCall(ALL, ALL, tiles, scores)] if tiles else []
+    plain = kernel.plain_tiles(tiles)
+    return [_KernelCall(*rows_of(tile), tile.band, scores.of_tile(tile), tile.flipped) for tile in plain]

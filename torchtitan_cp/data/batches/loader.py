@@ -6,8 +6,9 @@ of them a rank reads; the plan made from their documents decides which tokens of
 
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
@@ -15,12 +16,10 @@ import numpy as np
 import torch
 import torchdata.nodes as nodes
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_cp.attention import AttentionMask, Plan
-from torchtitan_cp.data.batches.balance import attention_work, balanced_order
-from torchtitan_cp.data.batches.packing import PackedSequence
+from torchtitan_cp.data.batches.samples import PackedSequence
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
@@ -107,6 +106,46 @@ class MicroBatch:
         return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
 
 
+def attention_work(document_lengths: Sequence[int]) -> int:
+    """The cost of causal attention over packed documents, up to a factor: the sum of squared lengths, in tokens²."""
+    return sum(length * length for length in document_lengths)
+
+
+def balanced_order(work: Sequence[float], dp: int, micro_batches: int) -> np.ndarray:
+    """Which sequence each rank runs in each micro-batch of a step.
+
+    Ranks meet in every micro-batch (parameters are gathered, gradients reduced), so the slowest sets its time.
+    Sequences of similar work go to the same micro-batch, the heaviest to the first. Within it they are assigned in
+    rounds of one to each rank, the heaviest of a round to the rank with the least work so far in this micro-batch,
+    then in the step (longest processing time first, Graham 1969, with equal counts).
+
+    In a micro-batch the largest load exceeds the smallest by no more than the sequences of one round differ; summed
+    over micro-batches, by no more than the heaviest and the lightest sequence of the step differ. The sequences of the
+    step stay the same, and so does its gradient.
+
+    Args:
+        work: of each of the step's dp * micro_batches * B sequences, in any unit.
+        dp: data-parallel ranks.
+        micro_batches: forwards of one step on one rank.
+
+    Returns:
+        `[micro_batches, dp, B]` int64, indices into `work`. Equal work gives the same order everywhere.
+    """
+    assert len(work) % (dp * micro_batches) == 0, "every rank runs as many sequences"
+    works = np.asarray(work)
+    rounds = np.argsort(-works, kind="stable").reshape(micro_batches, -1, dp)
+    assigned = np.empty_like(rounds)
+    total = np.zeros(dp, dtype=works.dtype)
+    for index, micro_batch in enumerate(rounds):
+        load = np.zeros(dp, dtype=works.dtype)
+        for number, sequences in enumerate(micro_batch):
+            ranks = np.lexsort((total, load))
+            assigned[index, number, ranks] = sequences
+            load[ranks] += works[sequences]
+            total[ranks] += works[sequences]
+    return assigned.transpose(0, 2, 1)
+
+
 def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> np.ndarray:
     """`[micro_batches, dp, B]` int64: numbers of a step's sequences, assigned by their work."""
     numbers = range(step * batch_layout.sequences, (step + 1) * batch_layout.sequences)
@@ -117,14 +156,14 @@ def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> 
 def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
     """This rank's micro-batches of a step of the stage."""
     return tuple(
-        read_rows(samples, batch_layout, rows)
+        read_rows(samples.sequence, batch_layout, rows)
         for rows in assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
     )
 
 
-def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
+def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
     """The micro-batch of these sequences, with the plans for their documents."""
-    rows = [samples.sequence(number) for number in numbers]
+    rows = [read(number) for number in numbers]
     lengths = tuple(row.document_lengths for row in rows)
     whole = all(row == (batch_layout.seq_len,) for row in lengths)
     plans = batch_layout.plans(None if whole else AttentionMask(document_lengths=lengths))
@@ -135,16 +174,6 @@ def read_rows(samples: Samples, batch_layout: BatchLayout, numbers: list[int]) -
     same = bool((positions == positions[0]).all())
     sources = tuple(row.spans[0].source for row in rows)
     return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
-
-
-class _Steps(Dataset[tuple[MicroBatch, ...]]):
-    """This rank's share of any step of the stage, by the step's number."""
-
-    def __init__(self, samples: Samples, batch_layout: BatchLayout) -> None:
-        self.samples, self.batch_layout = samples, batch_layout
-
-    def __getitem__(self, step: int) -> tuple[MicroBatch, ...]:
-        return read_step(self.samples, self.batch_layout, step)
 
 
 def read_steps(
@@ -160,24 +189,24 @@ def read_steps(
     Raises:
         RuntimeError: a worker died; torch names its signal.
     """
-    dataset, numbers = _Steps(samples, batch_layout), range(first, first + steps)
+    read, numbers = partial(read_step, samples, batch_layout), range(first, first + steps)
     if not workers:
-        source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), dataset.__getitem__)
+        source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), read)
         source = nodes.PinMemory(source) if pin else source
         return iter(nodes.Loader(nodes.Prefetcher(source, prefetch_factor=read_ahead)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
         loader = StatefulDataLoader(
-            dataset,
+            numbers,
             batch_size=None,
-            sampler=numbers,
+            collate_fn=read,  # of one number, in a worker
             num_workers=workers,
             pin_memory=pin,
             prefetch_factor=-(-read_ahead // workers),
             multiprocessing_context=START_METHOD,
             snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
         )
-    return map(tuple, _start_without_stop_signals(loader))  # the loader makes lists
+    return map(tuple, _start_without_stop_signals(loader))  # pinning makes lists
 
 
 def _start_without_stop_signals(loader: StatefulDataLoader) -> Iterator[Any]:

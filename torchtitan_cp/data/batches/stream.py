@@ -49,6 +49,14 @@ class _EpochOrder(NamedTuple):
     starts: np.ndarray
     blocks: np.ndarray
 
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` of the concatenation as `[rows, 3]` int64, (document, start, stop), none empty."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.starts, stop, side="left"))
+        begins, ends = self.starts[first:last], self.starts[first + 1 : last + 1]
+        rows = np.stack([self.documents[first:last], np.maximum(start - begins, 0), np.minimum(ends, stop) - begins], 1)
+        return rows[rows[:, 1] < rows[:, 2]]
+
 
 @dataclass(eq=False)
 class TokenStream:
@@ -89,12 +97,8 @@ class TokenStream:
 
     def read(self, cursor: int, count: int) -> np.ndarray:
         """Tokens `[count]` int64 from `cursor` on, a number of tokens consumed; crosses blocks and epochs."""
-        tokens = np.empty(count, dtype=np.int64)
-        filled = 0
-        for document, start, stop in self.spans(cursor, count).tolist():
-            tokens[filled : filled + stop - start] = self.store.read(document, start, stop)
-            filled += stop - start
-        return tokens
+        parts = [self.store.read(*row) for row in self.spans(cursor, count).tolist()]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
     def spans(self, cursor: int, count: int) -> np.ndarray:
         """Which text the `count` tokens from `cursor` on are; crosses blocks and epochs.
@@ -103,45 +107,25 @@ class TokenStream:
             `[spans, 3]` int64, rows of (document, start, stop) in the order of the stream. No row is empty, and a
             document that continues across a block's end is one row.
         """
-        rows = [np.empty((0, 3), dtype=np.int64)]
-        end = cursor + count
+        rows, end = [np.empty((0, 3), dtype=np.int64)], cursor + count
         while cursor < end:
             epoch, position = divmod(cursor, self.store.tokens)
-            stop = min(position + end - cursor, self.store.tokens)
-            rows.append(self._spans_of_epoch(self._order(epoch if self.shuffle else 0), position, stop))
-            cursor += stop - position
+            order = self._order(epoch if self.shuffle else 0)
+            block, offset = divmod(position, self.block_tokens)
+            start, room = position, self.store.tokens - position
+            if block < len(order.blocks):
+                start, room = int(order.blocks[block]) * self.block_tokens + offset, self.block_tokens - offset
+            taken = min(room, end - cursor)
+            rows.append(order.rows(start, start + taken))
+            cursor += taken
         return _joined(np.concatenate(rows))
-
-    def _spans_of_epoch(self, order: _EpochOrder, position: int, stop: int) -> np.ndarray:
-        """Rows as in `spans` of the positions from `position` to `stop` of one epoch, cut at block ends."""
-        last = min(-(-stop // self.block_tokens), len(order.blocks) + 1)
-        inner = np.arange(position // self.block_tokens + 1, last) * self.block_tokens
-        edges = np.concatenate([[position], inner, [stop]])
-        places = self._places(order, edges[:-1])
-        ends = places + np.diff(edges)
-        first = np.searchsorted(order.starts, places, side="right") - 1
-        counts = np.searchsorted(order.starts, ends, side="left") - first
-        block = np.repeat(np.arange(len(places)), counts)
-        index = first[block] + counted(counts)
-        begins = order.starts[index]
-        starts = np.maximum(begins, places[block])
-        stops = np.minimum(order.starts[index + 1], ends[block])
-        rows = np.stack([order.documents[index], starts - begins, stops - begins], axis=1)
-        return rows[stops > starts]
-
-    def _places(self, order: _EpochOrder, positions: np.ndarray) -> np.ndarray:
-        """Positions in an epoch -> positions in the concatenation; both `[n]` int64."""
-        places = positions.copy()
-        block, offset = np.divmod(positions, self.block_tokens)
-        moved = block < len(order.blocks)
-        places[moved] = order.blocks[block[moved]] * self.block_tokens + offset[moved]
-        return places
 
     def _make_order(self, epoch: int) -> _EpochOrder:
         bits = np.random.PCG64([self.seed, epoch])
         documents, blocks = np.arange(self.store.documents), np.arange(0)
         if self.shuffle and self.order == "related":
-            documents = _permuted_groups(bits, self.store.groups)
+            names, group = np.unique(self.store.groups, return_inverse=True)
+            documents = np.argsort(_permutation(bits, len(names))[group], kind="stable")
         elif self.shuffle:
             documents = _permutation(bits, self.store.documents)
             blocks = _permutation(bits, self.store.tokens // self.block_tokens)
@@ -149,20 +133,9 @@ class TokenStream:
         return _EpochOrder(documents, starts, blocks)
 
 
-def counted(counts: np.ndarray) -> np.ndarray:
-    """0 to count - 1 for each count, one after another: [2, 0, 3] -> [0, 1, 0, 1, 2]. Both int64."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def _permutation(bits: np.random.PCG64, count: int) -> np.ndarray:
     """`[count]` int64, by sorting raw bits: those NumPy keeps the same from version to version (NEP 19)."""
     return np.argsort(bits.random_raw(count), kind="stable")
-
-
-def _permuted_groups(bits: np.random.PCG64, groups: np.ndarray) -> np.ndarray:
-    """`[documents]` int64: groups permuted, the documents of each one after another in the store's order."""
-    names, group = np.unique(groups, return_inverse=True)
-    return np.argsort(_permutation(bits, len(names))[group], kind="stable")
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_cp.data.batches.stream import counted
-
 DOCUMENT, START, STOP, OFFSET = range(4)
 
 
@@ -112,13 +110,12 @@ def _cut_long(spans: np.ndarray, seq_len: int) -> np.ndarray:
     """Cut spans longer than S into parts of S tokens and a remainder; `[parts, 4]` in the same order."""
     cuts = (_lengths(spans) - 1) // seq_len
     begins = np.cumsum(_lengths(spans)) - _lengths(spans)
-    return _cut(spans, np.repeat(begins, cuts) + seq_len * (counted(cuts) + 1))
+    earlier = np.repeat(np.cumsum(cuts) - cuts, cuts)  # cuts of the spans before
+    return _cut(spans, np.repeat(begins, cuts) + seq_len * (np.arange(cuts.sum()) - earlier + 1))
 
 
 def _best_fit_decreasing(lengths: np.ndarray, seq_len: int, sequences: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """Which sequence holds each part whole.
-
-    Parts of equal length are placed together: the sequence that took one is the tightest fit for the next.
 
     Args:
         lengths: `[parts]` int64, in 1..S, S * `sequences` in sum.
@@ -129,37 +126,22 @@ def _best_fit_decreasing(lengths: np.ndarray, seq_len: int, sequences: int) -> t
         The sequence of each part, `[parts]` int64, -1 where none has room; and (room, sequence) of the sequences that
         are not full, least room first.
     """
-    order = np.argsort(-lengths, kind="stable")
+    sequence_of = np.full(len(lengths), -1)
     rooms: list[tuple[int, int]] = []
     opened = 0
-    chosen, repeats = [], []
-    for length, count in _runs(lengths[order]):
-        left = count
-        while left:
-            index = bisect_left(rooms, (length, 0))
-            if index < len(rooms):
-                room, sequence = rooms.pop(index)
-            elif opened < sequences:
-                room, sequence, opened = seq_len, opened, opened + 1
-            else:
-                break
-            taken = min(left, room // length)
-            chosen.append(sequence)
-            repeats.append(taken)
-            left -= taken
-            if room > taken * length:
-                insort(rooms, (room - taken * length, sequence))
-        chosen.append(-1)
-        repeats.append(left)
-    sequence_of = np.empty(len(lengths), dtype=np.int64)
-    sequence_of[order] = np.repeat(np.array(chosen, dtype=np.int64), repeats)
+    order = np.argsort(-lengths, kind="stable")
+    for part, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        index = bisect_left(rooms, (length, 0))
+        if index < len(rooms):
+            room, sequence = rooms.pop(index)
+        elif opened < sequences:
+            room, sequence, opened = seq_len, opened, opened + 1
+        else:
+            continue
+        sequence_of[part] = sequence
+        if room > length:
+            insort(rooms, (room - length, sequence))
     return sequence_of, rooms
-
-
-def _runs(ordered: np.ndarray) -> list[tuple[int, int]]:
-    """(value, count) of each run of equal values, in descending order of value."""
-    values, counts = np.unique(-ordered, return_counts=True)
-    return list(zip((-values).tolist(), counts.tolist(), strict=True))
 
 
 def _fill(left: np.ndarray, rooms: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

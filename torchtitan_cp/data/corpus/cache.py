@@ -25,7 +25,6 @@ import numpy as np
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.documents import Corpus
-from torchtitan_cp.data.corpus.progress import show_progress
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
@@ -101,9 +100,7 @@ def open_cache(locations: dict[str, Any], tokenizer: TokenizerConfig) -> Prepare
 
 
 def _open_source(name: str, folder: Path) -> PreparedSource:
-    manifest, values = read_json(folder / MANIFEST_FILE), read_json(folder / STATISTICS_FILE)
-    assert manifest, "only finished folders are opened"
-    assert values, "only finished folders are opened"
+    manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
     statistics = SourceStatistics.from_json(values)
     train, held_out, skipped = statistics.train, statistics.validation, statistics.skipped()
     logger.info(
@@ -178,7 +175,7 @@ class CacheBuilder:
     def _training_texts(self, corpora: list[Corpus]) -> Iterator[str]:
         """The text of every document that is not held out. It logs no skipped record: the tokenizing pass does."""
         for corpus in corpora:
-            with show_progress("reading text to train a tokenizer on", corpus.size_bytes) as update:
+            with corpus.show_progress("reading text to train a tokenizer on") as update:
                 for document in corpus.documents(SkippedRecords(quiet=True)):
                     update(document.read_bytes)
                     self._check_stop("reading text to train a tokenizer on")
@@ -268,7 +265,7 @@ def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any
         earlier = read_json(path)
         if path.parent != folder and earlier and earlier["settings"] == settings:
             what = "tokenizer" if earlier["corpus_fingerprint"] == corpus.fingerprint else "corpus"
-            reason = f"the {what} changed since {path.parent} was made; the tokens are made again"
-            logger.warning("%s (that folder is no longer needed)", reason)
+            message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"
+            logger.warning(message, what, path.parent)
             break
     logger.info("preparing %s: %d files, %.0f MB, in %s", name, len(corpus.files), corpus.size_bytes / 1e6, folder)

@@ -2,54 +2,27 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
-import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchtitan_cp.config.sections import Data, SourceKeys
-from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location
 from torchtitan_cp.data.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 JOINED_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where reading can begin: at a file; where files are joined, at the first of a folder.
-
-    Attributes:
-        file: its index in the corpus.
-        skipped: counts of what was skipped before it, by kind.
-    """
-
-    file: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Document:
-    """What the model may attend over as a whole.
-
-    Attributes:
-        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
-        held_out: belongs to the validation split.
-        read_bytes: how much of the corpus (as it is on disk) was read up to its end.
-        resume_point: the last one before it.
-        key: its name in the corpus; of a joined document, that of its first text.
-        group: name of the folder, repository or other group it belongs to; None: it belongs to none.
-    """
-
-    content: str | np.ndarray
-    held_out: bool
-    read_bytes: int
-    resume_point: ResumePoint
-    key: str
-    group: str | None
+LOG_INTERVAL_SECONDS = 10.0
 
 
 class Corpus:
@@ -85,38 +58,35 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(
-        self, skipped: SkippedRecords, begin: ResumePoint | None = None, held_out_key: str | None = None
+        self, skipped: SkippedRecords, first_file: int = 0, held_out_key: str | None = None
     ) -> Iterator[Document]:
         """The documents of both splits, in order.
 
         Args:
-            skipped: counts what cannot be read; takes over the counts of `begin`.
-            begin: where to begin.
+            skipped: counts what cannot be read.
+            first_file: index of the file to begin at.
             held_out_key: key of a record that is held out whatever its hash.
 
         Raises:
             DataError: at the end, if there was no document.
         """
-        begin, kind = begin or ResumePoint(), SOURCES[self.source.source]
-        skipped.counts.update(begin.skipped)
+        kind, empty = SOURCES[self.source.source], first_file == 0
         joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
-        read_bytes, empty = sum(file.size_bytes for file in self.files[: begin.file]), begin.file == 0
+        starts = [0, *accumulate(file.size_bytes for file in self.files)]
 
-        def read(indices: list[int], resume_point: ResumePoint) -> Iterator[Document]:
-            nonlocal read_bytes
-            for file in (self.files[index] for index in indices):
-                for record in kind.read(file, self.source, skipped):
-                    held_out = is_held_out(record.key, fraction) or record.key == held_out_key
-                    position_bytes = read_bytes + record.position_bytes
-                    yield Document(record.content, held_out, position_bytes, resume_point, record.key, record.group)
-                read_bytes += file.size_bytes
+        def read(indices: list[int], skipped_before: dict[str, int]) -> Iterator[Document]:
+            for index in indices:
+                for document in kind.read(self.files[index], self.source, skipped):
+                    document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
+                    document.read_bytes += starts[index]
+                    document.first_file, document.skipped_before = indices[0], skipped_before
+                    yield document
 
         def unit(index: int) -> object:
             return self.files[index].folder if joins else index
 
-        for _, indices in groupby(range(begin.file, len(self.files)), unit):
-            files = list(indices)
-            documents = read(files, ResumePoint(files[0], dict(skipped.counts)))
+        for _, indices in groupby(range(first_file, len(self.files)), unit):
+            documents = read(list(indices), dict(skipped.counts))
             for document in _join(documents) if joins else documents:
                 empty = False
                 yield document
@@ -128,6 +98,33 @@ class Corpus:
                 "that field",
             )
 
+    @contextmanager
+    def show_progress(self, title: str) -> Iterator[Callable[[int], None]]:
+        """Show the progress of one pass: a bar on a terminal, elsewhere a line in the log now and then.
+
+        Args:
+            title: what is being done, e.g. `tokenizing`.
+
+        Returns:
+            a function to call with the bytes that are done, counted from the corpus's beginning.
+        """
+        console = Console(stderr=True)
+        columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+        bar = Progress(TextColumn(title), *columns, console=console, disable=not console.is_terminal)
+        task = bar.add_task(title, total=self.size_bytes or None)
+        total = f" of {self.size_bytes / 1e6:.0f}" if self.size_bytes else ""
+        next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
+
+        def update(done_bytes: int) -> None:
+            nonlocal next_log_seconds
+            bar.update(task, completed=done_bytes)
+            if bar.disable and time.monotonic() >= next_log_seconds:
+                next_log_seconds = time.monotonic() + LOG_INTERVAL_SECONDS
+                logger.info("%s: %.0f%s MB", title, done_bytes / 1e6, total)
+
+        with bar:
+            yield update
+
 
 def _join(documents: Iterator[Document]) -> Iterator[Document]:
     """Join the texts of one folder, separately for each split, into documents of up to JOINED_BYTES.
@@ -138,12 +135,12 @@ def _join(documents: Iterator[Document]) -> Iterator[Document]:
     sizes = {False: 0, True: 0}
     for document in documents:
         assert isinstance(document.content, str), "only files are joined"
-        text = document.content if document.content.endswith("\n") else document.content + "\n"
-        split, size_bytes = document.held_out, len(text.encode())
+        document.content += "" if document.content.endswith("\n") else "\n"
+        split, size_bytes = document.held_out, len(document.content.encode())
         if waiting[split] and sizes[split] + size_bytes > JOINED_BYTES:
             yield _joined(waiting[split])
             waiting[split], sizes[split] = [], 0
-        waiting[split].append(replace(document, content=text))
+        waiting[split].append(document)
         sizes[split] += size_bytes
     yield from (_joined(texts) for texts in waiting.values() if texts)
 

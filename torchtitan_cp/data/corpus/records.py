@@ -1,15 +1,11 @@
-"""What sources yield: files, the records of text or tokens in them, and a count of the records that cannot be read."""
+"""What sources yield: files, the documents in them, and a count of the records that cannot be read."""
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from torchtitan_cp.config.sections import SourceKeys
 
 logger = logging.getLogger(__name__)
 
@@ -37,35 +33,42 @@ class SourceFile:
         return self.name.rpartition("/")[0]
 
 
-@dataclass(frozen=True)
-class Record:
-    """A file or a row: the unit that is trained on or held out.
+@dataclass
+class Document:
+    """What the model may attend over as a whole: a file, a row, or the joined files of a folder.
 
     Attributes:
         content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
-        key: its name in the corpus, whose hash decides whether it is held out.
-        position_bytes: how much of its file (as it is on disk) was read up to its end.
+        key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
         group: name of the folder, repository or other group it belongs to; None: it belongs to none.
+        read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
+        held_out: belongs to the validation split; set by the corpus, as are the next two.
+        first_file: where to begin to read it again: at its file, or at the first of a folder's if they are joined.
+        skipped_before: counts of what was skipped before that file, by kind.
     """
 
     content: str | np.ndarray
     key: str
-    position_bytes: int
-    group: str | None = None
+    group: str | None
+    read_bytes: int
+    held_out: bool = False
+    first_file: int = 0
+    skipped_before: dict[str, int] = field(default_factory=dict)
 
 
 class SkippedRecords:
     """Counts what cannot be read, by kind, and logs the first few of each kind.
 
     Args:
+        counts: of what was skipped before, by kind.
         quiet: only count, for a second pass over a corpus.
 
     Attributes:
         counts: how many were skipped, by kind.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, counts: dict[str, int] | None = None, *, quiet: bool = False) -> None:
+        self.counts = Counter(counts)
         self._quiet = quiet
 
     def add(self, kind: str, where: str) -> None:
@@ -77,61 +80,3 @@ class SkippedRecords:
     def summary(self) -> str:
         """The counts in one line, e.g. `7 x malformed JSON, 2 x not UTF-8`; empty if nothing was skipped."""
         return ", ".join(f"{count} x {kind}" for kind, count in sorted(self.counts.items()))
-
-
-def read_row(
-    row: object, source: SourceKeys, skipped: SkippedRecords, *, where: str, key: str, position_bytes: int
-) -> Record | None:
-    """The record of a row (a line of JSONL, a row of Parquet or of a dataset).
-
-    Args:
-        row: a mapping of fields; anything else is skipped.
-        where: names the row in messages, as `file:line`.
-        key, position_bytes: of the record.
-
-    Returns:
-        None if the row is empty, or skipped.
-    """
-    field = source.token_field or source.text_field
-    if not isinstance(row, Mapping) or field not in row:
-        skipped.add(f"no field {field!r}", where)
-        return None
-    content, problem = _tokens(row[field]) if source.token_field else _text(row[field])
-    if problem:
-        skipped.add(f"field {field!r} {problem}", where)
-    if problem or not len(content):
-        return None
-    group = row.get(source.group_field) if source.group_field else None
-    return Record(content, key, position_bytes, None if group is None else str(group))
-
-
-def fields_of(source: SourceKeys) -> list[str]:
-    """Names of the fields that read_row looks at."""
-    return [source.token_field or source.text_field, *([source.group_field] if source.group_field else [])]
-
-
-def _text(value: Any) -> tuple[str, str]:
-    """(the text, what is wrong with it)."""
-    if not isinstance(value, str):
-        return "", "that is not a string"
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return "", "with half a surrogate pair"
-    return value, ""
-
-
-def _tokens(value: Any) -> tuple[np.ndarray, str]:
-    """(the token ids, what is wrong with them)."""
-    nothing = np.empty(0, dtype=np.int64)
-    try:
-        tokens = np.asarray(value)
-    except ValueError:  # lists of unequal length
-        tokens = np.asarray(None)
-    if tokens.shape == (0,):
-        return nothing, ""
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        return nothing, "that is not a list of token ids"
-    if tokens.min() < 0:
-        return nothing, "with a negative token id"
-    return tokens.astype(np.int64), ""

@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.hub import find_dataset, read_dataset
-from torchtitan_cp.data.corpus.jsonl import JSONL_SUFFIXES, read_jsonl
-from torchtitan_cp.data.corpus.parquet import import_pyarrow, read_parquet
-from torchtitan_cp.data.corpus.records import Record, SkippedRecords, SourceFile
+from torchtitan_cp.data.corpus import rows
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
 NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__")
@@ -25,13 +23,13 @@ class Source:
 
     Attributes:
         find: the files, in an order that depends only on their names; the files of a folder are neighbours.
-        read: the records of a file.
+        read: the documents of a file.
         expects: what `path` should lead to, for messages.
         joins: whether `document` applies. A row is always a document.
     """
 
     find: Callable[[SourceKeys], Iterator[SourceFile]]
-    read: Callable[[SourceFile, SourceKeys, SkippedRecords], Iterator[Record]]
+    read: Callable[[SourceFile, SourceKeys, SkippedRecords], Iterator[Document]]
     expects: str
     joins: bool = False
 
@@ -44,6 +42,11 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
             missing.
     """
     found, kind = False, SOURCES[source.source]
+    if not source.path and source.source != "python-stdlib":
+        raise DataError(
+            f"{source.where}.source = {source.source!r} needs {source.where}.path",
+            fix=f"set {source.where}.path to {kind.expects}",
+        )
     for file in kind.find(source):
         found = True
         yield file
@@ -70,11 +73,6 @@ def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
 
 def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[SourceFile]:
     """Files with one of these suffixes below a folder; or what a glob or the path of a file matches."""
-    if not source.path:
-        raise DataError(
-            f"{source.where}.source = {source.source!r} needs {source.where}.path",
-            fix=f"set {source.where}.path to a folder or a glob",
-        )
     path = os.path.expanduser(source.path)
     if os.path.isdir(path):
         yield from _walk(Path(path), suffixes, pruned=lambda name: name.startswith("."))
@@ -92,7 +90,7 @@ def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[Sou
 
 
 def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
-    import_pyarrow(source)
+    rows.import_pyarrow(source)
     return _find_at_path(source, (".parquet",))
 
 
@@ -136,8 +134,8 @@ def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
         yield SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
-def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Record]:
-    """The whole file as one record, strictly UTF-8; nothing for an empty file."""
+def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """The whole file as one document, strictly UTF-8; nothing for an empty file."""
     try:
         raw = file.path.read_bytes()
         text = raw.decode("utf-8")
@@ -148,15 +146,15 @@ def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
     else:
         if text:
             group = "/".join(file.folder.split("/")[: source.group_depth or None])
-            yield Record(text, file.name, len(raw), group)
+            yield Document(text, file.name, group, len(raw))
 
 
-TEXT = "a folder of text files, or at a glob such as 'corpus/**/*.txt'"
+TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
 JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
 SOURCES = {
     "python-stdlib": Source(_find_stdlib, _read_text, TEXT, joins=True),
     "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, joins=True),
-    "jsonl": Source(partial(_find_at_path, suffixes=JSONL_SUFFIXES), read_jsonl, JSONL),
-    "parquet": Source(_find_parquet, read_parquet, "*.parquet files: a folder, a file or a glob"),
-    "huggingface": Source(find_dataset, read_dataset, "a dataset by name, or a folder that holds one"),
+    "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
+    "parquet": Source(_find_parquet, rows.read_parquet, "*.parquet files: a folder, a file or a glob"),
+    "huggingface": Source(rows.find_dataset, rows.read_dataset, "a dataset's name, or a folder that holds one"),
 }

@@ -89,7 +89,6 @@ def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:
         counts = (train.documents, train.tokens, round(train.mean), train.p50, train.p90, train.p99, train.longest)
         fractions = (f"{fraction:.1%}" for fraction in train.long_fraction.values())
         table.add_row(name, *(f"{count:,}" for count in counts), *fractions, f"{statistics.validation.tokens:,}")
-    console = Console(file=io.StringIO(), width=TABLE_COLUMNS)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
+    lines = io.StringIO()
+    Console(file=lines, width=TABLE_COLUMNS).print(table)
+    return "\n".join(line.rstrip() for line in lines.getvalue().splitlines() if line.strip())

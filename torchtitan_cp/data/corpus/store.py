@@ -9,7 +9,7 @@ The files of a split:
 import hashlib
 import json
 import os
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchtitan_cp.data.errors import DataError
 JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
 INDEX_DTYPE = np.dtype("<i8")
+COUNTED_TOKENS = 4 << 20  # at once; NumPy makes them int64
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -40,78 +41,33 @@ def append_to(path: Path, content: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-class TokenWriter:
-    """Writes one split. Documents stay in memory until `commit`.
+def append_documents(
+    folder: Path,
+    split: str,
+    vocab_size: int,
+    documents: Sequence[tuple[np.ndarray, int]],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Append documents to the files of a split. The disk has them when this returns.
 
     Args:
-        folder: where the files go.
-        split: their name, `train` or `validation`.
-        vocab_size: V; sets the dtype and the length of `unigram_counts`.
-        shard_bytes: size of a full shard.
-
-    Attributes:
-        tokens, documents: how many were added.
-        unigram_counts: `[V]` int64, how often each id was committed.
+        folder, split, vocab_size: as TokenStore's.
+        documents: tokens `[n]` of each, and the number of its group.
+        shard_bytes: size of a full shard, for a split that has no files yet.
     """
-
-    def __init__(self, folder: Path, split: str, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self.split, self.dtype = folder, split, token_dtype(vocab_size)
-        self.tokens = self.documents = 0
-        self.unigram_counts = np.zeros(vocab_size, dtype=np.int64)
-        self._shard_tokens = shard_bytes // self.dtype.itemsize
-        self._digests: list[str] = []  # of full shards
-        self._documents: list[np.ndarray] = []  # not yet on disk; so are the next two
-        self._offsets, self._groups = [self._shard_tokens, 0], list[int]()
-
-    def append(self, ids: np.ndarray, group: int) -> None:
-        """Add a document of tokens `[n]`, and the number of its group."""
-        self._documents.append(ids.astype(self.dtype))
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
-        self._offsets.append(self.tokens)
-        self._groups.append(group)
-
-    def commit(self) -> dict[str, Any]:
-        """Write everything to disk. Returns the state that `restore` takes, as JSON values."""
-        tokens = np.concatenate([np.empty(0, self.dtype), *self._documents])
-        self.unigram_counts += np.bincount(tokens, minlength=len(self.unigram_counts))
-        position = self.tokens - len(tokens)
-        while len(tokens):
-            number, used = divmod(position, self._shard_tokens)
-            part, tokens = np.split(tokens, [self._shard_tokens - used])
-            path = shard_path(self.folder, self.split, number)
-            append_to(path, part.data)
-            position += len(part)
-            if used + len(part) == self._shard_tokens:
-                self._digests.append(_digest_of(path))
-        for name, numbers in (("offsets", self._offsets), ("groups", self._groups)):
-            append_to(self.folder / f"{self.split}.{name}.bin", np.array(numbers, dtype=INDEX_DTYPE).data)
-            numbers.clear()
-        self._documents.clear()
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "shard_digests": self._digests,
-            "unigram_counts": self.unigram_counts.tolist(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a commit; the files end where it ended."""
-        self.tokens, self.documents, self._digests = state["tokens"], state["documents"], state["shard_digests"]
-        self.unigram_counts[:] = state["unigram_counts"]
-        self._offsets.clear()
-
-    def fingerprint(self) -> str:
-        """sha256 (hex) of what was committed: tokens, document lengths and groups."""
-        open_shard = shard_path(self.folder, self.split, len(self._digests))
-        digests = [*self._digests, _digest_of(open_shard) if open_shard.exists() else hashlib.sha256().hexdigest()]
-        digest = hashlib.sha256("".join(digests).encode())
-        for name in ("offsets", "groups"):
-            digest.update((self.folder / f"{self.split}.{name}.bin").read_bytes())
-        return digest.hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    return hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()
+    dtype, index = token_dtype(vocab_size), folder / f"{split}.offsets.bin"
+    if not index.exists():
+        append_to(index, np.array([shard_bytes // dtype.itemsize, 0], dtype=INDEX_DTYPE).data)
+    shard_tokens, position = (int(number) for number in _map(index, INDEX_DTYPE, None)[[0, -1]])
+    tokens = np.concatenate([np.empty(0, dtype), *(ids for ids, _ in documents)], dtype=dtype, casting="unsafe")
+    ends = position + np.cumsum([len(ids) for ids, _ in documents], dtype=INDEX_DTYPE)
+    while len(tokens):
+        number, used = divmod(position, shard_tokens)
+        part, tokens = np.split(tokens, [shard_tokens - used])
+        append_to(shard_path(folder, split, number), part.data)
+        position += len(part)
+    append_to(index, ends.data)
+    append_to(folder / f"{split}.groups.bin", np.array([group for _, group in documents], dtype=INDEX_DTYPE).data)
 
 
 class TokenStore:
@@ -133,11 +89,11 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
-        self._arguments = (folder, split, vocab_size)
-        index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE, None)
-        if len(index) < 2:
+        self.folder, self.split, self.vocab_size = folder, split, vocab_size
+        self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE, None)
+        if len(self._index) < 2:
             raise _damaged(folder / f"{split}.offsets.bin", "is cut short")
-        self._shard_tokens, self._offsets = int(index[0]), index[1:]
+        self._shard_tokens, self._offsets = int(self._index[0]), self._index[1:]
         self.documents = len(self._offsets) - 1
         self.tokens = int(self._offsets[-1])
         self.document_lengths: np.ndarray = np.diff(self._offsets)
@@ -149,20 +105,40 @@ class TokenStore:
         ]
 
     def __reduce__(self) -> Any:
-        return TokenStore, self._arguments
+        return TokenStore, (self.folder, self.split, self.vocab_size)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
         assert 0 <= start <= stop <= self.document_lengths[document], "outside the document"
         position, end = int(self._offsets[document]) + start, int(self._offsets[document]) + stop
-        tokens = np.empty(stop - start, dtype=np.int64)
-        filled = 0
+        parts = [np.empty(0, dtype=np.int64)]
         while position < end:
             shard, offset = divmod(position, self._shard_tokens)
-            part = self._shards[shard][offset : offset + end - position]
-            tokens[filled : filled + len(part)] = part
-            filled, position = filled + len(part), position + len(part)
-        return tokens
+            parts.append(self._shards[shard][offset : offset + end - position])
+            position += len(parts[-1])
+        return np.concatenate(parts)
+
+    def summarize(self, check_stop: Callable[[], None]) -> tuple[str, np.ndarray]:
+        """Read all tokens once.
+
+        Args:
+            check_stop: called before each file of tokens; may raise.
+
+        Returns:
+            sha256 (hex) of tokens, document lengths and groups; and how often each id occurs, `[V]` int64.
+        """
+        digests, counts = [], np.zeros(self.vocab_size, dtype=np.int64)
+        for shard in self._shards:
+            check_stop()
+            digests.append(hashlib.sha256(shard.data).hexdigest())
+            for start in range(0, len(shard), COUNTED_TOKENS):
+                counts += np.bincount(shard[start : start + COUNTED_TOKENS], minlength=len(counts))
+        if self.tokens % self._shard_tokens == 0:
+            digests.append(hashlib.sha256().hexdigest())  # of the next shard, which has no file yet
+        digest = hashlib.sha256("".join(digests).encode())
+        digest.update(self._index.data)
+        digest.update(self.groups.data)
+        return digest.hexdigest(), counts
 
 
 def _map(path: Path, dtype: np.dtype, count: int | None) -> np.ndarray:
@@ -198,22 +174,18 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Size in bytes of each file of a folder but the journal and the manifest; another rank may be deleting it."""
-    sizes = {}
-    with suppress(FileNotFoundError):
-        for path in sorted(folder.iterdir()):
-            with suppress(FileNotFoundError):
-                if path.name not in (JOURNAL_FILE, MANIFEST_FILE):
-                    sizes[path.name] = path.stat().st_size
-    return sizes
+    """Size in bytes of each file of a folder but the journal and the manifest."""
+    paths = [path for path in sorted(folder.iterdir()) if path.name not in (JOURNAL_FILE, MANIFEST_FILE)]
+    return {path.name: path.stat().st_size for path in paths}
 
 
 def find_damage(folder: Path, expected: dict[str, int], *, may_be_longer: bool = False) -> str:
     """Which file of a folder does not have its expected size in bytes; empty if all have."""
-    sizes = file_sizes(folder)
     for name, size in expected.items():
-        if name not in sizes:
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
             return f"{name} is missing"
-        if sizes[name] < size or (sizes[name] > size and not may_be_longer):
-            return f"{name} has {sizes[name]} bytes instead of {size}"
+        if found < size or (found > size and not may_be_longer):
+            return f"{name} has {found} bytes instead of {size}"
     return ""

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,23 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cp.data.corpus.documents import Corpus, Document, ResumePoint, key_hash
-from torchtitan_cp.data.corpus.progress import show_progress
-from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.documents import Corpus, key_hash
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
 from torchtitan_cp.data.corpus.store import (
     JOURNAL_FILE,
     TokenStore,
-    TokenWriter,
+    append_documents,
     append_to,
     file_sizes,
     find_damage,
     read_json,
+    token_dtype,
     write_json,
 )
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
-from torchtitan_cp.data.prefetch import prefetch
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +48,32 @@ Fragment = tuple[str | np.ndarray, Document, bool]
 
 @dataclass
 class _State:
-    """What a pass needs to continue, beside its files.
+    """What a pass needs to continue, beside its files; the journal holds it.
 
     Attributes:
-        resume_point: where to begin reading.
-        documents_read: how many documents to skip from there.
-        kept_documents: how many were long enough, before long ones were split.
+        first_file: where to begin reading.
+        skipped: counts of what was skipped before it, by kind.
+        documents_read: how many documents to pass over from there.
+        tokens: how many were added.
+        kept_documents: how many were long enough, before long ones were split; held_out_documents: of those.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: how many were longer than max_document.
         groups: how many groups have a number.
-        lowest: (hash, key) of the kept document whose hash is lowest.
+        lowest: [hash, key] of the kept document whose hash is lowest.
         held_out_key: of the document that is held out because no hash is low enough.
     """
 
-    resume_point: ResumePoint = field(default_factory=ResumePoint)
+    first_file: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
     documents_read: int = 0
+    tokens: int = 0
     kept_documents: int = 0
+    held_out_documents: int = 0
     left_out_documents: int = 0
     left_out_tokens: int = 0
     split_documents: int = 0
     groups: int = 0
-    lowest: tuple[int, str] = (1 << 64, "")
+    lowest: list[Any] = field(default_factory=lambda: [1 << 64, ""])
     held_out_key: str | None = None
 
 
@@ -81,7 +86,7 @@ class Tokenization:
         tokenizer: every document ends with its eos_id, each part of a split one too.
         folder: takes the files; may hold those of a pass that was killed.
         settings: kept in the journal.
-        stop_requested: asked after each document; the pass commits before it stops.
+        stop_requested: asked after each document, and each file at the end; the pass commits before it stops.
     """
 
     corpus: Corpus
@@ -98,82 +103,70 @@ class Tokenization:
                 not this tokenizer's.
             PreparationStoppedError: a stop was requested.
         """
-        self._start(read_journal(self.folder))
+        self._start(read_journal(self.folder) or {})
         self._read_corpus()
-        state, where, fraction = self.state, self.corpus.source.where, self.corpus.source.validation_fraction
-        held_out = self.writers[1].documents
-        if fraction > 0 and not held_out and state.kept_documents > 1 and state.held_out_key is None:
+        source, state = self.corpus.source, self.state
+        if source.validation_fraction > 0 and not state.held_out_documents and state.kept_documents > 1:
+            where, fraction = source.where, source.validation_fraction
             logger.info("%s.validation_fraction = %g holds out no document, so one is chosen", where, fraction)
-            self._start(None)
+            self._start({})
             self.state.held_out_key = state.lowest[1]
             self._read_corpus(quiet=True)
         return self._finish()
 
-    def _start(self, journal: dict[str, Any] | None) -> None:
+    def _start(self, journal: dict[str, Any]) -> None:
         """Start from the journal of a killed pass if the files are as it says, else from the beginning."""
-        sizes = journal["file_bytes"] if journal else {}
+        sizes = journal.get("file_bytes", {})
         if damage := find_damage(self.folder, sizes, may_be_longer=True):
             logger.warning("the partial tokens in %s are damaged (%s); they are made again", self.folder, damage)
-            journal, sizes = None, {}
+            journal = sizes = {}
         for path in self.folder.iterdir():
             if path.name in sizes:
                 os.truncate(path, sizes[path.name])
-            elif journal is None or path.name != JOURNAL_FILE:
+            elif not journal or path.name != JOURNAL_FILE:
                 path.unlink()
-        self.state, self._new_groups = _State(), list[str]()
+        self.state = _State(**journal.get("progress", {}))
+        self._pending: list[list[tuple[np.ndarray, int]]] = [[], []]  # documents of each split
+        self._new_groups, self._committed_tokens = list[str](), self.state.tokens
         self._group_numbers: dict[str | None, int] = {}
-        self.writers = [TokenWriter(self.folder, split, self.tokenizer.vocab_size) for split in SPLITS]
         if journal:
-            state = journal["state"]
-            begin, lowest = ResumePoint(**state.pop("resume_point")), tuple(state.pop("lowest"))
-            self.state = _State(resume_point=begin, lowest=lowest, **state)
-            for writer, saved in zip(self.writers, journal["splits"], strict=True):
-                writer.restore(saved)
             with open(self.folder / GROUPS_FILE, encoding="utf-8") as file:
                 self._group_numbers = {name: number for number, name in map(json.loads, file)}
-            logger.info("continuing after %d documents, %d tokens", self.state.kept_documents, self._tokens)
-        self._committed_tokens = self._tokens
-
-    @property
-    def _tokens(self) -> int:
-        return sum(writer.tokens for writer in self.writers)
+            logger.info("continuing after %d documents, %d tokens", self.state.kept_documents, self.state.tokens)
 
     def _read_corpus(self, *, quiet: bool = False) -> None:
-        state, self.skipped = self.state, SkippedRecords(quiet=quiet)
-        documents = self.corpus.documents(self.skipped, state.resume_point, state.held_out_key)
+        state, self.skipped = self.state, SkippedRecords(self.state.skipped, quiet=quiet)
+        documents = self.corpus.documents(self.skipped, state.first_file, state.held_out_key)
         rest = islice(documents, state.documents_read, None)
-        with show_progress("tokenizing", self.corpus.size_bytes) as update:
+        with self.corpus.show_progress("tokenizing") as update:
             for document, ids in tokenize(rest, self.tokenizer):
                 self._write(document, ids)
                 update(document.read_bytes)
-                if self.stop_requested():
-                    self._commit()
-                    raise PreparationStoppedError(
-                        f"stopped while tokenizing: {self._tokens:,} tokens are in {self.folder}; the same command "
-                        "continues from there"
-                    )
+                self._check_stop()
         if self.skipped.counts and not quiet:
             logger.warning("skipped in the corpus: %s", self.skipped.summary())
 
     def _write(self, document: Document, ids: np.ndarray) -> None:
         """Add one document of tokens `[n]`, without its end, by the source's rules of length."""
         state, source = self.state, self.corpus.source
-        if document.resume_point.file != state.resume_point.file:
-            state.resume_point, state.documents_read = document.resume_point, 0
+        if document.first_file != state.first_file:
+            state.first_file, state.skipped, state.documents_read = document.first_file, document.skipped_before, 0
         state.documents_read += 1
         if len(ids) + 1 < source.min_document:
             state.left_out_documents += 1
             state.left_out_tokens += len(ids) + 1
-        else:
-            state.kept_documents += 1
-            state.lowest = min(state.lowest, (key_hash(document.key), document.key))
-            part_tokens = source.max_document - 1 if source.max_document else max(1, len(ids))
-            parts = max(1, -(-len(ids) // part_tokens))
-            state.split_documents += parts > 1
-            group, end = self._group_number(document.group), np.array([self.tokenizer.eos_id], dtype=ids.dtype)
-            for part in np.array_split(ids, parts):
-                self.writers[document.held_out].append(np.concatenate([part, end]), group)
-        if self._tokens - self._committed_tokens >= COMMIT_TOKENS:
+            return
+        state.kept_documents += 1
+        state.held_out_documents += document.held_out
+        state.lowest = min(state.lowest, [key_hash(document.key), document.key])
+        parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document else 1
+        state.split_documents += parts > 1
+        state.tokens += len(ids) + parts
+        group, dtype = self._group_number(document.group), token_dtype(self.tokenizer.vocab_size)
+        for part in np.array_split(ids, parts):
+            tokens = np.concatenate([part, [self.tokenizer.eos_id]], dtype=dtype, casting="unsafe")
+            self._pending[document.held_out].append((tokens, group))
+        if state.tokens - self._committed_tokens >= COMMIT_TOKENS:
             self._commit()
 
     def _group_number(self, name: str | None) -> int:
@@ -188,74 +181,86 @@ class Tokenization:
 
     def _commit(self) -> None:
         """Write everything to disk, then the journal that says so."""
-        splits = [writer.commit() for writer in self.writers]
+        for split, documents in zip(SPLITS, self._pending, strict=True):
+            append_documents(self.folder, split, self.tokenizer.vocab_size, documents)
+            documents.clear()
         append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
         self._new_groups.clear()
-        sizes = file_sizes(self.folder)
-        journal = {"settings": self.settings, "state": asdict(self.state), "splits": splits, "file_bytes": sizes}
+        journal = {"settings": self.settings, "progress": asdict(self.state), "file_bytes": file_sizes(self.folder)}
         write_json(self.folder / JOURNAL_FILE, journal)
-        self._committed_tokens = self._tokens
+        self._committed_tokens = self.state.tokens
+
+    def _check_stop(self) -> None:
+        if self.stop_requested():
+            self._commit()
+            raise PreparationStoppedError(
+                f"stopped while tokenizing: {self.state.tokens:,} tokens are in {self.folder}; the same command "
+                "continues from there"
+            )
 
     def _finish(self) -> dict[str, Any]:
         self._refuse_empty_split()
         self._commit()
-        (self.folder / JOURNAL_FILE).unlink()
-        np.save(self.folder / UNIGRAM_FILE, self.writers[0].unigram_counts)
-        vocab_size, state = self.tokenizer.vocab_size, self.state
-        train, held_out = (
-            LengthStatistics.of(TokenStore(self.folder, split, vocab_size).document_lengths) for split in SPLITS
-        )
+        state, vocab_size = self.state, self.tokenizer.vocab_size
+        stores = {split: TokenStore(self.folder, split, vocab_size) for split in SPLITS}
+        digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores.values()), strict=True)
+        np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
+        train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores.values())
         left_out, skipped = (state.left_out_documents, state.left_out_tokens), dict(self.skipped.counts)
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
         write_json(self.folder / STATISTICS_FILE, asdict(statistics))
-        fingerprints = "".join(writer.fingerprint() for writer in self.writers)
+        (self.folder / JOURNAL_FILE).unlink()
         return {
-            "content_fingerprint": hashlib.sha256(fingerprints.encode()).hexdigest(),
+            "content_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "vocab_size": vocab_size,
-            "documents": {writer.split: writer.documents for writer in self.writers},
-            "tokens": {writer.split: writer.tokens for writer in self.writers},
+            "documents": {split: store.documents for split, store in stores.items()},
+            "tokens": {split: store.tokens for split, store in stores.items()},
             "file_bytes": file_sizes(self.folder),
         }
 
     def _refuse_empty_split(self) -> None:
-        where, fraction, state = self.corpus.source.where, self.corpus.source.validation_fraction, self.state
-        train, held_out = (writer.documents for writer in self.writers)
-        if not state.kept_documents:
+        source, kept, held_out = self.corpus.source, self.state.kept_documents, self.state.held_out_documents
+        if not kept:
             raise DataError(
-                f"all {state.left_out_documents} documents are shorter than {where}.min_document = "
-                f"{self.corpus.source.min_document} tokens",
+                f"all {self.state.left_out_documents} documents are shorter than {source.where}.min_document = "
+                f"{source.min_document} tokens",
                 fix="lower min_document",
             )
-        if not train:
+        if held_out == kept or (source.validation_fraction > 0 and not held_out):
             raise DataError(
-                f"{where}.validation_fraction = {fraction} holds out all {held_out} documents, and none is left to "
-                "train on",
-                fix=f"lower {where}.validation_fraction, or split the text into more files",
-            )
-        if fraction > 0 and not held_out:
-            raise DataError(
-                f"{where}.validation_fraction = {fraction} holds out no document: {state.kept_documents} are too few "
-                "to split",
-                fix=f"split the text into more files, or set {where}.validation_fraction to 0 to disable validation",
+                f"{source.where}.validation_fraction = {source.validation_fraction} holds out {held_out} of {kept} "
+                "documents, and each split needs one",
+                fix=f"split the text into more files, lower {source.where}.validation_fraction, or set it to 0 to "
+                "disable validation",
             )
 
 
 def read_journal(folder: Path) -> dict[str, Any] | None:
     """The journal of a pass that was killed in the folder; None if there is none that this version can continue."""
     journal = read_json(folder / JOURNAL_FILE)
-    return journal if journal and "state" in journal else None
+    return journal if journal and "progress" in journal else None
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its token ids `[n]` int32, without its end."""
     parts: list[np.ndarray] = []
-    for batch in prefetch(_batches(documents), 1):
+    for batch in read_ahead(_batches(documents)):
         rows = iter(tokenizer.encode_batch([content for content, _, _ in batch if isinstance(content, str)]))
         for content, document, ends_document in batch:
             parts.append(next(rows) if isinstance(content, str) else _checked_ids(content, document, tokenizer))
             if ends_document:
                 yield document, np.concatenate(parts)
                 parts = []
+
+
+def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items in order; a thread takes the next one ahead. Its exceptions are raised here."""
+    end = object()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item
 
 
 def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:

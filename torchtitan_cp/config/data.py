@@ -1,0 +1,224 @@
+"""[data], [[data.sources]] and what a stage changes of them, with the checks between their keys."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+
+from torchtitan_cp.config import names
+from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.key import check_read_keys, key
+
+
+@dataclass(frozen=True)
+class SourceKeys:
+    """Where text or tokens come from, and what a document is.
+
+    Attributes:
+        source: python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst];
+            parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub)
+        path: file, folder or glob; with huggingface the dataset's name or a local folder
+        subset: huggingface: the dataset's configuration, where it has several
+        split: huggingface: the split that is read
+        revision: huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed
+        text_field: field (column) of a row that holds the text
+        token_field: field (column) of a row that holds token ids of this tokenizer, instead of text_field
+        group_field: field (column) with the group of a row, e.g. its repository; empty: no row is related to another
+        group_depth: text: leading folders of a path that name a document's group, 1 if each is a repository; 0: all
+        document: what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one
+        min_document: documents with fewer tokens are counted and left out
+        max_document: documents with more tokens are split into even parts; 0: never
+        validation_fraction: share of files (or rows) held out, chosen by hash
+    """
+
+    source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES))
+    path: str = ""
+    subset: str = key("", read_by=("huggingface",))
+    split: str = key("train", read_by=("huggingface",))
+    revision: str = key("", read_by=("huggingface",))
+    text_field: str = "text"
+    token_field: str = key("", read_by=names.ROW_SOURCES)
+    group_field: str = key("", read_by=names.ROW_SOURCES)
+    group_depth: int = key(0, least=0, read_by=("python-stdlib", "text"))
+    document: str = key("file", choices=("file", "folder"))
+    min_document: int = key(0, least=0)
+    max_document: int = key(0, least=0)
+    validation_fraction: float = key(0.02, least=0, below=1)
+
+    @property
+    def where(self) -> str:
+        """How messages name the table these keys stand in."""
+        return "data"
+
+
+@dataclass(frozen=True)
+class DataSource(SourceKeys):
+    """One of several sources: keys as in [data], and a name. Each is tokenized and cached by itself.
+
+    Attributes:
+        name: what mixtures, tables and messages call it
+    """
+
+    name: str = ""
+
+    @property
+    def where(self) -> str:
+        """See SourceKeys."""
+        return f"data.sources[{self.name!r}]"
+
+
+@dataclass(frozen=True)
+class Data(SourceKeys):
+    """Which text is read, and where its tokens are cached.
+
+    Attributes:
+        sources: [[data.sources]] tables, in place of the keys above for one source
+        mixture: weight of each source by name; default: by their tokens; a stage may set its own
+        max_epochs: how often the run may read a source, by name; after that its weight goes to the others
+        order: related keeps documents of one group (folder, repository) together
+        separator: token id put after each document, in addition to the tokenizer's own end; -1: none
+        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad
+            nothing
+        packing_window: best_fit: sequences packed at once
+        document_mask: tokens attend to their own document only, and its last token predicts nothing
+        restart_positions: positions begin at 0 in each document
+        workers: processes that read sequences and plan their attention; 0: a thread
+        cache_folder: where tokens and the trained tokenizer are kept between runs
+        prefetch_batches: steps read ahead of the training loop
+    """
+
+    sources: tuple[DataSource, ...] = ()
+    mixture: dict[str, float] = key({}, least=0)  # noqa: RUF009
+    max_epochs: dict[str, float] = key({}, least=0)  # noqa: RUF009
+    order: str = key("shuffled", choices=("shuffled", "related"))
+    separator: int = key(-1, least=-1)
+    packing: str = key("concat", choices=names.PACKINGS)
+    packing_window: int = key(256, least=1)
+    document_mask: bool = False
+    restart_positions: bool = False
+    workers: int = key(0, least=0)
+    cache_folder: str = "outputs/cache"
+    prefetch_batches: int = key(2, least=1)
+
+    def by_name(self) -> dict[str, SourceKeys]:
+        """Every source, in the file's order; the one that [data] itself describes is called `corpus`."""
+        return {entry.name: entry for entry in self.sources} or {"corpus": self}
+
+
+@dataclass(frozen=True)
+class StageData:
+    """How a stage reads its text; default for each key: the value in [data].
+
+    Attributes:
+        mixture: weight of each source by name
+        packing: how documents become sequences
+        packing_window: best_fit: sequences packed at once
+        document_mask: tokens attend to their own document only
+        restart_positions: positions begin at 0 in each document
+        short_share: fraction of the sequences that are cut into pieces of short_seq_len, for a mix of lengths
+        short_seq_len: tokens of a piece; tensor shapes stay, masks differ
+        growth_from: tokens that attention sees in the stage's first step, growing to seq_len; 0: seq_len
+        growth_steps: steps of that growth, by masks alone (SkyLadder)
+    """
+
+    mixture: dict[str, float] | None = key(None, least=0)  # noqa: RUF009
+    packing: str | None = key(None, choices=names.PACKINGS)
+    packing_window: int | None = key(None, least=1)
+    document_mask: bool | None = None
+    restart_positions: bool | None = None
+    short_share: float = key(0.0, least=0, most=1)
+    short_seq_len: int = key(0, least=0)
+    growth_from: int = key(0, least=0)
+    growth_steps: int = key(0, least=0)
+
+
+@dataclass(frozen=True)
+class ResolvedStageData:
+    """StageData with [data] filled in where the stage says nothing."""
+
+    mixture: dict[str, float]
+    packing: str
+    packing_window: int
+    document_mask: bool
+    restart_positions: bool
+    max_epochs: dict[str, float] = field(default_factory=dict)
+    short_share: float = 0.0
+    short_seq_len: int = 0
+    growth_from: int = 0
+    growth_steps: int = 0
+
+
+def check_sources(data: Data, has_tokenizer: bool) -> None:
+    """Check that sources have names of their own, and keys that their kind reads.
+
+    Args:
+        has_tokenizer: [tokenizer] names one; otherwise a tokenizer is trained on the text.
+
+    Raises:
+        ConfigError: the first rule that is broken, with its fix.
+    """
+    if data.sources:
+        _check_names(data)
+    for source in data.by_name().values():
+        where = source.where
+        check_read_keys(source, "source", where)
+        if source.token_field and source.text_field != SourceKeys.text_field:
+            raise ConfigError(f"{where} has both text_field and token_field", fix="give one of them")
+        if source.token_field and not has_tokenizer:
+            raise ConfigError(
+                f"{where}.token_field = {source.token_field!r} holds token ids, and [tokenizer] names no tokenizer",
+                fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
+            )
+        if 0 < source.max_document < max(2, source.min_document):
+            raise ConfigError(
+                f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
+                fix="raise max_document, or set it to 0 to split nothing",
+            )
+
+
+def _check_names(data: Data) -> None:
+    for entry in dataclasses.fields(SourceKeys):
+        if getattr(data, entry.name) != entry.default:
+            raise ConfigError(
+                f"data.{entry.name} is set beside [[data.sources]], and none of them reads it",
+                fix=f"move {entry.name} into the tables it is meant for",
+            )
+    names = [source.name for source in data.sources]
+    for index, name in enumerate(names):
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(
+                f"data.sources[{index}].name = {name!r} is not a name", fix="use letters, digits, '_', '-' and '.'"
+            )
+        if name in names[:index]:
+            raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
+
+
+def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> None:
+    """Check how a stage reads its text.
+
+    Args:
+        own: the stage's keys; where: their dotted name.
+        seq_len: S of the stage, in tokens.
+
+    Raises:
+        ConfigError: the first rule that is broken, with its fix.
+    """
+    names = set(data.by_name())
+    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture}
+    tables["data.max_epochs"] = data.max_epochs
+    for dotted, named in tables.items():
+        unknown = sorted(set(named) - names)
+        if unknown:
+            raise ConfigError(
+                f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
+                fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
+            )
+        if named and not 0 < sum(named.values()) < math.inf:
+            raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
+    for length, other in (("short_seq_len", "short_share"), ("growth_from", "growth_steps")):
+        tokens, value = getattr(own, length), getattr(own, other)
+        if bool(tokens) != bool(value) or tokens >= seq_len:
+            raise ConfigError(
+                f"{where} has {length} = {tokens} and {other} = {value}",
+                fix=f"give both, with a length below {seq_len}, or neither",
+            )

@@ -1,0 +1,231 @@
+"""Rows of JSON lines, Parquet files and datasets of Hugging Face: each is a document of text or of token ids.
+
+What cannot be read is counted, logged and skipped. The packages pyarrow and datasets are extras.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import zstandard
+
+from torchtitan_cp.config.extras import import_extra
+from torchtitan_cp.config.sections import SourceKeys
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
+from torchtitan_cp.data.errors import DataError
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+CHUNK_BYTES = 1 << 17
+PARQUET_ROWS = 256  # in memory at a time
+
+
+def read_row(
+    row: object, number: int, file: SourceFile, read_bytes: int, source: SourceKeys, skipped: SkippedRecords
+) -> Iterator[Document]:
+    """The document of a row (a line of JSONL, a row of Parquet or of a dataset); none if it is empty, or skipped.
+
+    Args:
+        row: a mapping of fields; anything else is skipped.
+        number: of the row in its file, from 1.
+        read_bytes: how much of the file was read up to the row's end.
+    """
+    name, where = source.token_field or source.text_field, f"{file.path}:{number}"
+    if not isinstance(row, Mapping) or name not in row:
+        skipped.add(f"no field {name!r}", where)
+        return
+    content, problem = _tokens(row[name]) if source.token_field else _text(row[name])
+    if problem:
+        skipped.add(f"field {name!r} {problem}", where)
+    elif len(content):
+        group = row.get(source.group_field) if source.group_field else None
+        yield Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
+
+
+def _text(value: Any) -> tuple[str, str]:
+    """(the text, what is wrong with it)."""
+    if not isinstance(value, str):
+        return "", "that is not a string"
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return "", "with half a surrogate pair"
+    return value, ""
+
+
+def _tokens(value: Any) -> tuple[np.ndarray, str]:
+    """(the token ids, what is wrong with them)."""
+    try:
+        tokens = np.asarray(value)
+    except ValueError:  # lists of unequal length
+        tokens = np.asarray(None)
+    if tokens.shape != (0,) and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+        return tokens, "that is not a list of token ids"
+    if tokens.size and tokens.min() < 0:
+        return tokens, "with a negative token id"
+    return tokens.astype(np.int64), ""
+
+
+def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """The text (or tokens) of each line of a file. Lines before a damaged part of an archive are kept."""
+    number = 0
+    try:
+        with open(file.path, "rb") as raw:
+            for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
+                try:
+                    text = line.decode("utf-8").strip()
+                    row = json.loads(text) if text else None
+                except UnicodeDecodeError:
+                    skipped.add("not UTF-8", f"{file.path}:{number}")
+                except (ValueError, RecursionError):
+                    skipped.add("malformed JSON", f"{file.path}:{number}")
+                else:
+                    if text:
+                        yield from read_row(row, number, file, raw.tell(), source, skipped)
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
+    except OSError as error:
+        skipped.add(f"unreadable file ({error.strerror})", str(file.path))
+
+
+def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
+    if suffix == ".gz":
+        return iter(gzip.GzipFile(fileobj=raw))
+    return _split_lines(_decompress_zst(raw)) if suffix == ".zst" else iter(raw)
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines without their ends; the chunks of a long line are joined once, at its end."""
+    parts: list[bytes] = []
+    for chunk in chunks:
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        for other in others:
+            yield b"".join(parts)
+            parts = [other]
+    if last := b"".join(parts):
+        yield last
+
+
+def _decompress_zst(raw: BinaryIO) -> Iterator[bytes]:
+    """The content of all frames.
+
+    zstandard's own stream_reader accepts a file that ends inside a frame as whole; here that is an EOFError.
+    """
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
+    frame = None
+    while chunk := raw.read(CHUNK_BYTES):
+        while chunk:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the file ends inside a compressed frame")
+
+
+def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """The rows of a file, one row group after the other. Rows before a damaged part are kept."""
+    arrow, number = import_pyarrow(source), 0
+    wanted = source.token_field or source.text_field
+    try:
+        with arrow.parquet.ParquetFile(file.path) as parquet:
+            columns = [name for name in (wanted, source.group_field) if name in parquet.schema_arrow.names]
+            if wanted not in columns:
+                skipped.add(f"Parquet file without the column {wanted!r}", str(file.path))
+                return
+            for number, row in enumerate(_rows(parquet, columns), start=1):
+                position = file.size_bytes * number // parquet.metadata.num_rows
+                try:
+                    values = {name: _plain(value) for name, value in row.items()}
+                except UnicodeDecodeError:
+                    skipped.add("not UTF-8", f"{file.path}:{number}")
+                else:
+                    yield from read_row(values, number, file, position, source, skipped)
+    except (arrow.ArrowException, OSError) as error:
+        kind = "rest of a damaged Parquet file" if number else "no Parquet file"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        skipped.add(kind, f"{file.path}:{number + 1} ({reason})")
+
+
+def import_pyarrow(source: SourceKeys) -> Any:
+    """The package pyarrow with its reader of Parquet.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    needed_by = f"{source.where}.source = 'parquet'"
+    import_extra("pyarrow.parquet", extra="parquet", needed_by=needed_by)
+    return import_extra("pyarrow", extra="parquet", needed_by=needed_by)
+
+
+def _rows(parquet: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Each row's arrow scalars by column."""
+    for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+        for index in range(batch.num_rows):
+            yield {name: batch.column(name)[index] for name in columns}
+
+
+def _plain(value: Any) -> Any:
+    """An arrow scalar as a Python value; a list as an array, because token ids come by the million."""
+    if hasattr(value, "values") and value.is_valid:
+        return value.values.to_numpy(zero_copy_only=False)
+    return value.as_py()
+
+
+def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
+    """The dataset as one file: a folder has the size of all its files and the newest mtime, a name has neither.
+
+    Nothing is fetched, so the name of a dataset is not checked.
+    """
+    _import_datasets(source)
+    folder = Path(source.path).expanduser()
+    statuses = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+    name = "/".join([source.path, source.subset, source.split, source.revision])
+    size_bytes = sum(status.st_size for status in statuses)
+    yield SourceFile(name, folder, size_bytes, max((status.st_mtime_ns for status in statuses), default=0))
+
+
+def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """The rows of a dataset.
+
+    Raises:
+        DataError: it cannot be found or read. The rest of a damaged dataset is not skipped.
+    """
+    datasets, number, read_bytes = _import_datasets(source), 0, 0
+    try:
+        for number, row in enumerate(_open(datasets, file.path, source), start=1):
+            for document in read_row(row, number, file, 0, source, skipped):
+                content = document.content
+                read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
+                document.read_bytes = read_bytes
+                yield document
+    except Exception as error:  # the package raises whatever its file systems and formats raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{source.where}: the dataset {source.path!r} cannot be read after {number} rows: {reason}",
+            fix="give a folder, or a name this machine can reach, and a subset and split of it; then start again",
+        ) from error
+
+
+def _open(datasets: Any, path: Path, source: SourceKeys) -> Any:
+    """The split's rows, from a folder that `save_to_disk` wrote, a folder of data files, or a name."""
+    if (path / "dataset_dict.json").exists():
+        return datasets.load_from_disk(os.fspath(path))[source.split]
+    if (path / "state.json").exists():
+        return datasets.load_from_disk(os.fspath(path))
+    return datasets.load_dataset(
+        os.fspath(path) if path.exists() else source.path,
+        source.subset or None,
+        split=source.split,
+        revision=source.revision or None,
+        streaming=True,
+    )
+
+
+def _import_datasets(source: SourceKeys) -> Any:
+    return import_extra("datasets", extra="hub", needed_by=f"{source.where}.source = 'huggingface'")
