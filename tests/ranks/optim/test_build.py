@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.rank_pool import RankPool
 from tests.support.small_net import Net, assert_same, names_of, small_net, train, weights
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
@@ -30,21 +30,19 @@ def build_on_ranks(settings: Optimizer) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def train_and_save(settings: Optimizer, folder: str) -> list[Tensor]:
-    """Two steps, a checkpoint as torchtitan_cp.checkpoint writes it, and the weights after a third step."""
+    """Two steps, a checkpoint, and the weights after a third step."""
     model, optimizer = build_on_ranks(settings)
     train(model, optimizer, 2)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    checkpoints = CheckpointManager(folder)
+    checkpoints.save(Progress(step=2), [model], [optimizer])
+    checkpoints.close()
     train(model, optimizer, 1, first=2)
     return weights(model)
 
 
 def load_and_train(settings: Optimizer, folder: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
     model, optimizer = build_on_ranks(settings)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    CheckpointManager(folder).load(Path(folder) / "step-2", [model], [optimizer])
     train(model, optimizer, 1, first=2)
     return weights(model), [{**group, "params": names_of(model, group)} for group in optimizer.param_groups]
 
@@ -116,13 +114,12 @@ def steps_in_8_bits(settings: Optimizer, folder: str, load: bool) -> list[Tensor
             optimizer.zero_grad()
 
     train_on(0, 0 if load else 2)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    checkpoints = CheckpointManager(folder)
     if load:
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        checkpoints.load(Path(folder) / "step-2", [model], [optimizer])
     else:
-        dcp.save(state, checkpoint_id=folder)
+        checkpoints.save(Progress(step=2), [model], [optimizer])
+        checkpoints.close()
     train_on(2, 3)
     return weights(model)
 
