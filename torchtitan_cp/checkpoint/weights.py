@@ -94,7 +94,6 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     return SavedModel(path, config, stage, progress.identity["model"], progress.short_loss, tensors, reader)
 
 
-@torch.no_grad()
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
     """Fill the parts, sharded in any way, each rank reading its own. Collective.
 
@@ -102,4 +101,4 @@ def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:
         ConfigError: as `SavedModel.read`.
     """
     for part in parts:
-        load_state(saved.reader, {"model": dict(part.named_parameters())})
+        load_state(saved.reader, {"model": part.state_dict()})

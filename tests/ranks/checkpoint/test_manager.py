@@ -19,11 +19,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.support.rank_pool import RankFailure, RankPool
 from torchtitan_cp.checkpoint import manager
+from torchtitan_cp.checkpoint.load import CheckpointReader
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter
-from torchtitan_cp.config.sections import Checkpoint, Optimizer
+from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
+from torchtitan_cp.config import Config
+from torchtitan_cp.config.sections import Checkpoint, Optimizer, Stage
 from torchtitan_cp.optim.build import build_optimizer
 
 NOBODY = 65534
@@ -139,6 +142,24 @@ def test_moments_in_8_bits_are_saved_though_they_cannot_be_staged(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     assert ranks(1)(save_eight_bits, tmp_path)[0] == (True, True)
+
+
+def load_a_buffer(folder: Path) -> tuple[bool, list[float]]:
+    def make_with_buffer(value: float) -> nn.Module:
+        model, _ = make(value)
+        model.register_buffer("bias_of_router", torch.full((3,), value))
+        return model
+
+    checkpoints, model, other = CheckpointManager(folder), make_with_buffer(1.0), make_with_buffer(5.0)
+    checkpoints.save(Progress(step=1), [model], [torch.optim.AdamW(model.parameters())])
+    checkpoints.close()
+    path = folder / "step-1"
+    load_weights(SavedModel(path, Config(), Stage(), {}, None, {}, CheckpointReader(path)), [other])
+    return torch.equal(other.weight, model.weight), other.get_buffer("bias_of_router").tolist()
+
+
+def test_a_finished_model_comes_with_its_buffers(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    assert ranks(1)(load_a_buffer, tmp_path)[0] == (True, [1.0, 1.0, 1.0])
 
 
 def keep_some(folder: Path) -> None:
