@@ -171,6 +171,9 @@ class ContextParallel:
         layout: contiguous, zigzag, balanced, or auto (balanced for packed documents, otherwise zigzag).
         kv_transfer: "exact", or "float8": ring and all_gather carry K and V in 8 bits, a scale per head and row.
 
+    Attributes:
+        mesh, strategy, kernel, layout, kv_transfer: as given; on a 2-D mesh the strategy is hybrid.
+
     Raises:
         PlanError: an unknown name, or a mesh whose axes do not fit the strategy.
     """
@@ -192,6 +195,8 @@ class ContextParallel:
                 f"the mesh has {mesh.ndim} axes and the strategy is {strategy!r}",
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
+        self.mesh, self.strategy, self.kernel = mesh, strategy, kernel
+        self.layout, self.kv_transfer = layout, kv_transfer
         groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
         open_groups(groups, mesh.device_type)
         # `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.

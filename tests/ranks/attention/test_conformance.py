@@ -408,6 +408,15 @@ def test_a_rank_with_nothing_to_attend_gives_zeros_and_zero_gradients(ranks: Cal
     assert all(x.isfinite().all() for answer in answers for x in answer)
 
 
+def show_arguments() -> tuple[Any, ...]:
+    cp = ContextParallel(init_device_mesh("cpu", (1, 2)), kernel="reference")
+    return cp.mesh.shape, cp.strategy, cp.kernel, cp.layout, cp.kv_transfer
+
+
+def test_a_context_parallel_shows_its_arguments(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(show_arguments) == [((1, 2), "hybrid", "reference", "auto", "exact")] * 2
+
+
 def run_refusals() -> list[str]:
     cp = make_cp("ring", "zigzag")
     plan, q = cp.plan(64), torch.zeros(1, 32, 2, 8)
