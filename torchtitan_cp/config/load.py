@@ -17,6 +17,7 @@ from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config
 
 OVERRIDE = re.compile(r"--([A-Za-z_][\w.\[\]]*?)=(.*)", re.DOTALL)
+LARGEST_INTEGER = 2**63 - 1
 # What a value must be, and how to write one.
 TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),
@@ -62,6 +63,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
             fix="the file must be TOML: [section] lines, and key = value with strings in quotes",
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}", fix="shorten that number, or unnest that list") from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -75,7 +78,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         node = node.setdefault(step, {}) if isinstance(node, dict) else node[_index(node, step, override)]
     try:
         value = tomli.loads(f"value = {match[2]}")["value"]
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
         value = match[2]
     node[last if isinstance(node, dict) else _index(node, last, override)] = value
 
@@ -108,6 +111,8 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
         item = typing.get_args(kind)[1]
         return {name: build(item, entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
+    if type(value) is int and not -LARGEST_INTEGER <= value <= LARGEST_INTEGER:
+        raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")
     if plain is float and type(value) is int:
         return float(value)
     if type(value) is not plain:
