@@ -113,6 +113,8 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     plain = origin or kind
     if type(value) is int and not -LARGEST_INTEGER <= value <= LARGEST_INTEGER:
         raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")
+    if type(value) is str and "\0" in value:
+        raise ConfigError(f"{file}: {where} holds a NUL character", fix="leave it out")
     if plain is float and type(value) is int:
         return float(value)
     if type(value) is not plain:

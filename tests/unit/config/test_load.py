@@ -58,6 +58,7 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
         ("[checkpoint]\nenable = 1", "checkpoint.enable must be true or false, got 1"),
         ("[job]\ndump_folder = 3", "job.dump_folder must be a string, got 3"),
         ("training = 3", "training must be a table, got 3"),
+        ('[job]\ndump_folder = "a\\u0000b"', "job.dump_folder holds a NUL character"),
         (f"[optimizer]\nlr = 1{'0' * 400}", "optimizer.lr is beyond TOML's integers of 64 bits"),
         (f"[[curriculum.stages]]\ntokens = 1{'0' * 400}", "stages[0].tokens is beyond TOML's integers of 64 bits"),
         (f"[optimizer]\nlr = 1{'0' * 5000}", "run.toml: Exceeds the limit (4300 digits)"),
