@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import resolve_degrees
+from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Rope, Stage, StageLR
 
 
@@ -85,7 +86,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
         plans.append(
             StagePlan(
                 index=index,
-                name=stage.name or _length_name(stage.seq_len),
+                name=stage.name or format_tokens(stage.seq_len),
                 seq_len=stage.seq_len,
                 cp=cp,
                 dp=dp,
@@ -106,10 +107,3 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
             )
         )
     return tuple(plans)
-
-
-def _length_name(seq_len: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if seq_len % size == 0:
-            return f"{seq_len // size}{unit}"
-    return str(seq_len)
