@@ -17,7 +17,6 @@ from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config
 
 OVERRIDE = re.compile(r"--([A-Za-z_][\w.\[\]]*?)=(.*)", re.DOTALL)
-LARGEST_INTEGER = 2**63 - 1
 # What a value must be, and how to write one.
 TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),
@@ -111,7 +110,7 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
         item = typing.get_args(kind)[1]
         return {name: build(item, entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
-    if type(value) is int and not -LARGEST_INTEGER <= value <= LARGEST_INTEGER:
+    if type(value) is int and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")
     if type(value) is str and "\0" in value:
         raise ConfigError(f"{file}: {where} holds a NUL character", fix="leave it out")

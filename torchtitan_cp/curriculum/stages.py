@@ -18,12 +18,6 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 
-def stage_activation(activation: Activation, stage: Stage) -> Activation:
-    """[activation] with the stage's own keys."""
-    own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
-    return dataclasses.replace(activation, **own)
-
-
 # The keys of a stage's data that decide which text a step reads.
 TEXT_KEYS = ("mixture", "packing", "packing_window")
 
@@ -82,6 +76,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
         degrees = resolve_degrees(config.parallel, ranks, stage)
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
         tokens = stage.tokens or stage.until.get("max_tokens", 0)
+        own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
         plans.append(
             StagePlan(
@@ -99,7 +94,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
                 global_batch_tokens=stage.global_batch_tokens,
                 tp=degrees.tp,
                 pp=degrees.pp,
-                activation=stage_activation(config.activation, stage),
+                activation=dataclasses.replace(config.activation, **own),
                 rope=stage.rope or Rope(),
                 lr=stage.lr,
                 data=resolve_stage_data(config.data, stage),

@@ -76,8 +76,7 @@ def model_args_of(model: Model) -> Any:
 
 def sizes_of(args: Any) -> dict[str, Any]:
     """ModelArgs as JSON and TOML have them, with lists for tuples."""
-    sizes: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(args)))
-    return sizes
+    return dict(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
 def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
