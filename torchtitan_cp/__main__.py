@@ -18,8 +18,7 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in COMMANDS:
-        code: int = importlib.import_module(COMMANDS[command][0]).main(rest)
-        return code
+        return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     width = max(map(len, COMMANDS))
     about = "\n".join(f"  {name:<{width}}  {says}" for name, (_, says) in COMMANDS.items())
     print(f"usage: torchtitan-cp COMMAND ... (COMMAND --help says what it takes)\n\n{about}")

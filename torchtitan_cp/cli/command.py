@@ -1,16 +1,18 @@
 """What a command runs with: the architectures by name, and errors that end it with one message."""
 
+import signal
 import sys
 from collections.abc import Callable
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import UserError, format_error
+from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.registry import register
 
 
 def run_command(work: Callable[[], int], config: str = "") -> int:
-    """Run a command. Returns its exit code; 2 if an error of the user was printed.
+    """Run a command. Returns its exit code; 2 after an error of the user, 143 or 130 after a stop signal or Ctrl-C.
 
     Args:
         config: path of the command's config as typed, for the message.
@@ -21,3 +23,8 @@ def run_command(work: Callable[[], int], config: str = "") -> int:
     except (UserError, ContextParallelError) as error:
         print(format_error(config, error), file=sys.stderr)
         return 2
+    except PreparationStoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

@@ -16,7 +16,6 @@ from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
 
-DOES_NOT_FIT = 1
 HERE = "here"
 
 
@@ -65,7 +64,7 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
             problem = f"--write {options.write}: {error.strerror}"
             raise ConfigError(problem, fix="give the path of a new file") from None
         console.print(f"written: {options.write}")
-    return 0 if all(estimate.fits for estimate in estimates) else DOES_NOT_FIT
+    return int(not all(estimate.fits for estimate in estimates))
 
 
 def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:

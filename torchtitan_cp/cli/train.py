@@ -105,8 +105,7 @@ def main(arguments: list[str]) -> int:
     if options.verify_parity is not None:
         program += ["--verify-parity", str(options.verify_parity)]
     place = {"nodes": options.nnodes, "endpoint": options.rdzv_endpoint} if options.nnodes > 1 else {}
-    code: int = launcher.launch(program, ranks, max_restarts=config.job.max_restarts, **place)
-    return code
+    return int(launcher.launch(program, ranks, max_restarts=config.job.max_restarts, **place))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class SourceKeys:
     @property
     def where(self) -> str:
         """How messages name the table these keys stand in."""
-        return "data"
+        return f"data.sources[{self.name!r}]" if isinstance(self, DataSource) else "data"
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,6 @@ class DataSource(SourceKeys):
     """
 
     name: str = ""
-
-    @property
-    def where(self) -> str:
-        """See SourceKeys."""
-        return f"data.sources[{self.name!r}]"
 
 
 @dataclass(frozen=True)
@@ -204,8 +199,7 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
         ConfigError: the first rule that is broken, with its fix.
     """
     names = set(data.by_name())
-    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture}
-    tables["data.max_epochs"] = data.max_epochs
+    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture, "data.max_epochs": data.max_epochs}
     for dotted, named in tables.items():
         unknown = sorted(set(named) - names)
         if unknown:

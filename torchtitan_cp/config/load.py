@@ -62,6 +62,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}",
             fix="the file must be TOML: [section] lines, and key = value with strings in quotes",
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}", fix="shorten that number, or unnest that list") from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -75,7 +77,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         node = node.setdefault(step, {}) if isinstance(node, dict) else node[_index(node, step, override)]
     try:
         value = tomli.loads(f"value = {match[2]}")["value"]
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond Python's limits
         value = match[2]
     node[last if isinstance(node, dict) else _index(node, last, override)] = value
 
@@ -108,6 +110,10 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
         item = typing.get_args(kind)[1]
         return {name: build(item, entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")
+    if type(value) is str and "\0" in value:
+        raise ConfigError(f"{file}: {where} holds a NUL character", fix="leave it out")
     if plain is float and type(value) is int:
         return float(value)
     if type(value) is not plain:

@@ -1,4 +1,7 @@
-"""Choices of the TOML that stand in several places. The registries of the rooms hold the same names: tests compare."""
+"""Names that stand in several places: choices of the TOML, and lengths.
+
+The registries of the rooms hold the same choices: tests compare.
+"""
 
 from dataclasses import dataclass
 
@@ -39,3 +42,11 @@ SCHEDULES = {
     "interleaved_zero_bubble": PipelineSchedule("InterleavedZeroBubble", 2, None, splits_backward=True),
     "zbv_zero_bubble": PipelineSchedule("ZBVZeroBubble", 2, 2, splits_backward=True),
 }
+
+
+def format_tokens(tokens: int) -> str:
+    """512, 4K, 1M: with a unit where it divides the number, in powers of two. The name of a stage without one."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens // unit}{letter}"
+    return str(tokens)

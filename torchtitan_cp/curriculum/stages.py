@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import resolve_degrees
+from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Rope, Stage, StageLR
 
 
@@ -15,12 +16,6 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     own = dataclasses.asdict(stage.data)
     values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
-
-
-def stage_activation(activation: Activation, stage: Stage) -> Activation:
-    """[activation] with the stage's own keys."""
-    own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
-    return dataclasses.replace(activation, **own)
 
 
 # The keys of a stage's data that decide which text a step reads.
@@ -81,11 +76,12 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
         degrees = resolve_degrees(config.parallel, ranks, stage)
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
         tokens = stage.tokens or stage.until.get("max_tokens", 0)
+        own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
         plans.append(
             StagePlan(
                 index=index,
-                name=stage.name or _length_name(stage.seq_len),
+                name=stage.name or format_tokens(stage.seq_len),
                 seq_len=stage.seq_len,
                 cp=cp,
                 dp=dp,
@@ -98,7 +94,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
                 global_batch_tokens=stage.global_batch_tokens,
                 tp=degrees.tp,
                 pp=degrees.pp,
-                activation=stage_activation(config.activation, stage),
+                activation=dataclasses.replace(config.activation, **own),
                 rope=stage.rope or Rope(),
                 lr=stage.lr,
                 data=resolve_stage_data(config.data, stage),
@@ -106,10 +102,3 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
             )
         )
     return tuple(plans)
-
-
-def _length_name(seq_len: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if seq_len % size == 0:
-            return f"{seq_len // size}{unit}"
-    return str(seq_len)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cp.attention import Plan
+from torchtitan_cp.config.names import format_tokens
 
 DPI = 110
 MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
@@ -128,14 +129,6 @@ def attention_owners(plan: Plan, pixels: int = 480) -> np.ndarray:
     allowed &= distance >= (-length if band.low is None else band.low)
     allowed &= distance <= (length if band.high is None else band.high)
     return np.where(allowed, owners, NOT_ALLOWED)
-
-
-def format_tokens(tokens: int) -> str:
-    """512, 4K, 1M: with a unit where it divides the number, in powers of two."""
-    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= unit and tokens % unit == 0:
-            return f"{tokens // unit}{letter}"
-    return str(tokens)
 
 
 def _colors(name: str, where: Any) -> Any:

@@ -54,11 +54,7 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     chosen = min(days, key=lambda choice: days[choice])
     reasons = _choice_reasons(chosen, days, list(tried))
     stages = config.curriculum.stages
-    own = [
-        index
-        for index, stage in enumerate(stages)
-        if any(value is not None for value in (stage.tp, stage.pp, stage.activation.checkpoint))
-    ]
+    own = [i for i, stage in enumerate(stages) if (stage.tp, stage.pp, stage.activation.checkpoint) != (None,) * 3]
     if own:
         reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
     reasons += [_stage_reason(found, options) for found, options in zip(picked[chosen], tried[chosen], strict=True)]

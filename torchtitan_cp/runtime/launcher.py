@@ -128,8 +128,7 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         error = ChildFailedError(program[0], result.failures)
         return EndNote(max(1, error.get_first_failure()[1].exitcode), str(error))
     except JobEndedError as end:
-        note: EndNote = end.args[0]
-        return note
+        return EndNote(*end.args[0])
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
     except RendezvousError as error:

@@ -19,6 +19,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.corpus.cache import tokenizer_of
+from torchtitan_cp.data.corpus.store import write_json
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.registry import args_from, config_for_hub, hub_of
@@ -144,14 +145,10 @@ def _write_settings(
     length = {"max_position_embeddings": saved.stage.seq_len, "rope_parameters": rope, "dtype": dtype}
     # For readers older than transformers 5.
     older = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
-    _write_json(out / "config.json", {**before, **config, **length, **older})
+    write_json(out / "config.json", {**before, **config, **length, **older})
     if start and (start / "generation_config.json").is_file():
         shutil.copyfile(start / "generation_config.json", out / "generation_config.json")
     else:
-        _write_json(out / "generation_config.json", {"eos_token_id": before.get("eos_token_id", tokenizer.eos_id)})
+        write_json(out / "generation_config.json", {"eos_token_id": before.get("eos_token_id", tokenizer.eos_id)})
     for name, path in tokenizer_files(saved.config.tokenizer, tokenizer, start).items():
         shutil.copyfile(path, out / name)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

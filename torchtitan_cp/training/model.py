@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_cp.attention import ContextParallel, Plan, attend, choose_strategy, sum_ranks, watch_messages
+from torchtitan_cp.attention import ContextParallel, Plan, attend, sum_ranks, watch_messages
 from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
@@ -295,9 +296,8 @@ class ParallelModel:
 
     def resolve_strategy(self, batch_layout: BatchLayout) -> str:
         """The name of the exchange between ranks; what was chosen for `auto`."""
-        plan, tp = batch_layout.plans()[0], self.meshes.degrees.tp
-        heads = (self.args.n_heads // tp, self.args.n_kv_heads // tp)
-        return plan.strategy if plan.strategy != "auto" else choose_strategy(*heads, plan.ranks, plan.mask.band)
+        tp = self.meshes.degrees.tp
+        return resolve_strategy(batch_layout.plans()[0], self.args.n_heads // tp, self.args.n_kv_heads // tp)[0]
 
     def pipeline_summary(self, stage: StagePlan) -> str:
         """Schedule, layers and bubble of the pipeline, for the log; empty without one."""

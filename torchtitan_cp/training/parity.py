@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -319,9 +319,8 @@ def _print(comparisons: list[Comparison], dtype: str, ranks: int) -> None:
     console = Console()
     for comparison in comparisons:
         title = f"{comparison.layout}: {ranks} ranks beside one, {comparison.seq_len} tokens, {dtype}"
-        table = Table(title=title, title_justify="left")
-        for header in ("compared", "relative L2", "largest", "allowed", ""):
-            table.add_column(header, justify="left" if header == "compared" else "right")
+        numbers = (Column(header, justify="right") for header in ("relative L2", "largest", "allowed", ""))
+        table = Table("compared", *numbers, title=title, title_justify="left")
         for row in comparison.rows:
             verdict = "ok" if row.holds else "APART"
             table.add_row(row.what, f"{row.difference:.1e}", f"{row.largest:.1e}", f"{row.allowed:.1e}", verdict)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ def model_args_of(model: Model) -> Any:
 
 def sizes_of(args: Any) -> dict[str, Any]:
     """ModelArgs as JSON and TOML have them, with lists for tuples."""
-    sizes: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(args)))
-    return sizes
+    return dict(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
 def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
@@ -125,7 +125,7 @@ def _hub_sizes(model: Model) -> dict[str, Any]:
         return hub_of(model).sizes(hub_config(model))
     except KeyError as error:
         problem, fix = f"config.json has no {error}", "give a complete config.json"
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         problem, fix = f"config.json: {error}", "use another checkpoint"
     raise ConfigError(f"model.hub_checkpoint: {model.hub_checkpoint}/{problem}", fix=fix)
 
@@ -136,10 +136,10 @@ def hub_config(model: Model) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read.
     """
-    path = Path(model.hub_checkpoint).expanduser() / "config.json"
+    path = Path(os.path.expanduser(model.hub_checkpoint), "config.json")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"model.hub_checkpoint: {path} cannot be read: {getattr(error, 'strerror', error)}",
             fix="give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it",

@@ -13,6 +13,8 @@ import train
 from tests.support.runs import write_run
 from torchtitan_cp.__main__ import COMMANDS, main
 from torchtitan_cp.cli import train as command
+from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime import job_notes, launcher
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
 
@@ -42,6 +44,23 @@ def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: p
         command.main(["x.toml", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "said"),
+    [
+        (PreparationStoppedError("stopped while tokenizing"), 143, "stopped while tokenizing\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_command_that_is_stopped_ends_without_a_traceback(
+    stop: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise stop
+
+    assert run_command(work) == code
+    assert capsys.readouterr().err == said
 
 
 class Launcher:

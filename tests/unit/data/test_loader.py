@@ -151,8 +151,19 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_survive_the_signals_that_a_scheduler_sends_to_every_process(tmp_path: Path) -> None:
-    script = tmp_path / "signalled.py"
-    script.write_text(SIGNALLED)
+HELD = """
+from tests.unit.data.test_loader import Counting, model_args_of
+from torchtitan_cp.data.batches.loader import read_steps
+
+if __name__ == "__main__":
+    steps = read_steps(Counting(), 0, 12, model_args_of(), workers=2, read_ahead=2, pin=False)
+    next(steps)
+"""
+
+
+@pytest.mark.parametrize("program", [SIGNALLED, HELD], ids=["signalled", "held at exit"])
+def test_workers_survive_the_signals_of_a_scheduler_and_not_their_process(program: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run([sys.executable, script], cwd=REPOSITORY, env=environment, timeout=120, check=True)

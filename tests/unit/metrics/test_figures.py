@@ -5,13 +5,13 @@ import pytest
 
 from tests.support.oracle import allowed
 from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.config.names import format_tokens
 from torchtitan_cp.metrics.figures import (
     attention_owners,
     draw_attention_owners,
     draw_document_lengths,
     draw_loss_by_position,
     draw_retrieval_map,
-    format_tokens,
 )
 
 MASKS = {

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import numpy as np
@@ -213,12 +214,17 @@ def _start_without_stop_signals(loader: StatefulDataLoader) -> Iterator[Any]:
     """Start the loader's workers with the stop signals blocked: a scheduler may signal every process of a job.
 
     The rank answers those signals, and its workers end with it. A blocked signal stays blocked in the processes that
-    this one starts, also in the server that forks the workers.
+    this one starts, also in the server that forks the workers. Python sends SIGTERM to workers that are left when it
+    exits, and waits for them: these are killed before that.
     """
+    others = active_children()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # where it starts the tracker, it unblocks SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        return iter(loader)
+        steps = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for worker in set(active_children()).difference(others):
+        Finalize(steps, worker.kill, exitpriority=0)
+    return steps

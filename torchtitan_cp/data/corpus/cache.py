@@ -134,7 +134,7 @@ class CacheBuilder:
     """
 
     def __init__(self, data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool]) -> None:
-        self.root, self.sources = Path(data.cache_folder).expanduser(), data.by_name()
+        self.root, self.sources = Path(os.path.expanduser(data.cache_folder)), data.by_name()
         self.settings, self.stop_requested = tokenizer, stop_requested
 
     def build(self) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:
     Nothing is fetched, so the name of a dataset is not checked.
     """
     _import_datasets(source)
-    folder = Path(source.path).expanduser()
+    folder = Path(os.path.expanduser(source.path))
     statuses = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
     name = "/".join([source.path, source.subset, source.split, source.revision])
     size_bytes = sum(status.st_size for status in statuses)

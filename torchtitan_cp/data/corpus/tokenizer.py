@@ -158,7 +158,7 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     Raises:
         DataError: the file is missing or not of this `kind`, or this kind reads no file.
     """
-    path = Path(settings.path).expanduser()
+    path = Path(os.path.expanduser(settings.path))
     if settings.kind == "bytes":
         if settings.path:
             raise DataError(
