@@ -17,6 +17,8 @@ BENCHMARKS = {
     "packed": "packed documents on two ranks against the ideal time for their mask",
     "peers": "other libraries' context parallelism beside ours, on the same ranks in one run",
     "kernels": "how much of a kernel's single-call rate the tiles of a plan reach",
+    "layouts": "keys sent and imbalance of each layout of packed documents, from the plans (nothing runs)",
+    "packed_steps": "predicted step time on packed documents, by layout (nothing runs)",
     "plan": "time to work out one rank's plan, from nothing",
     "scale": "where each exchange wins: 8 to 4,096 ranks, 128K to 16M tokens, from the plans (nothing runs)",
     "float8": "what keys and values carried in 8 bits cost in precision and save in bytes",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.attention.layout import make_layout
+from torchtitan_cp.attention.layout import cut_by_document, make_layout
 
 KINDS = ("uniform cuts", "log-normal", "5 % long", "one long")
 
@@ -30,11 +30,12 @@ def draw_lengths(kind: str, total: int, documents: int, seed: int) -> tuple[int,
 
 def measure(seq_len: int, ranks: int, documents: int, kinds: list[str], rounds: int) -> Iterator[Row]:
     """Median and slowest of as many plans as rounds, each of another packing and rank."""
-    for kind, layout, strategy in itertools.product(kinds, ("balanced", "zigzag"), ("ring", "all_gather")):
+    for kind, layout, strategy in itertools.product(kinds, ("documents", "balanced", "zigzag"), ("ring", "all_gather")):
         times = []
         for number in range(rounds):
             mask = AttentionMask(document_lengths=(draw_lengths(kind, seq_len, documents, number),))
             make_layout.cache_clear()
+            cut_by_document.cache_clear()
             begun = time.perf_counter()
             rank = number * 7 % ranks
             plan = make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, layout=layout, strategy=strategy)

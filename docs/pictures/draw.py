@@ -57,13 +57,15 @@ def runs(positions: list[int]) -> list[tuple[int, int]]:
 
 
 def draw_tiles() -> str:
-    packed = AttentionMask(document_lengths=((30, 18, 200, 24, 88, 24),))
+    packed = AttentionMask(
+        document_lengths=(tuple(64 * length for length in (24, 60, 16, 96, 12, 40, 28, 52, 8, 20, 16, 12)),)
+    )
     panels = [("zigzag, one document", AttentionMask(), "zigzag"), ("zigzag, packed", packed, "zigzag")]
-    panels.append(("balanced, packed", packed, "balanced"))
+    panels += [("balanced, packed", packed, "balanced"), ("documents, packed", packed, "documents")]
     body = []
     for number, (title, mask, layout) in enumerate(panels):
         x, y = 30 + number * (SIDE + 50), 60
-        plans = [make_plan(384, mask=mask, ranks=RANKS, rank=rank, layout=layout) for rank in range(RANKS)]
+        plans = [make_plan(64 * 384, mask=mask, ranks=RANKS, rank=rank, layout=layout) for rank in range(RANKS)]
         pairs = [sum(tile.pairs for step in plan.steps for tile in step.tiles) for plan in plans]
         body.append(f'<rect x="{x}" y="{y}" width="{SIDE}" height="{SIDE}" fill="none" stroke="{GRID}"/>')
         for plan, color in zip(plans, COLORS, strict=True):
@@ -72,7 +74,9 @@ def draw_tiles() -> str:
                     body += tile_shapes(plan, step, tile, x, y, color)
         busiest = max(pairs) * RANKS / sum(pairs)
         body.append(text(x, y - 28, title, 15))
-        body.append(text(x, y - 10, f"busiest rank {busiest:.2f} times the mean", 12))
+        body.append(
+            text(x, y - 10, f"busiest rank {busiest:.2f} of the mean, sends {plans[0].keys_sent:.2f} of its keys", 12)
+        )
         body.append(text(x + SIDE / 2, y + SIDE + 18, "keys", 12, "middle"))
     body.append(
         text(16, 60 + SIDE / 2, "queries", 12, "middle").replace("<text", '<text transform="rotate(-90 16 210)"')
@@ -80,7 +84,7 @@ def draw_tiles() -> str:
     for rank, color in enumerate(COLORS):
         body.append(f'<rect x="{30 + rank * 90}" y="{SIDE + 92}" width="14" height="14" fill="{color}"/>')
         body.append(text(50 + rank * 90, SIDE + 104, f"rank {rank}"))
-    return svg(30 + 3 * (SIDE + 50), SIDE + 120, body)
+    return svg(30 + len(panels) * (SIDE + 50), SIDE + 120, body)
 
 
 def draw_time() -> str:

@@ -12,7 +12,7 @@ from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.kernels.reference import hide
-from torchtitan_cp.attention.layout import make_layout
+from torchtitan_cp.attention.layout import NODE_RANKS, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
@@ -41,6 +41,7 @@ def make_plan(
     like: Plan | None = None,
     all_to_all_ranks: int = 1,
     kv_transfer: str = "exact",
+    ranks_per_node: int = NODE_RANKS,
     groups: tuple[str, ...] = (),
 ) -> Plan:
     """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
@@ -52,6 +53,7 @@ def make_plan(
         strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
         like: another layer's plan, whose layout this one takes.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
+        ranks_per_node: as for ContextParallel.
         groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
     Raises:
@@ -79,7 +81,7 @@ def make_plan(
             f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
-    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask)
+    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask, ranks_per_node, all_to_all_ranks)
     return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
@@ -168,8 +170,10 @@ class ContextParallel:
         strategy: by name: ring, all_gather, all_to_all, hybrid, or auto (hybrid on a 2-D mesh,
             otherwise by heads and window; the log says which and why).
         kernel: local kernel by name, or auto (by device and dtype).
-        layout: contiguous, zigzag, balanced, or auto (balanced for packed documents, otherwise zigzag).
+        layout: contiguous, zigzag, balanced, documents, or auto (documents where they are packed, otherwise zigzag).
         kv_transfer: "exact", or "float8": ring and all_gather carry K and V in 8 bits, a scale per head and row.
+        ranks_per_node: consecutive ranks of the mesh that sit in one node, which `documents` keeps documents in; under
+            hybrid it keeps them in an inner group.
 
     Attributes:
         mesh, strategy, kernel, layout, kv_transfer: as given; on a 2-D mesh the strategy is hybrid.
@@ -185,6 +189,7 @@ class ContextParallel:
         kernel: str = "auto",
         layout: str = "auto",
         kv_transfer: str = "exact",
+        ranks_per_node: int = NODE_RANKS,
     ) -> None:
         check_strategy(strategy)
         all_to_all_ranks = 1
@@ -209,6 +214,7 @@ class ContextParallel:
             layout=layout,
             all_to_all_ranks=all_to_all_ranks,
             kv_transfer=kv_transfer,
+            ranks_per_node=ranks_per_node,
             groups=groups,
         )
 

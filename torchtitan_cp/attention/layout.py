@@ -1,73 +1,187 @@
 """Which rank holds which chunk of the sequence. Every rank holds the same number of tokens."""
 
 import heapq
-from bisect import bisect_left
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.documents import assign_documents
 from torchtitan_cp.attention.errors import LayoutError, check_name
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
-from torchtitan_cp.attention.tiles import count_pairs
+from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs
 
 FEW_CHUNKS, MOST_CHUNKS = 8, 64
+# A further chunk of a rank counts as this part of its work: smaller ones make smaller tiles.
 CHUNK_COST = 0.005
+# Pairs that a rank computes while a row of keys and values travels to another node: 32 query and 8 key heads of 128
+# in bf16 at 400 TFLOP/s and 50 GB/s. Within a node it travels NODE_LINK times as fast.
+ROW_PAIRS, NODE_LINK, NODE_RANKS = 2000, 8, 8
+# Times over a perfect layout's at which no further one is tried, and at which only cheap ones are.
+GOOD, FAIR = 1.05, 1.1
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens on one rank: global positions [start, stop), from local row `local`."""
+
+    rank: int
+    local: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> Span:
+        """The local rows."""
+        return self.local, self.local + self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence cut into equal chunks, and the chunks each rank holds.
+    """Which rows of the sequence each rank holds.
 
     Attributes:
-        chunk_tokens: tokens of one chunk.
-        chunks: `chunks[r]` are the global chunk indices of rank r, in local order, which ascends.
+        spans: per rank, the (start, stop) global positions of its rows in local order, which ascends; touching
+            ones are joined.
     """
 
-    chunk_tokens: int
-    chunks: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @classmethod
+    def of(cls, held: Iterable[Iterable[Span]]) -> "Layout":
+        """The layout of ranks that hold these spans, in any order, empty ones among them."""
+        return cls(tuple(merge_spans(span for span in spans if span[0] < span[1]) for spans in held))
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return len(self.spans)
 
     @cached_property
-    def owners(self) -> tuple[tuple[int, int], ...]:
-        """Per chunk, (the rank that holds it, the local row where it begins)."""
-        owners = [(0, 0)] * sum(len(held) for held in self.chunks)
-        for rank, held in enumerate(self.chunks):
-            for slot, chunk in enumerate(held):
-                owners[chunk] = (rank, slot * self.chunk_tokens)
-        return tuple(owners)
+    def segments(self) -> tuple[Segment, ...]:
+        """The spans of all ranks in the order of the sequence."""
+        segments = []
+        for rank, spans in enumerate(self.spans):
+            local = 0
+            for start, stop in spans:
+                segments.append(Segment(rank, local, start, stop))
+                local += stop - start
+        return tuple(sorted(segments, key=lambda segment: segment.start))
+
+    @cached_property
+    def _starts(self) -> tuple[tuple[list[int], list[int]], ...]:
+        """Per rank, the global positions and the local rows at which its spans begin."""
+        starts: tuple[tuple[list[int], list[int]], ...] = tuple(([], []) for _ in self.spans)
+        for segment in self.segments:
+            starts[segment.rank][0].append(segment.start)
+            starts[segment.rank][1].append(segment.local)
+        return starts
 
     @property
     def name(self) -> str:
-        """Its name, by which rank holds which chunk."""
-        ranks, tokens = len(self.chunks), self.chunk_tokens
-        if self == contiguous(ranks * tokens, ranks):
+        """Its name, by which rank holds what."""
+        length, ranks = self.segments[-1].stop, self.ranks
+        if self == contiguous(length, ranks):
             return "contiguous"
-        return "zigzag" if self == zigzag(2 * ranks * tokens, ranks) else "balanced"
-
-    def spans(self, rank: int) -> tuple[Span, ...]:
-        """The (start, stop) global positions that a rank holds, in local order; touching ones are joined."""
-        return merge_spans((chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens) for chunk in self.chunks[rank])
+        if length % (2 * ranks) == 0 and self == zigzag(length, ranks):
+            return "zigzag"
+        tokens = math.gcd(*(segment.start for segment in self.segments))
+        return "balanced" if tokens * ranks * MOST_CHUNKS >= length else "documents"
 
     def positions(self, rank: int) -> Tensor:
         """Global position of each local token, `[S/P]` int64."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.spans(rank)])
+        return torch.cat([torch.arange(start, stop) for start, stop in self.spans[rank]])
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many of a rank's rows lie before a global position."""
-        chunk, inside = divmod(position, self.chunk_tokens)
-        held = self.chunks[rank]
-        slot = bisect_left(held, chunk)
-        before = slot * self.chunk_tokens
-        return before + inside if slot < len(held) and held[slot] == chunk else before
+        starts, locals_ = self._starts[rank]
+        place = bisect_right(starts, position) - 1
+        if place < 0:
+            return 0
+        start, stop = self.spans[rank][place]
+        return locals_[place] + min(position, stop) - start
+
+    def split(self, size: int) -> "Layout":
+        """The layout in which `size` consecutive ranks share the rows of each of these; `joined` is its inverse."""
+        tokens = self.segments[-1].stop // self.ranks // size
+        held: list[list[Span]] = [[] for _ in range(self.ranks * size)]
+        for rank, local, start, stop in self.segments:
+            while start < stop:
+                part, inside = divmod(local, tokens)
+                end = min(stop, start + tokens - inside)
+                held[rank * size + part].append((start, end))
+                local, start = local + end - start, end
+        return Layout.of(held)
 
     def joined(self, size: int) -> "Layout":
         """The layout in which each `size` consecutive ranks are one."""
-        groups = range(0, len(self.chunks), size)
-        return Layout(
-            self.chunk_tokens,
-            tuple(tuple(sorted(sum(self.chunks[first : first + size], ()))) for first in groups),
-        )
+        return Layout.of(sum(self.spans[first : first + size], ()) for first in range(0, self.ranks, size))
+
+
+@lru_cache(maxsize=64)
+def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
+    """Each document's segments on all ranks, in the order of the sequence."""
+    segments, result, place = layout.segments, [], 0
+    for first, last in documents:
+        while segments[place].stop <= first:
+            place += 1
+        found, last_place = [], place
+        while last_place < len(segments) and segments[last_place].start < last:
+            rank, local, start, stop = segments[last_place]
+            begin = max(start, first)
+            found.append(Segment(rank, local + begin - start, begin, min(stop, last)))
+            last_place += 1
+        result.append(tuple(found))
+    return tuple(result)
+
+
+def documents_of(
+    layout: Layout, mask: AttentionMask, sequence_length: int
+) -> Iterator[tuple[int, tuple[Segment, ...]]]:
+    """Yields (batch row, or ALL_ROWS where there is one; segments) of each document."""
+    rows = mask.documents(sequence_length)
+    for number, documents in enumerate(rows):
+        for segments in cut_by_document(layout, documents):
+            yield ALL_ROWS if len(rows) == 1 else number, segments
+
+
+def rank_areas(layout: Layout, mask: AttentionMask, sequence_length: int) -> list[int]:
+    """Allowed (query, key) pairs of each rank's queries, summed over the mask's batch rows."""
+    areas, band = [0] * layout.ranks, mask.band
+    for _, segments in documents_of(layout, mask, sequence_length):
+        first, last = segments[0].start, segments[-1].stop
+        for rank, _, start, stop in segments:
+            areas[rank] += count_pairs(stop - start, last - first, band, first - start)
+    return areas
+
+
+def rows_sent(
+    layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int
+) -> tuple[list[int], list[int]]:
+    """Rows of keys that each rank sends in a ring, (in all, to other nodes), summed over the mask's batch rows.
+
+    Under a window at most so many: whole segments are counted where a part of one is read.
+    """
+    sent, crossing, band = [0] * layout.ranks, [0] * layout.ranks, mask.band
+    for _, segments in documents_of(layout, mask, sequence_length):
+        if len(segments) == 1:
+            continue
+        # Without a causal order, or with a window to the right, earlier queries read a row too.
+        readers = set() if band.high == 0 else {segment.rank for segment in segments}
+        for rank, _, start, stop in reversed(segments):
+            reading = readers
+            if band.low is not None:
+                reading = {s.rank for s in segments if s.rank in readers and s.start + band.low < stop}
+            node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
+            inside = sum(other in reading for other in node)
+            crossing[rank] += (stop - start) * (len(reading) - inside)
+            sent[rank] += (stop - start) * (len(reading) - (rank in reading))
+            readers.add(rank)
+    return sent, crossing
 
 
 def contiguous(sequence_length: int, ranks: int) -> Layout:
@@ -77,7 +191,8 @@ def contiguous(sequence_length: int, ranks: int) -> Layout:
         LayoutError: if S is not divisible by P.
     """
     _check_divisible(sequence_length, ranks, f"cp = {ranks}")
-    return Layout(sequence_length // ranks, tuple((rank,) for rank in range(ranks)))
+    tokens = sequence_length // ranks
+    return Layout(tuple(((rank * tokens, (rank + 1) * tokens),) for rank in range(ranks)))
 
 
 def zigzag(sequence_length: int, ranks: int) -> Layout:
@@ -96,7 +211,8 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
     if ranks == 1:
         return contiguous(sequence_length, 1)
     _check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}")
-    return Layout(sequence_length // (2 * ranks), tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+    tokens = sequence_length // (2 * ranks)
+    return _of_chunks(tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
 
 def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
@@ -114,31 +230,36 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     best: tuple[float, Layout] | None = None
     held = 1
     while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
-        chunk_tokens, penalty = sequence_length // (held * ranks), 1 + CHUNK_COST * held
-        areas = chunk_areas(chunk_tokens, held * ranks, mask, sequence_length)
+        penalty = 1 + CHUNK_COST * held
+        areas = _chunk_areas(sequence_length // (held * ranks), held * ranks, mask, sequence_length)
         # Even a perfect balance of so many chunks would cost more than the best so far.
         if best and held > FEW_CHUNKS and best[0] <= sum(areas) / ranks * penalty:
             break
         chunks, busiest = _assign_chunks(areas, ranks)
         if best is None or busiest * penalty < best[0]:
-            best = (busiest * penalty, Layout(chunk_tokens, chunks))
+            best = (busiest * penalty, _of_chunks(sequence_length // (held * ranks), chunks))
         held *= 2
     assert best is not None
     return best[1]
 
 
-def chunk_areas(chunk_tokens: int, chunks: int, mask: AttentionMask, sequence_length: int) -> list[int]:
-    """Allowed (query, key) pairs of each chunk's queries, summed over the mask's batch rows."""
+def _chunk_areas(tokens: int, chunks: int, mask: AttentionMask, sequence_length: int) -> list[int]:
+    """Allowed pairs of the queries of each of equal chunks, as `rank_areas` counts them."""
     areas, band = [0] * chunks, mask.band
     for documents in mask.documents(sequence_length):
         for first, last in documents:
-            for chunk in range(first // chunk_tokens, (last - 1) // chunk_tokens + 1):
-                start, stop = max(first, chunk * chunk_tokens), min(last, (chunk + 1) * chunk_tokens)
+            for chunk in range(first // tokens, (last - 1) // tokens + 1):
+                start, stop = max(first, chunk * tokens), min(last, (chunk + 1) * tokens)
                 areas[chunk] += count_pairs(stop - start, last - first, band, first - start)
     return areas
 
 
-def _assign_chunks(areas: list[int], ranks: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+def _of_chunks(tokens: int, chunks: Iterable[Iterable[int]]) -> Layout:
+    """The layout of ranks that hold these of equal chunks."""
+    return Layout.of([(chunk * tokens, (chunk + 1) * tokens) for chunk in held] for held in chunks)
+
+
+def _assign_chunks(areas: list[int], ranks: int) -> tuple[list[list[int]], int]:
     """(chunks of each rank, area of the busiest): the same number to each, largest first to the least busy."""
     room = len(areas) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
@@ -151,7 +272,7 @@ def _assign_chunks(areas: list[int], ranks: int) -> tuple[tuple[tuple[int, ...],
         busiest = max(busiest, area)
         if len(held[rank]) < room:
             heapq.heappush(heap, (area, rank))
-    return tuple(tuple(sorted(chunks)) for chunks in held), busiest
+    return held, busiest
 
 
 def _check_divisible(sequence_length: int, unit: int, name: str) -> None:
@@ -161,22 +282,87 @@ def _check_divisible(sequence_length: int, unit: int, name: str) -> None:
         raise LayoutError(f"a sequence of {sequence_length} tokens is not divisible by {name}", fix=f"use {nearest}")
 
 
-LAYOUTS = {
-    "contiguous": lambda sequence_length, ranks, mask: contiguous(sequence_length, ranks),
-    "zigzag": lambda sequence_length, ranks, mask: zigzag(sequence_length, ranks),
-    "balanced": balanced,
+def documents(
+    sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int = NODE_RANKS, all_to_all_ranks: int = 1
+) -> Layout:
+    """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
+
+    Of two ways to assign them (see `assign_documents`), `balanced` and `zigzag`, the one of least `relative_time`.
+    The first within 5 % of an even share is not compared further. Batch rows that are packed differently take
+    one of the latter two.
+
+    Args:
+        ranks_per_node: consecutive ranks that sit in one node, within which documents stay first.
+        all_to_all_ranks: consecutive ranks that trade heads: together they are one rank of the ring.
+
+    Raises:
+        LayoutError: if S is not divisible by P.
+    """
+    _check_divisible(sequence_length, ranks, f"cp = {ranks}")
+    if 1 < all_to_all_ranks < ranks:
+        return documents(sequence_length, ranks // all_to_all_ranks, mask, 1).split(all_to_all_ranks)
+    ranks_per_node = math.gcd(ranks, ranks_per_node)
+    best, least = None, math.inf
+    for layout, enough in _candidates(sequence_length, ranks, mask, ranks_per_node):
+        time = relative_time(layout, mask, sequence_length, ranks_per_node)
+        if time < least:
+            best, least = layout, time
+        if least <= enough:
+            break
+    assert best is not None
+    return best
+
+
+def relative_time(layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int) -> float:
+    """Time of the busiest rank, for its pairs or for its messages in a ring if longer, over that of an even share."""
+    pairs = rank_areas(layout, mask, sequence_length)
+    sent, crossing = rows_sent(layout, mask, sequence_length, ranks_per_node)
+    messages = (ROW_PAIRS * max(across, rows / NODE_LINK) for rows, across in zip(sent, crossing, strict=True))
+    return max(map(max, pairs, messages)) * layout.ranks / (sum(pairs) or 1)
+
+
+def _candidates(
+    sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int
+) -> Iterator[tuple[Layout, float]]:
+    """Layouts, with the time over a perfect one's at which no further one is made."""
+    rows = set(mask.documents(sequence_length))
+    if len(rows) == 1:
+        (documents,) = rows
+        which = (documents, sequence_length, mask.band, ranks)
+        yield Layout.of(assign_documents(*which, ranks_per_node)), GOOD
+        if 1 < ranks_per_node < ranks:
+            yield Layout.of(assign_documents(*which, ranks)), FAIR
+        else:
+            yield Layout.of(assign_documents(*which, ranks, fill_fraction=0.5)), GOOD
+    yield balanced(sequence_length, ranks, mask), GOOD
+    if sequence_length % (2 * ranks) == 0:
+        yield zigzag(sequence_length, ranks), GOOD
+
+
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "contiguous": lambda sequence_length, ranks, mask, *nodes: contiguous(sequence_length, ranks),
+    "zigzag": lambda sequence_length, ranks, mask, *nodes: zigzag(sequence_length, ranks),
+    "balanced": lambda sequence_length, ranks, mask, *nodes: balanced(sequence_length, ranks, mask),
+    "documents": documents,
 }
 
 
 @lru_cache(maxsize=256)
-def make_layout(name: str, sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
-    """Build a layout by name. `auto` is balanced where documents are packed, else zigzag.
+def make_layout(
+    name: str,
+    sequence_length: int,
+    ranks: int,
+    mask: AttentionMask,
+    ranks_per_node: int = NODE_RANKS,
+    all_to_all_ranks: int = 1,
+) -> Layout:
+    """Build a layout by name. `auto` is documents where documents are packed, else zigzag.
 
     Raises:
         LayoutError: an unknown name, or a length that does not divide.
     """
     if name == "auto":
         packed = any(len(documents) > 1 for documents in mask.documents(sequence_length))
-        name = "balanced" if packed else "zigzag"
+        name = "documents" if packed else "zigzag"
     check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
-    return LAYOUTS[name](sequence_length, ranks, mask)
+    return LAYOUTS[name](sequence_length, ranks, mask, ranks_per_node, all_to_all_ranks)

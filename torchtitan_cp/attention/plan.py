@@ -8,36 +8,21 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group, find_group, gather
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.layout import Layout, chunk_areas
+from torchtitan_cp.attention.layout import Layout, Segment, cut_by_document, documents_of, rank_areas, rows_sent
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans
 from torchtitan_cp.attention.plan_registry import register_plan
-from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
-
-
-class Segment(NamedTuple):
-    """Consecutive tokens of one document on one rank: global positions [start, stop), from local row `local`."""
-
-    rank: int
-    local: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> Span:
-        """The local rows."""
-        return self.local, self.local + self.stop - self.start
-
+from torchtitan_cp.attention.tiles import CAUSAL, FULL, Tile
 
 KeyRows = tuple[tuple[int, int, int], ...]  # (rank that holds them, first, last) local rows
 
@@ -105,7 +90,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """P, the size of the context-parallel group."""
-        return len(self.layout.chunks)
+        return self.layout.ranks
 
     @property
     def process_groups(self) -> tuple[Group, Group]:
@@ -120,9 +105,17 @@ class Plan:
     @property
     def pairs_by_rank(self) -> tuple[int, ...]:
         """(query, key) pairs of each rank of the ring, summed over the mask's rows of `document_lengths`."""
-        layout = self.ring_layout
-        chunks = chunk_areas(layout.chunk_tokens, len(layout.owners), self.mask, self.sequence_length)
-        return tuple(sum(chunks[chunk] for chunk in held) for held in layout.chunks)
+        return tuple(rank_areas(self.ring_layout, self.mask, self.sequence_length))
+
+    @property
+    def keys_sent(self) -> float:
+        """Rows of keys that a rank of the ring has to send, over its own rows: the mean of the ranks.
+
+        What tiles of other ranks read; all_gather sends everything to everybody. Under a window, at most so many.
+        """
+        layout, mask = self.ring_layout, self.mask
+        sent, _ = rows_sent(layout, mask, self.sequence_length, 1)
+        return sum(sent) / self.sequence_length / len(mask.documents(self.sequence_length))
 
     @property
     def local_tokens(self) -> int:
@@ -137,7 +130,7 @@ class Plan:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Cumulative local lengths of the first batch row's documents, `[documents on this rank + 1]` int32."""
-        documents = _segments(self.layout, self.mask.documents(self.sequence_length)[0])
+        documents = cut_by_document(self.layout, self.mask.documents(self.sequence_length)[0])
         lengths = [sum(s.stop - s.start for s in segments if s.rank == self.rank) for segments in documents]
         return torch.tensor([0, *filter(None, lengths)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
@@ -158,7 +151,7 @@ class Plan:
     def gathered_tiles(self) -> tuple[Tile, ...]:
         """The tiles against all keys in global order, for all_gather."""
         tiles: list[Tile] = []
-        for row, segments in _documents(self.layout, self.mask, self.sequence_length):
+        for row, segments in documents_of(self.layout, self.mask, self.sequence_length):
             start, stop = segments[0].start, segments[-1].stop
             for segment in segments:
                 if segment.rank == self.rank:
@@ -176,7 +169,7 @@ class Plan:
                 f"shard: dim {dim} of a tensor {tuple(x.shape)} has {x.shape[dim]} entries",
                 fix=f"give the full sequence of {self.sequence_length}, or another dim",
             )
-        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.layout.spans(self.rank)], dim)
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.layout.spans[self.rank]], dim)
 
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
         """The full tensor from every rank's rows: `[.., S/P, ..] -> [.., S, ..]`, on every rank.
@@ -220,25 +213,25 @@ def busiest_rank(plan: Plan) -> int:
 
 
 def in_global_order(shards: Sequence[Tensor] | Tensor, layout: Layout, dim: int) -> list[Tensor]:
-    """The chunks of all ranks' shards as views, in the order of the sequence."""
-    return [shards[rank].narrow(dim, start, layout.chunk_tokens) for rank, start in layout.owners]
+    """The rows of all ranks' shards as views, in the order of the sequence."""
+    return [shards[rank].narrow(dim, local, stop - start) for rank, local, start, stop in layout.segments]
 
 
 @lru_cache(maxsize=1024)
 def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: int) -> tuple[RingStep, ...]:
     """One rank's steps; see Plan.steps."""
-    ranks = len(layout.chunks)
+    ranks = layout.ranks
     tiles: list[list[Tile]] = [[] for _ in range(ranks)]  # by source, keys in its local rows
     served: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
     find_reads = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
-    for row, segments in _documents(layout, mask, sequence_length):
+    for row, segments in documents_of(layout, mask, sequence_length):
         if any(segment.rank == rank for segment in segments):
             read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, rank)
             for source, tile in read_here:
                 tiles[source].append(tile)
             for target, span in read_elsewhere:
                 served[target].append(span)
-    everything = ((0, layout.chunk_tokens * len(layout.chunks[rank])),)
+    everything = ((0, sequence_length // ranks),)
     steps = [RingStep(rank, rank, everything, everything, _fuse(tiles[rank]))]
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
@@ -300,32 +293,6 @@ def _banded_tile(row: int, queries: Segment, keys: Segment, band: Band) -> list[
     rows, columns = q_stop - q_start, k_stop - k_start
     inner = band.shifted(k_start - q_start, rows, columns)
     return [Tile(row, local_q, local_q + rows, local_k, local_k + columns, inner)]
-
-
-def _documents(layout: Layout, mask: AttentionMask, sequence_length: int) -> Iterator[tuple[int, tuple[Segment, ...]]]:
-    """Yields (batch row or ALL_ROWS, segments) of each document."""
-    rows = mask.documents(sequence_length)
-    for number, documents in enumerate(rows):
-        for segments in _segments(layout, documents):
-            yield ALL_ROWS if len(rows) == 1 else number, segments
-
-
-@lru_cache(maxsize=64)
-def _segments(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
-    """Each document's segments on all ranks, in the order of the sequence; consecutive chunks of a rank are one."""
-    tokens, owners = layout.chunk_tokens, layout.owners
-    result = []
-    for first, last in documents:
-        segments: list[Segment] = []
-        for chunk in range(first // tokens, (last - 1) // tokens + 1):
-            rank, local = owners[chunk]
-            start, stop = max(first, chunk * tokens), min(last, (chunk + 1) * tokens)
-            if segments and segments[-1].rank == rank:
-                segments[-1] = segments[-1]._replace(stop=stop)
-            else:
-                segments.append(Segment(rank, local + start - chunk * tokens, start, stop))
-        result.append(tuple(segments))
-    return tuple(result)
 
 
 def _fuse(tiles: list[Tile]) -> tuple[Tile, ...]:

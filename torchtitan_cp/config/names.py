@@ -8,7 +8,7 @@ from dataclasses import dataclass
 STRATEGIES = ("auto", "ring", "all_gather", "all_to_all", "hybrid")
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "flex", "reference")
 TRANSFERS = ("exact", "float8")
-LAYOUTS = ("auto", "contiguous", "zigzag", "balanced")
+LAYOUTS = ("auto", "contiguous", "zigzag", "balanced", "documents")
 ACTIVATIONS = ("none", "full", "selective", "attention_saved")
 ROW_SOURCES = ("jsonl", "parquet", "huggingface")
 PACKINGS = ("concat", "best_fit")

@@ -202,7 +202,7 @@ class ContextParallel:
         strategy: exchange between ranks; a stage may set its own
         all_to_all_ranks: hybrid: neighbouring ranks that exchange heads inside the ring
         kernel: attention kernel on one rank
-        layout: which chunks of the sequence a rank holds
+        layout: which rows of the sequence a rank holds
         kv_transfer: float8 carries keys and values in 8 bits (ring, all_gather)
     """
 

@@ -92,7 +92,7 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
     Args:
         plan: of any rank of the context-parallel group.
     """
-    owners, ranks = attention_owners(plan), len(plan.ring_layout.chunks)
+    owners, ranks = attention_owners(plan), plan.ring_layout.ranks
     pairs = np.bincount(owners[owners != NOT_ALLOWED], minlength=ranks)
     figure, axes = _figure(5.4, 5.4)
     colors = _colors("turbo", np.linspace(0.1, 0.9, ranks))
@@ -120,7 +120,9 @@ def attention_owners(plan: Plan, pixels: int = 480) -> np.ndarray:
     layout, length, mask = plan.ring_layout, plan.sequence_length, plan.mask
     count = min(length, pixels)
     sampled = (np.arange(count) * 2 + 1) * length // (2 * count)
-    owners = np.array(layout.owners)[sampled // layout.chunk_tokens, :1]
+    starts = [segment.start for segment in layout.segments]
+    held = np.array([segment.rank for segment in layout.segments])
+    owners = held[np.searchsorted(starts, sampled, side="right") - 1, None]
     document = np.full(count, NOT_ALLOWED)
     for number, (start, stop) in enumerate(mask.documents(length)[0]):
         document[(sampled >= start) & (sampled < stop)] = number

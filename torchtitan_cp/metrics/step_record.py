@@ -32,6 +32,7 @@ class StepRecord:
             the document; loss_by_source. These and the following are recorded every metrics.interval steps.
         mfu_mask: as mfu, counting only the attention that documents and windows of rank 0's sequences allow.
         cp_imbalance: query-key pairs of the busiest context-parallel rank over the mean, in rank 0's worst micro-batch.
+        cp_keys_sent: rows of keys that a context-parallel rank has to send, over its own rows; likewise.
         unlabelled: fraction of the step's tokens that predict nothing.
         memory_bytes: on rank 0: `weights`, `gradients`, `optimizer`, and `other`, the rest of its peak.
     """
@@ -66,6 +67,7 @@ class StepRecord:
     loss_by_source: Annotated[Numbers, "loss_by_source"] = field(default_factory=dict)
     mfu_mask: Annotated[float | None, "speed/mfu_mask"] = None
     cp_imbalance: Annotated[float | None, "speed/cp_imbalance"] = None
+    cp_keys_sent: Annotated[float | None, "speed/cp_keys_sent"] = None
     unlabelled: Annotated[float | None, "data/unlabelled_share"] = None
     memory_bytes: Annotated[dict[str, int], "memory"] = field(default_factory=dict)
 

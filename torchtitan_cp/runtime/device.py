@@ -79,11 +79,12 @@ def find_device(local_rank: int = 0) -> Device:
 
 @dataclass(frozen=True)
 class World:
-    """This rank, among all ranks of the job."""
+    """This rank, among all ranks of the job, of which `ranks_per_node` consecutive ones share a machine."""
 
     rank: int
     size: int
     device: Device
+    ranks_per_node: int = 8
 
 
 def start_ranks(timeout_seconds: float) -> World:
@@ -99,7 +100,8 @@ def start_ranks(timeout_seconds: float) -> World:
     if not dist.is_initialized():
         device_id = device.device if device.device.type == "cuda" else None
         dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return World(dist.get_rank(), dist.get_world_size(), device, ranks_per_node)
 
 
 def use_deterministic_kernels() -> None:

@@ -29,6 +29,7 @@ from torchtitan_cp.runtime.signals import STOP
 
 # Ranks that have no note of their own yet may still be writing to disk what went wrong.
 NOTE_SECONDS = 5.0
+CRASH_SECONDS = 10
 LOCALHOST = "localhost:0"
 
 
@@ -79,9 +80,12 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed."""
+        """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed.
+
+        After a crash the other ranks wait for the lost one, and only what they write to disk may still end.
+        """
         ended = isinstance(sys.exc_info()[1], (JobEndedError, KeyboardInterrupt, SignalException))
-        super()._shutdown(signal.SIGKILL if ended else death_sig, timeout)
+        super()._shutdown(signal.SIGKILL if ended else death_sig, timeout if self.stopping else CRASH_SECONDS)
         self.ranks = {}
 
 

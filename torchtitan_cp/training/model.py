@@ -135,9 +135,8 @@ class ParallelModel:
         self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
-        context_parallel = ContextParallel(
-            cp_mesh, stage.strategy, settings.kernel, settings.layout, settings.kv_transfer
-        )
+        names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
+        context_parallel = ContextParallel(cp_mesh, *names, max(1, self.world.ranks_per_node // stage.tp))
         frequencies, factor = rope_frequencies(stage.rope, self.args.head_dim, stage.seq_len)
         for part in self.parts:
             part.set_rope(frequencies, factor, self.device)  # type: ignore[operator]

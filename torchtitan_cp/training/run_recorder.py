@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cp.attention import Plan
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import Config, to_toml
@@ -119,7 +120,7 @@ class RunRecorder:
             f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
             f"sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {exchange}, rope {describe_rope(stage.rope)}, "
+            f"attention by {exchange}{_describe_layout(batch.plan)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s{self.data.describe_stage(stage)}"
             f"{'; optimizer state reset' * stage.resets_optimizer}{self.model.pipeline_summary(stage)}",
             tag="stage",
@@ -221,6 +222,7 @@ class RunRecorder:
             **self.step_losses.means(),
             "mfu_mask": self._mfu(speed, flops),
             "cp_imbalance": max(imbalance(batch.plan) for batch in self.micro_batches),
+            "cp_keys_sent": max(batch.plan.keys_sent for batch in self.micro_batches),
             "unlabelled": 1 - self.step_losses.tokens / stage.global_batch_tokens,
             "memory_bytes": memory | {"other": other},
         }
@@ -293,3 +295,13 @@ class RunRecorder:
             lines.append(f"look at it:  tensorboard --logdir {board}, then http://localhost:6006/#custom_scalars")
         self.logger.console.close()
         self.logger.say("\n".join(lines))
+
+
+def _describe_layout(plan: Plan) -> str:
+    """What the layout of a stage's first micro-batch asks of the ranks that share it; empty for one rank."""
+    if plan.ranks == 1:
+        return ""
+    return (
+        f" on layout {plan.layout.name} (the busiest rank computes {imbalance(plan):.2f} times the mean, "
+        f"a rank sends {plan.keys_sent:.2f} times its keys)"
+    )

@@ -138,6 +138,7 @@ def save_eight_bits(folder: Path) -> tuple[bool, bool]:
     return type(first) is not torch.Tensor, torch.equal(first.dequantize(), second.dequantize())
 
 
+@pytest.mark.deep
 def test_moments_in_8_bits_are_saved_though_they_cannot_be_staged(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

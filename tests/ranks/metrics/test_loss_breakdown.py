@@ -64,6 +64,7 @@ def test_a_record_says_where_time_memory_and_work_went(alone: list[dict[str, Any
     looked_at = alone[1]
     assert looked_at["mfu_mask"] < looked_at["mfu"]  # documents see themselves only
     assert looked_at["cp_imbalance"] == 1
+    assert looked_at["cp_keys_sent"] == 0
     memory = looked_at["memory_bytes"]
     assert memory["optimizer"] == pytest.approx(2 * memory["weights"], rel=0.01)
     assert sum(memory.values()) == pytest.approx(looked_at["peak_memory_bytes"], rel=0.2)

@@ -25,7 +25,7 @@ def test_a_benchmark_prints_a_table_and_writes_where_its_figures_are_from(
     assert (
         main(["plan", "--seq-len", "4096", "--ranks", "4", "--kinds", "log-normal", "--quick", "--json", str(out)]) == 0
     )
-    assert "| log-normal | balanced | ring " in capsys.readouterr().out
+    assert "| log-normal | documents | ring " in capsys.readouterr().out
     assert main(["float8", "--seq-len", "64", "--ranks", "2", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert set(report) == {"plan", "float8"}
@@ -33,7 +33,7 @@ def test_a_benchmark_prints_a_table_and_writes_where_its_figures_are_from(
     assert plan["options"] == {
         "seq_len": 4096, "ranks": 4, "documents": 200, "kinds": ["log-normal"], "rounds": 5,
     }  # fmt: skip
-    assert len(plan["rows"]) == 4
+    assert len(plan["rows"]) == 6
     assert plan["rows"][0]["median_ms"] > 0
     assert "torch" in plan["versions"]
     assert {"processor", "device", "commit", "changed_files", "load_before"} <= set(plan)

@@ -129,8 +129,8 @@ def _take(shards: tuple[Tensor, ...], rows: KeyRows) -> Tensor:
 @lru_cache(maxsize=64)
 def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
     """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
-    chunk_tokens = plan.layout.chunk_tokens
-    in_order = Gathered(plan.gathered_tiles, tuple((*owner, owner[1] + chunk_tokens) for owner in plan.layout.owners))
+    rows = tuple((segment.rank, *segment.rows) for segment in plan.layout.segments)
+    in_order = Gathered(plan.gathered_tiles, rows)
     if kernel.whole_steps or plan.ranks > (calls := len(kernel.plain_tiles(in_order.tiles))):
         return [in_order]
     by_shard = [Gathered(step.tiles, step.key_rows) for step in plan.steps if step.receive]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
+from torchtitan_cp.attention.mask import Span
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
@@ -144,20 +145,21 @@ def _join_heads(parts: list[Tensor], heads: tuple[tuple[int, ...], ...], count: 
 
 def _join_rows(parts: list[Tensor], call: Call) -> Tensor:
     """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
-    tokens = call.plan.layout.chunk_tokens
-    return torch.cat([parts[rank][:, start : start + tokens] for rank, start in _group_chunks(call)], 1)
+    return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in _group_rows(call)], 1)
 
 
 def _split_rows(x: Tensor, call: Call) -> list[Stretches]:
     """`[B, P*s, h, D]`, each rank's own rows."""
     held: list[Stretches] = [[] for _ in range(call.all_to_all_group.ranks)]
-    for (rank, _), chunk in zip(_group_chunks(call), x.split(call.plan.layout.chunk_tokens, 1), strict=True):
-        held[rank].append(chunk)
+    place = 0
+    for rank, (start, stop) in _group_rows(call):
+        held[rank].append(x[:, place : place + stop - start])
+        place += stop - start
     return held
 
 
-def _group_chunks(call: Call) -> list[tuple[int, int]]:
-    """Chunks of the group's ranks in the order of the sequence: (rank within the group, its local row)."""
+def _group_rows(call: Call) -> list[tuple[int, Span]]:
+    """Rows of the group's ranks in the order of the sequence: (rank within the group, its local rows)."""
     group = call.all_to_all_group
     first = call.plan.rank - group.rank
-    return [(rank - first, start) for rank, start in call.plan.layout.owners if first <= rank < first + group.ranks]
+    return [(s.rank - first, s.rows) for s in call.plan.layout.segments if first <= s.rank < first + group.ranks]
