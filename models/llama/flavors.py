@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class LlamaArgs:
@@ -71,6 +73,8 @@ class LlamaArgs:
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)
         if min(sizes) < 1:
             return "every size must be at least 1"
+        if self.n_layers > MOST_LAYERS:
+            return f"n_layers = {self.n_layers} is more than {MOST_LAYERS}"
         if not self.windows or min(self.windows) < 0:
             return f"windows = {list(self.windows)} must be one or more numbers from 0 (no window)"
         if self.n_heads % self.n_kv_heads:
