@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchtitan_cp.attention.mask import Band, Span
-from torchtitan_cp.attention.tiles import CAUSAL, count_pairs
+from torchtitan_cp.attention.tiles import count_pairs
 
 # A document is placed whole on a rank that it overfills by no more than this fraction of an even share of the work.
 SLACK = 0.05
 # Times that the cuts of split documents are worked out, each with the newest cuts of the others.
 SWEEPS = 2
+# An assignment whose busiest rank has at most so many times the mean is taken.
+EVEN = 1.05
 
 
 class Part(NamedTuple):
@@ -85,22 +87,19 @@ class Split:
 
 
 def assign_documents(
-    documents: tuple[Span, ...],
-    sequence_length: int,
-    band: Band,
-    ranks: int,
-    ranks_per_node: int,
-    fill_fraction: float = 0.2,
+    documents: tuple[Span, ...], sequence_length: int, band: Band, ranks: int, ranks_per_node: int
 ) -> list[list[Span]]:
     """Spans of the sequence for each rank, S/P tokens in all, in any order and some of them empty.
+
+    Where documents cannot be assigned evenly to nodes first, they are assigned to all ranks at once; in one node, with
+    more of them to fill up with.
 
     Args:
         documents: (start, stop) of each, in order. Rows outside of them attend to nothing and are assigned too.
         sequence_length: S; divisible by `ranks`, and these by `ranks_per_node`.
         band: what a query of a document sees by distance.
-        fill_fraction: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
     """
-    mask, end, parts = DocumentMask(band, fill_fraction), 0, []
+    mask, end, parts = DocumentMask(band), 0, []
     for start, stop in (*documents, (sequence_length, sequence_length)):
         if start > end:
             parts.append(Part(0, start - end, (end, end), end, start, start, start))
@@ -108,32 +107,38 @@ def assign_documents(
             area = mask.count(start, stop, (start, stop))
             parts.append(Part(area, stop - start, (start, stop), start, stop, stop, stop))
         end = stop
-    nodes, tokens = ranks // ranks_per_node, sequence_length // ranks
-    held = mask.assign(parts, nodes, tokens * ranks_per_node) if nodes > 1 else [parts]
-    by_rank = [parts for node in held for parts in mask.assign(node, ranks_per_node, tokens)]
-    return [[span for part in parts for span in part.spans] for parts in by_rank]
+    tokens, best, least = sequence_length // ranks, [parts], math.inf
+    for size, fraction in ((ranks_per_node, 0.2), (ranks, 0.2 if ranks_per_node < ranks else 0.5)):
+        nodes = mask.assign(parts, ranks // size, tokens * size, fraction) if size < ranks else [parts]
+        held = [found for node in nodes for found in mask.assign(node, size, tokens, fraction)]
+        areas = [sum(part.area for part in found) for found in held]
+        if max(areas) < least:
+            best, least = held, max(areas)
+        if least <= EVEN * sum(areas) / ranks:
+            break
+    return [[span for part in found for span in part.spans] for found in best]
 
 
 class DocumentMask:
     """What a query of a document sees, and the ways to assign and cut documents that go by it."""
 
-    def __init__(self, band: Band, fill_fraction: float) -> None:
-        self.band, self.fill_fraction = band, fill_fraction
+    def __init__(self, band: Band) -> None:
+        self.band = band
 
     def count(self, start: int, stop: int, document: Span) -> int:
         """Allowed pairs of the queries [start, stop) of a document."""
         first, last = document
-        if first == last:
-            return 0
-        if self.band == CAUSAL:
-            return (stop - start) * (start + stop + 1 - 2 * first) // 2
         return count_pairs(stop - start, last - first, self.band, first - start)
 
-    def assign(self, parts: list[Part], count: int, tokens: int) -> list[list[Part]]:
-        """The parts of each of `count` bins that take so many tokens each."""
+    def assign(self, parts: list[Part], count: int, tokens: int, fill_fraction: float) -> list[list[Part]]:
+        """The parts of each of `count` bins that take so many tokens each.
+
+        Args:
+            fill_fraction: the shortest documents that hold this fraction of the tokens fill the bins up at the end.
+        """
         parts = sorted(parts, reverse=True)
         even = sum(part.area for part in parts) / count
-        first, density = _find_filling(parts, self.fill_fraction * count * tokens, even)
+        first, density = _find_filling(parts, fill_fraction * count * tokens, even)
         even_work = even - density * tokens
         bins = [Bin(tokens, even_work, even) for _ in range(count)]
         splits = []

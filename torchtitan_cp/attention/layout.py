@@ -22,7 +22,7 @@ CHUNK_COST = 0.005
 # Pairs that a rank computes while a row of keys and values travels to another node: 32 query and 8 key heads of 128
 # in bf16 at 400 TFLOP/s and 50 GB/s. Within a node it travels NODE_LINK times as fast.
 ROW_PAIRS, NODE_LINK, NODE_RANKS = 2000, 8, 8
-# Times over a perfect layout's at which no further one is tried, and at which only cheap ones are.
+# Times over a perfect layout's at which no other is tried: of up to NODE_RANKS ranks, and of more, where it takes long.
 GOOD, FAIR = 1.05, 1.1
 
 
@@ -287,8 +287,8 @@ def documents(
 ) -> Layout:
     """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
 
-    Of two ways to assign them (see `assign_documents`), `balanced` and `zigzag`, the one of least `relative_time`.
-    The first within 5 % of an even share is not compared further. Batch rows that are packed differently take
+    Of `assign_documents`, `balanced` and `zigzag`, the one of least `relative_time`; the first is taken as it is if it
+    is within 5 % of an even share, or 10 % of more than 8 ranks. Batch rows that are packed differently take
     one of the latter two.
 
     Args:
@@ -303,7 +303,8 @@ def documents(
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
     best, least = None, math.inf
-    for layout, enough in _candidates(sequence_length, ranks, mask, ranks_per_node):
+    enough = GOOD if ranks <= NODE_RANKS else FAIR
+    for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
         time = relative_time(layout, mask, sequence_length, ranks_per_node)
         if time < least:
             best, least = layout, time
@@ -321,22 +322,14 @@ def relative_time(layout: Layout, mask: AttentionMask, sequence_length: int, ran
     return max(map(max, pairs, messages)) * layout.ranks / (sum(pairs) or 1)
 
 
-def _candidates(
-    sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int
-) -> Iterator[tuple[Layout, float]]:
-    """Layouts, with the time over a perfect one's at which no further one is made."""
+def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
     rows = set(mask.documents(sequence_length))
     if len(rows) == 1:
-        (documents,) = rows
-        which = (documents, sequence_length, mask.band, ranks)
-        yield Layout.of(assign_documents(*which, ranks_per_node)), GOOD
-        if 1 < ranks_per_node < ranks:
-            yield Layout.of(assign_documents(*which, ranks)), FAIR
-        else:
-            yield Layout.of(assign_documents(*which, ranks, fill_fraction=0.5)), GOOD
-    yield balanced(sequence_length, ranks, mask), GOOD
+        size = ranks_per_node if ranks_per_node > 1 else ranks
+        yield Layout.of(assign_documents(rows.pop(), sequence_length, mask.band, ranks, size))
+    yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
-        yield zigzag(sequence_length, ranks), GOOD
+        yield zigzag(sequence_length, ranks)
 
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {

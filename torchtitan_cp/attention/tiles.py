@@ -51,6 +51,8 @@ def rows_of(tile: Tile) -> tuple[Rows, Rows]:
 
 def count_pairs(queries: int, keys: int, band: Band, distance: int = 0) -> int:
     """Pairs in a rectangle whose first key lies `distance` after its first query, under a band."""
+    if band == CAUSAL and queries - distance <= keys and distance <= 0:
+        return queries * (queries + 1 - 2 * distance) // 2
     upper = queries * keys if band.high is None else _pairs_up_to(queries, keys, band.high - distance)
     lower = 0 if band.low is None else _pairs_up_to(queries, keys, band.low - distance - 1)
     return upper - lower
