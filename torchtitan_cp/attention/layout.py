@@ -1,4 +1,4 @@
-"""Which rank holds which chunk of the sequence. Every rank holds the same number of tokens."""
+"""Which rows of the sequence each rank holds, the same number on each, and what that costs in pairs and messages."""
 
 import heapq
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.documents import assign_documents
+from torchtitan_cp.attention.documents import EVEN, assign_documents
 from torchtitan_cp.attention.errors import LayoutError, check_name
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
 from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs
@@ -22,8 +22,8 @@ CHUNK_COST = 0.005
 # Pairs that a rank computes while a row of keys and values travels to another node: 32 query and 8 key heads of 128
 # in bf16 at 400 TFLOP/s and 50 GB/s. Within a node it travels NODE_LINK times as fast.
 ROW_PAIRS, NODE_LINK, NODE_RANKS = 2000, 8, 8
-# Times over a perfect layout's at which no other is tried: of up to NODE_RANKS ranks, and of more, where it takes long.
-GOOD, FAIR = 1.05, 1.1
+# `relative_time` at which no other layout is tried for more than NODE_RANKS ranks, where trying takes long; else EVEN.
+FAIR = 1.1
 
 
 class Segment(NamedTuple):
@@ -129,12 +129,12 @@ def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[
     for first, last in documents:
         while segments[place].stop <= first:
             place += 1
-        found, last_place = [], place
-        while last_place < len(segments) and segments[last_place].start < last:
-            rank, local, start, stop = segments[last_place]
+        found, end = [], place
+        while end < len(segments) and segments[end].start < last:
+            rank, local, start, stop = segments[end]
             begin = max(start, first)
             found.append(Segment(rank, local + begin - start, begin, min(stop, last)))
-            last_place += 1
+            end += 1
         result.append(tuple(found))
     return tuple(result)
 
@@ -164,7 +164,7 @@ def rows_sent(
 ) -> tuple[list[int], list[int]]:
     """Rows of keys that each rank sends in a ring, (in all, to other nodes), summed over the mask's batch rows.
 
-    Under a window at most so many: whole segments are counted where a part of one is read.
+    Under a window this is an upper bound: a whole segment is counted where a part of it is read.
     """
     sent, crossing, band = [0] * layout.ranks, [0] * layout.ranks, mask.band
     for _, segments in documents_of(layout, mask, sequence_length):
@@ -303,7 +303,7 @@ def documents(
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
     best, least = None, math.inf
-    enough = GOOD if ranks <= NODE_RANKS else FAIR
+    enough = EVEN if ranks <= NODE_RANKS else FAIR
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
         time = relative_time(layout, mask, sequence_length, ranks_per_node)
         if time < least:

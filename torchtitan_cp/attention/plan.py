@@ -111,7 +111,7 @@ class Plan:
     def keys_sent(self) -> float:
         """Rows of keys that a rank of the ring has to send, over its own rows: the mean of the ranks.
 
-        What tiles of other ranks read; all_gather sends everything to everybody. Under a window, at most so many.
+        What tiles of other ranks read, an upper bound under a window; all_gather sends every row to every rank.
         """
         layout, mask = self.ring_layout, self.mask
         sent, _ = rows_sent(layout, mask, self.sequence_length, 1)
