@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.huggingface.args import HuggingFaceArgs, transformers_config
+from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
 
 FULL = "full_attention"  # the layer type whose frequencies a stage changes
@@ -41,7 +42,8 @@ class HuggingFaceModel(nn.Module):
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.args, self.shared = args, Shared()
-        causal = AutoModelForCausalLM.from_config(transformers_config(args), dtype=torch.float32)
+        config = transformers_config(args)
+        causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
