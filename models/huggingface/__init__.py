@@ -1,0 +1,1 @@
+"""Causal language models of Hugging Face transformers, as they are."""
