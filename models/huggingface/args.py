@@ -125,7 +125,8 @@ class HuggingFaceArgs:
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
         try:
-            return None if self.look else None
+            self.look
+            return None
         except ValueError as error:
             return str(error)
 
