@@ -237,7 +237,8 @@ class Trainer:
         """Take the weights of model.hub_checkpoint, if the config names one."""
         model, rope = self.config.model, self.stages[0].rope
         if model.hub_checkpoint:
-            start_from_hub(Path(model.hub_checkpoint), self.model.parts, registry.hub_of(model).names, rope)
+            hub, head_dim = registry.hub_of(model), self.model.args.head_dim
+            start_from_hub(Path(model.hub_checkpoint), self.model.parts, hub, rope, head_dim)
 
     # A stage -----------------------------------------------------------------------------------------------
 
