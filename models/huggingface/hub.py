@@ -3,6 +3,7 @@
 What transformers calls private is used here and in `init.py` alone.
 """
 
+import copy
 import logging
 import math
 import re
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -28,6 +29,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from models.huggingface.args import HuggingFaceArgs, transformers_config
 from models.huggingface.init import on_meta
 
 logger = logging.getLogger(__name__)
@@ -182,7 +184,7 @@ def _fill(whole: Tensor, pieces: list[Piece], stored: Mapping[str, Any], *, agai
         local[ours].copy_(values)
 
 
-def writer(config: PreTrainedConfig) -> Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]:
+def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]:
     """A function that turns a tensor of ours into the hub's: a parameter in this dtype, a buffer as it is.
 
     A weight that is tied to another gives none.
@@ -190,7 +192,7 @@ def writer(config: PreTrainedConfig) -> Callable[[str, Tensor, torch.dtype], dic
     Raises:
         ValueError: several tensors of ours are one there.
     """
-    shadow = on_meta(config)
+    shadow = on_meta(transformers_config(args))
     # A prefix would be that of a model with images.
     rules = [rule for rule in _rules(shadow, legacy=False) if not isinstance(rule, PrefixChange)]
     vars(shadow)["_weight_conversions"] = rules
@@ -204,7 +206,7 @@ def writer(config: PreTrainedConfig) -> Callable[[str, Tensor, torch.dtype], dic
     return to_hub
 
 
-def settings(config: PreTrainedConfig, length: int, rope: Mapping[str, Any] | None) -> dict[str, Any]:
+def settings(args: HuggingFaceArgs, length: int, rope: Mapping[str, Any] | None) -> dict[str, Any]:
     """A config.json.
 
     Args:
@@ -214,31 +216,23 @@ def settings(config: PreTrainedConfig, length: int, rope: Mapping[str, Any] | No
     Raises:
         ValueError: the format cannot express them.
     """
-    causal = on_meta(config)
+    causal = on_meta(transformers_config(args))
     _rules(causal, legacy=False)
-    values = config.to_dict()
-    for key in ("transformers_version", "dtype", "_name_or_path"):
-        values.pop(key, None)
-    values["architectures"] = [type(causal).__name__]
-    values["use_cache"] = True
-    own = values.get("rope_parameters")
-    if not own:
-        # Learned positions: the length is that of a weight.
-        return values
+    sizes = {"vocab_size": args.vocab_size or args.config["vocab_size"]}
+    values = copy.deepcopy(args.config) | sizes | {"architectures": [type(causal).__name__]}
+    own = values.get("rope_parameters") or {}
     # Layers with windows keep rotary embeddings of their own.
     full = own.get("full_attention", own) or {}
     kind = full.get("rope_type")
-    if rope is None:
-        if kind == "longrope":
-            # It would follow the length.
-            full.setdefault("factor", config.max_position_embeddings / full["original_max_position_embeddings"])
-    elif kind is None or (kind == "proportional" and rope["rope_type"] != "default"):
-        raise ValueError(f"its rotary embedding is {kind or own}, and a stage's is {rope['rope_type']}")
-    else:
-        partial = {key: full[key] for key in ("partial_rotary_factor",) if key in full}
+    if rope:
+        if kind is None or (kind == "proportional" and rope["rope_type"] != "default"):
+            raise ValueError(f"it has a rotary embedding of type {kind}, and a stage's is {rope['rope_type']}")
+        partial = {"partial_rotary_factor": full["partial_rotary_factor"]} if "partial_rotary_factor" in full else {}
         full.clear()
         full.update(rope, **partial, **({"rope_type": kind} if kind == "proportional" else {}))
-        if "original_max_position_embeddings" in values and "original_max_position_embeddings" in rope:
-            values["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-    values[config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
+        if values.get("original_max_position_embeddings"):
+            values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings", length)
+    # Where these follow the length, it stays; without a rotary embedding, it is that of a weight.
+    if rope or kind not in (None, "dynamic", "longrope"):
+        values["max_position_embeddings"] = length
     return values

@@ -79,13 +79,6 @@ class Initializer:
                 raise ValueError(f"the buffer {name} of {type(self.shadow).__name__} has no first values")
         return {name: buffer.to(device) for name, buffer in found.items()}
 
-    def restore(self, causal: PreTrainedModel, device: torch.device) -> None:
-        """Tie weights and compute buffers again, which `to_empty` parts and spoils."""
-        causal.tie_weights()
-        for name, buffer in self.buffers(device).items():
-            owner_name, _, leaf = name.rpartition(".")
-            causal.get_submodule(owner_name)._buffers[leaf] = buffer
-
     def _initialize(self, names: Iterable[str]) -> None:
         """Call `_init_weights` on these modules, each of the model that is nearest around it."""
         for name in names:

@@ -202,15 +202,14 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
 
 
-def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rope | None, head_dim: int) -> None:
+def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rope | None, rotary_dim: int) -> None:
     """Fill the parts from a folder, and log where the first stage changes the rotary embedding.
 
     Args:
         hub: of the architecture, a `models.architecture.Hub`.
         rope: of the first stage; None: the checkpoint's.
-        head_dim: that the rotary embedding turns.
+        rotary_dim: dims of a head that it turns.
     """
-    folder = folder.expanduser()
     if hub.load:
         files, open_once = _files_by_tensor(folder), cache(_open)
         stored = {name: open_once(folder / file).get_slice(name) for name, file in files.items()}
@@ -223,7 +222,7 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rop
         load_hub_weights(folder, parts, hub.names)
     logger.info("weights from %s", folder)
     theirs = _hub_rope_parameters(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    ours = rope_parameters(rope, head_dim) if rope else theirs
+    ours = rope_parameters(rope, rotary_dim) if rope else theirs
     keys = [key for key in ("rope_type", "rope_theta", *ROPE_KEYS.values()) if key in ours or key in theirs]
     changed = [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
     if changed:

@@ -21,7 +21,7 @@ from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.store import write_json
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.registry import args_from, config_for_hub, hub_of
+from torchtitan_cp.training.registry import args_from, config_for_hub, hub_folder, hub_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def _write_settings(
 
     A run that started from model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
-    start = Path(saved.config.model.hub_checkpoint).expanduser() if saved.config.model.hub_checkpoint else None
+    start = hub_folder(saved.config.model) if saved.config.model.hub_checkpoint else None
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     if hub.settings:
@@ -155,7 +155,7 @@ def _write_settings(
         if start:
             before = json.loads((start / "config.json").read_text(encoding="utf-8"))
             own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
-        theirs = rope_parameters(rope or Rope(), args.head_dim)
+        theirs = rope_parameters(rope or Rope(), args.rotary_dim)
         # For readers older than transformers 5.
         scaling = None if theirs["rope_type"] == "default" else theirs
         older = {"rope_theta": theirs["rope_theta"], "rope_scaling": scaling}

@@ -234,11 +234,11 @@ class Trainer:
             )
 
     def _start_from_hub(self) -> None:
-        """Take the weights of model.hub_checkpoint, if the config names one."""
+        """Take the weights of model.hub_checkpoint, if the config names one and wants them."""
         model, rope = self.config.model, self.stages[0].rope
-        if model.hub_checkpoint:
-            hub, head_dim = registry.hub_of(model), self.model.args.head_dim
-            start_from_hub(Path(model.hub_checkpoint), self.model.parts, hub, rope, head_dim)
+        if model.hub_checkpoint and model.load_weights:
+            folder, hub = registry.hub_folder(model, "*.safetensors*"), registry.hub_of(model)
+            start_from_hub(folder, self.model.parts, hub, rope, self.model.args.rotary_dim)
 
     # A stage -----------------------------------------------------------------------------------------------
 
@@ -425,6 +425,8 @@ class Trainer:
             "compute_dtype": config.training.compute_dtype,
             "loss_chunk_tokens": config.training.loss_chunk_tokens,
             "z_loss": config.training.z_loss,
+            "logit_scale": self.model.args.logit_scale,
+            "logit_softcap": self.model.args.logit_softcap,
         }
         return save_bundle(self.diagnoser, found, step, read, about, self.folder / "health" / f"step-{step}")
 
