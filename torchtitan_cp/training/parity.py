@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.curriculum import StagePlan, rope_frequencies
+from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
+from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -170,8 +171,7 @@ def _single_step(
     model = registry.architecture(trainer.config.model).build(trainer.model.args, _plain_attention)
     model.load_state_dict(weights, strict=False)
     model.to(device.device, dtype)
-    frequencies, factor = rope_frequencies(stage.rope, trainer.model.args.head_dim, stage.seq_len)
-    model.set_rope(frequencies, factor, device.device)
+    set_rope(model, trainer.model.args, stage.rope, stage.seq_len, device.device)
     tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, batch_layout))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
@@ -207,7 +207,14 @@ def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor,
 
 
 def _plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    window: int,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Scaled dot-product attention of whole sequences with an explicit mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -216,13 +223,17 @@ def _plain_attention(
     distance = rows.unsqueeze(1) - rows
     seen = (distance >= 0) & (distance < (window or len(rows)))
     mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    if softcap:
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
+        weights = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf).softmax(-1)
+        return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2)
     if sinks is not None:
         # One more key and value of zeros, whose score is the sink.
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
         column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
         mask = torch.cat([scores, column], -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale).transpose(1, 2)
 
 
 @contextmanager
