@@ -3,9 +3,10 @@
 `ARCHITECTURES` is what the entry points hand to the trainer's registry.
 """
 
+from models.huggingface import ARCHITECTURE as HUGGINGFACE
 from models.llama import ARCHITECTURE as LLAMA
 from models.moe import ARCHITECTURE as MOE
 
-ARCHITECTURES = (LLAMA, MOE)
+ARCHITECTURES = (LLAMA, MOE, HUGGINGFACE)
 
 __all__ = ["ARCHITECTURES"]

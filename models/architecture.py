@@ -29,7 +29,8 @@ class Architecture:
 
     Attributes:
         flavors: sizes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
-            `head_dim`, `ffn_dim`, `layer_windows`, `linear_parameters()` and `problem()`; for the planner also
+            `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `linear_parameters()` and
+            `problem()`; for the planner also
             `matrix_parameters()`, `token_ffn_dim` and `token_copies` (see LlamaArgs).
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
@@ -39,7 +40,11 @@ class Architecture:
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
         published_rope: flavor -> keys of a stage's `rope` with which it was published.
         hub: names and sizes in Hugging Face's format; None if it has none.
-        lacks: dotted key of the config -> why this architecture cannot have it on (a flag), or above 1 (a degree).
+        lacks: dotted key of the config -> why this architecture cannot have it on (a flag), or above 1 (a number).
+        args_of: (config.json, overrides) -> args, for an architecture without flavors, whose config.json says all;
+            ValueError says why it cannot be. A stage without `rope` then keeps the rotary embeddings of config.json.
+        args_type: () -> the class of these args.
+        needs: package that this architecture needs; "" if none.
     """
 
     name: str
@@ -49,3 +54,6 @@ class Architecture:
     published_rope: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hub: Hub | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
+    args_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
+    args_type: Callable[[], type] | None = None
+    needs: str = ""

@@ -5,7 +5,7 @@ Source: the config.json of each released checkpoint.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 MOST_LAYERS = 10_000
 
@@ -44,10 +44,22 @@ class LlamaArgs:
     qk_norm: bool = False
     sinks: bool = False
 
+    logit_scale: ClassVar[float] = 1.0  # as the loss has them
+    logit_softcap: ClassVar[float] = 0.0
+
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """The window of each layer, 0 for none."""
         return tuple(self.windows[number % len(self.windows)] for number in range(self.n_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Entries of a head that RoPE turns."""
+        return self.head_dim
+
+    def rope_problem(self, kind: str) -> str | None:
+        """Why a stage cannot have a `rope` of this kind; here it can."""
+        return None
 
     def linear_parameters(self) -> int:
         """Weights that multiply each token once: blocks and output, without the embedding look-up."""

@@ -25,7 +25,7 @@ from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR
-from torchtitan_cp.attention.plan import Plan, in_global_order
+from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.sdpa_context import context_parallel
 from torchtitan_cp.attention.strategies import resolve_strategy
@@ -36,7 +36,7 @@ SKETCH = 8  # random combinations of features that stand for them
 # Standard deviation that weights are raised to, times fan-in ** -0.5. The scores of fresh weights are so small that a
 # soft cap or a scale hardly shows.
 LOUDNESS = 2.0
-Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k" of its attention
+Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of its attention
 LEAK, OTHER = "documents leaking", "another computation"
 HEADERS = ("layer", "class", "heads", "dims", "scale", "window", "soft cap", "sinks", "across ranks")
 
@@ -49,24 +49,15 @@ class Report:
     text: str
 
 
-@dataclass(frozen=True)
-class Call:
-    """An attention that reached us: q, k and v `[B, S/P, H, D]`, and gathered `[B, S, H, D]`."""
+class Call(NamedTuple):
+    """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    plan: Plan
     scale: float
     softcap: float
-    plan: Plan
-
-    def cells(self) -> list[str]:
-        """Of the table, from the heads on."""
-        (*_, heads, qk_dim), (*_, kv_heads, v_dim) = self.q.shape, self.v.shape
-        options = [f"{self.scale:.4g}", self.plan.mask.window[0] + 1, self.softcap, self.sinks is not None]
-        carried = f"attend {resolve_strategy(self.plan, heads, kv_heads)[0]}, {self.plan.ranks} ranks"
-        return [f"{heads}/{kv_heads}", f"{qk_dim}/{v_dim}", *(str(option or "-") for option in options), carried]
+    sinks: Tensor | None
 
 
 @dataclass
@@ -74,7 +65,7 @@ class Trace:
     """What one forward did.
 
     Attributes:
-        events: sketches `[B, S/P, 8]` of what modules take and give, in order.
+        events: what modules take and give, in order, as sketches `[B, S/P, 8]`; q, k, v `[B, S/P, H, D]`.
         calls: attentions that reached us, by module; the first of each.
         attending: modules that computed a softmax or another attention.
         first: the first module, and how many tokens of a sequence it gave.
@@ -119,10 +110,11 @@ class _Recorder(TorchDispatchMode):
         layer = self.entered[-1]
         if func is OPERATOR:
             q, k, v, sinks, _, handle, scale, softcap, _ = args
-            self.trace.calls.setdefault(layer, Call(q, k, v, sinks, scale, softcap, find_plan(handle)))
+            heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
+            self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, softcap, sinks))
+            for name, x in zip("qkv", (q, k, v), strict=True):
+                self.note(layer, name, x)
             if self.own_values:
-                self.note(layer, "q", q)
-                self.note(layer, "k", k)
                 return v.repeat_interleave(q.shape[2] // v.shape[2], 2), q.new_zeros(q.shape[:3]), []
         elif "softmax" in str(func) or "attention" in str(func):
             self.trace.attending.add(layer)
@@ -141,20 +133,18 @@ class _Recorder(TorchDispatchMode):
 
     @torch.no_grad()
     def note(self, name: str, side: str, value: Any) -> None:
-        x = next(
-            (x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1), None
-        )
+        found = (x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
+        x = next((x for x in found if x.ndim > 1), None)
         if x is None or (name, side) in self.trace.events:
             return
         if self.trace.first is None:
             self.trace.first = (name, x.shape[1] if x.ndim > 2 else len(x) / self.sequences)
         if len(x) == self.sequences * self.tokens:
             x = x.unflatten(0, (self.sequences, self.tokens))
-        for dim in (1, 2):
-            if x.ndim > dim and x.shape[dim] == self.tokens:
-                rows = x.detach().movedim(dim, 1).reshape(len(x), self.tokens, -1)
-                self.trace.events[name, side] = sketch(rows).cpu()
-                return
+        dim = next((dim for dim in (1, 2) if x.ndim > dim and x.shape[dim] == self.tokens), None)
+        if dim:
+            x = x.movedim(dim, 1)
+            self.trace.events[name, side] = (x if side in "qkv" else sketch(x.reshape(*x.shape[:2], -1))).cpu()
 
 
 def sketch(rows: Tensor) -> Tensor:
@@ -194,21 +184,15 @@ def _gather(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
     dist.all_gather_object(everyone, trace)
     shards: list[Trace] = [everyone[rank] for rank in ranks]
     # The model's own plans decide what lies where; a wrong mask may give another layout.
-    layouts = [call.plan.layout for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
-
-    def whole(get: Callable[[Trace], Tensor]) -> Tensor:
-        return torch.cat(in_global_order([get(shard).cpu() for shard in shards], [*layouts, plan.layout][0], 1), 1)
-
-    events = [key for key in trace.events if all(key in shard.events for shard in shards)]
-    calls = {}
-    for name, call in trace.calls.items():
-        if all(name in shard.calls and shard.calls[name].q.shape[1] == plan.local_tokens for shard in shards):
-            q, k, v = (whole(lambda shard: getattr(shard.calls[name], part)) for part in "qkv")  # noqa: B023
-            calls[name] = replace(call, q=q, k=k, v=v, sinks=None if call.sinks is None else call.sinks.cpu())
+    plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
+    order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
     return replace(
         trace,
-        events={key: whole(lambda shard: shard.events[key]) for key in events},  # noqa: B023
-        calls=calls,
+        events={
+            key: torch.cat([shard.events[key] for shard in shards], 1)[:, order]
+            for key in trace.events
+            if all(key in shard.events for shard in shards)
+        },
         loss=sum(shard.loss for shard in shards),
         peak_bytes=max(shard.peak_bytes for shard in shards),
         error=next((shard.error for shard in shards if shard.error), ""),
@@ -271,7 +255,7 @@ class _Comparison:
     def report(self) -> Report:
         """The table, the probes and the verdict."""
         ranks, plain = self.traces["ranks"], self.traces["plain"]
-        cells = [HEADERS, *([name, self._kind(name), *call.cells()] for name, call in ranks.calls.items())]
+        cells = [HEADERS, *(self._cells(layer, call) for layer, call in ranks.calls.items())]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         lines += [f"tokens are mixed outside of attention in: {', '.join(self._mixers()) or 'no layer'}"]
@@ -287,6 +271,13 @@ class _Comparison:
         where = f"{layer} ({self._kind(layer)})" if layer else self._kind(layer)
         verdict = f"NOT SAFE: {fault}: {where}: {how}" if fault else "safe: nothing differs"
         return Report(fault, "\n".join([*lines, verdict]))
+
+    def _cells(self, layer: str, call: Call) -> list[str]:
+        """A row of the table."""
+        carried = f"attend {resolve_strategy(call.plan, *call.heads)[0]}, {call.plan.ranks} ranks"
+        options = (f"{call.scale:.4g}", call.plan.mask.window[0] + 1, call.softcap, call.sinks is not None)
+        sizes = ("/".join(map(str, pair)) for pair in (call.heads, call.dims))
+        return [layer, self._kind(layer), *sizes, *(str(option or "-") for option in options), carried]
 
     def _faults(self) -> Iterator[tuple[str, str, str]]:
         """(fault, layer, how), causes before their effects."""
@@ -348,35 +339,33 @@ class _Comparison:
 
     def _explain(self, call: Call, layer: str, want: Tensor) -> tuple[str, str]:
         """(fault, how): the one option of a call with which it gives what one process has."""
+        events, length, band = self.traces["ranks"].events, self.plan.sequence_length, call.plan.mask
+        q, k, v = (events[layer, name] for name in "qkv")
+        now: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
 
-        def error(**changes: Any) -> float:
-            options = {name: getattr(call, name) for name in ("scale", "softcap", "sinks")} | changes
-            mask = options.pop("mask", call.plan.mask)
-            if window := int(options.pop("window", 0)):
-                mask = replace(mask, window=(window - 1, -1))
-            plan = make_plan(self.plan.sequence_length, mask=mask, kernel="reference")
-            return difference(sketch(attend(call.q, call.k, call.v, plan, **options).flatten(2)), want)
+        def error(mask: Any = band, window: Any = 0, **options: Any) -> float:
+            mask = replace(mask, window=(round(window) - 1, -1)) if window else mask
+            plan = make_plan(length, mask=mask, kernel="reference")
+            return difference(sketch(attend(q, k, v, plan, **(now | options)).flatten(2)), want)
 
-        length, heads = self.plan.sequence_length, call.q.shape[2]
-        sinks = [p.detach().cpu() for p in self.model.get_submodule(layer).parameters() if p.shape == (heads,)]
-        documents = replace(call.plan.mask, document_lengths=self.plan.mask.document_lengths)
-        window = round(_fit(lambda window: error(window=round(window)), 1, length))
-        scale = _fit(lambda scale: error(scale=scale), 1e-4, 16.0)
-        softcap = _fit(lambda softcap: error(softcap=softcap), 0.1, 1e3)
-        had = f"one process has %s, the ranks {call.plan.mask.window[0] + 1 or 'none'}"
+        documents = replace(band, document_lengths=self.plan.mask.document_lengths)
         tried = [
-            (error(), "an exchange that loses keys", "its options are right"),
+            (error(), "an exchange that loses keys", "its options are right, and the ranks have other numbers"),
             (error(mask=documents), LEAK, "one process keeps documents apart"),
-            (error(window=window), "a window lost", had % window),
-            (
-                error(scale=scale),
-                "a dropped attention scale",
-                f"one process has {scale:.4g}, the ranks {call.scale:.4g}",
-            ),
-            (error(softcap=softcap), "a soft cap lost", f"one process has {softcap:.4g}, the ranks {call.softcap:g}"),
-            *((error(sinks=own), "a sink lost", "one process has a sink for each head") for own in sinks),
         ]
-        left, fault, how = min(tried, key=lambda entry: entry[0])
+        for p in self.model.get_submodule(layer).parameters():
+            if p.shape == q.shape[2:3]:
+                tried.append((error(sinks=p.detach().cpu()), "a sink lost", "one process has a sink for each head"))
+        has = {"window": band.window[0] + 1, **now}
+        for fault, option, low, high in (
+            ("a window lost", "window", 1.0, float(length)),
+            ("a dropped attention scale", "scale", 1e-4, 16.0),
+            ("a soft cap lost", "softcap", 0.1, 1e3),
+        ):
+            value = _fit(lambda value: error(**{option: value}), low, high)  # noqa: B023
+            value = round(value) if option == "window" else value
+            tried.append((error(**{option: value}), fault, f"one process has {value:.4g}, the ranks {has[option]:.4g}"))
+        left, fault, how = min(tried)
         return (fault, how) if left < 10 * OFF else (OTHER, "no single option of its attention explains the difference")
 
 
@@ -416,7 +405,7 @@ def _changed_rows(got: Tensor | None, base: Tensor) -> Tensor:
     """Which positions of the first sequence differ, `[S]`."""
     if got is None or got.shape != base.shape:
         return torch.zeros(base.shape[1], dtype=torch.bool)
-    return (got[0] - base[0]).abs().amax(-1) > CHANGED * base[0].abs().max()
+    return (got[0] - base[0]).abs().flatten(1).amax(-1) > CHANGED * base[0].abs().max()
 
 
 def _first_off(got: Mapping[Event, Tensor], want: Mapping[Event, Tensor]) -> Event | None:

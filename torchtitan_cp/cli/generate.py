@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.config.sections import Rope
-from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.registry import architecture, args_from
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
@@ -28,34 +28,41 @@ class KVCache:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor:
         """Add the keys and values of new tokens, and attend: a whole prompt at first, then one token at a time."""
         if self.k is None or self.v is None:
             mask = AttentionMask(window=(window - 1, -1)) if window else None
-            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), sinks=sinks)
+            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), **options)
         else:
             assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
             k, v = (torch.cat(pair, 1)[:, -window:] for pair in ((self.k, k), (self.v, v)))  # -0 keeps all
-            out = _attend_last(q, k, v, sinks)
+            out = _attend_last(q, k, v, **options)
         self.k, self.v = k[:, -window:], v[:, -window:]
         return out
 
 
-def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, sinks: Tensor | None = None
-) -> Tensor:
-    """The attention that the model is given.
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, **options: Any) -> Tensor:
+    """The attention that the model is given, with options as of `attend`.
 
     Args:
         caches: of the layers, in the order they run.
     """
-    return next(caches).attend(q, k, v, window, sinks)
+    return next(caches).attend(q, k, v, window, **options)
 
 
-def _attend_last(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+def _attend_last(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """Attention of the last token, q `[B, 1, Hq, D]`, to every key; softmax in fp32."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * q.shape[-1] ** -0.5
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * (scale or q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : k.shape[1]]
@@ -72,9 +79,9 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     model.load_state_dict(saved.read(names), strict=False, assign=True)
     if args.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
-    frequencies = rope_frequencies(saved.stage.rope or Rope(), args.head_dim, saved.stage.seq_len)
-    model.set_rope(*frequencies, device)  # type: ignore[operator]
-    return model.to(device, getattr(torch, saved.config.training.compute_dtype)).eval()
+    model.to(device, getattr(torch, saved.config.training.compute_dtype)).eval()
+    set_rope(model, args, saved.stage.rope, saved.stage.seq_len, device)  # after the dtype: frequencies are fp64
+    return model
 
 
 @torch.no_grad()

@@ -18,11 +18,14 @@ def build(bundle: Bundle) -> nn.Module:
     """The module of a bundle with the weights it had, in the run's compute dtype."""
     report, name = bundle.report, bundle.report["unit"]
     if name == "loss":
-        return ChunkedCrossEntropy(report["loss_chunk_tokens"], report["z_loss"])
+        keys = ("loss_chunk_tokens", "z_loss", "logit_scale", "logit_softcap")
+        return ChunkedCrossEntropy(*(report[key] for key in keys if key in report))
     model = Model(architecture=report["architecture"])
     with torch.device("meta"):
         whole = architecture(model).build(args_from(model, report["sizes"]), LayerAttention())
     module = whole.get_submodule(name)
+    if hasattr(whole, "restore_buffers"):
+        whole.restore_buffers(torch.device("cpu"))
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)
     return module.to(getattr(torch, report["compute_dtype"]))
 

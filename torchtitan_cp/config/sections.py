@@ -44,13 +44,18 @@ class Model:
         architecture: architecture by name, from models/
         flavor: sizes by name: debug, 1B, 3B, 8B, 70B, 405B, ...; default: hub_checkpoint's sizes, else debug
         overrides: sizes that replace the flavor's, e.g. {n_layers = 2}
-        hub_checkpoint: folder in Hugging Face's format (config.json, *.safetensors) to start from
+        hub_checkpoint: folder in Hugging Face's format (config.json, *.safetensors) to start from, or a
+            name on the hub
+        load_weights: start from the weights of hub_checkpoint; false: only its sizes, with fresh weights
+        config: config.json, or the folder it is in, whose sizes a model with fresh weights has
     """
 
     architecture: str = "llama"
     flavor: str = ""
     overrides: dict[str, Any] = key({})  # noqa: RUF009
     hub_checkpoint: str = ""
+    load_weights: bool = True
+    config: str = ""
 
 
 @dataclass(frozen=True)

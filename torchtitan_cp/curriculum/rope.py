@@ -22,14 +22,14 @@ def check_head_dim(stages: Sequence[StagePlan], head_dim: int) -> None:
     """
     for stage in stages:
         where, rope = f"curriculum.stages[{stage.index}].rope", stage.rope
-        for name in ("long_factor", "short_factor"):
+        for name in ("long_factor", "short_factor") if rope else ():
             factors = getattr(rope, name)
             if factors and len(factors) != head_dim // 2:
                 raise ConfigError(
                     f"{where}.{name} has {len(factors)} numbers, and head_dim = {head_dim} has {head_dim // 2} pairs",
                     fix=f"give {head_dim // 2} numbers, one for each pair; another model's list does not fit",
                 )
-        if rope.kind == "ntk" and head_dim == 2:
+        if rope and rope.kind == "ntk" and head_dim == 2:
             raise ConfigError(f"{where}.kind = 'ntk' needs more than the one pair of head_dim = 2", fix="use linear")
 
 
@@ -46,8 +46,10 @@ def rope_frequencies(rope: Rope, head_dim: int, seq_len: int) -> tuple[Frequenci
     return SCALINGS[rope.kind](powers(rope.theta, head_dim), rope, seq_len)
 
 
-def describe_rope(rope: Rope) -> str:
+def describe_rope(rope: Rope | None) -> str:
     """Theta and scaling, for the log."""
+    if rope is None:
+        return "as the model has it"
     return f"theta {rope.theta:g}" + (f" {rope.kind} x {rope.factor:g}" if rope.kind != "none" else "")
 
 

@@ -36,6 +36,7 @@ class StagePlan:
         micro_batches: forwards of one optimizer step on one rank.
         tp, pp: tensor- and pipeline-parallel degrees.
         activation: what is kept between forward and backward.
+        rope: rotary embeddings; None: those that the model has by itself.
         global_batch_tokens: tokens of one optimizer step over all ranks.
         data: how it reads its text.
         resets_optimizer: the optimizer's moments start at zero.
@@ -56,7 +57,7 @@ class StagePlan:
     tp: int
     pp: int
     activation: Activation
-    rope: Rope
+    rope: Rope | None
     lr: StageLR | None
     data: ResolvedStageData
     resets_optimizer: bool = False
@@ -95,7 +96,7 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
                 tp=degrees.tp,
                 pp=degrees.pp,
                 activation=dataclasses.replace(config.activation, **own),
-                rope=stage.rope or Rope(),
+                rope=stage.rope,
                 lr=stage.lr,
                 data=resolve_stage_data(config.data, stage),
                 resets_optimizer=stage.optimizer_state == "reset",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config.labels import IGNORED
@@ -80,13 +81,14 @@ class ModuleTrace:
 
     Attributes:
         seen: (largest absolute value, infinite where one is not finite; what it is of) of every tensor.
-        inputs: positional arguments of the module to keep, tensors detached.
+        inputs, named: arguments of the module to keep by place and by name, tensors detached.
         output_gradients: by the place among its outputs.
     """
 
     def __init__(self, parts: Iterable[tuple[int, str, nn.Module]], keep: tuple[nn.Module, int] | None = None) -> None:
         self.parts, self.keep = list(parts), keep
-        self.seen, self.inputs = list[tuple[float, Event]](), list[Any]()
+        self.seen = list[tuple[float, Event]]()
+        self.inputs, self.named = list[Any](), dict[str, Any]()
         self.output_gradients: dict[int, Tensor] = {}
         self._gradient: Tensor | None = None
         self._weights: set[int] = set()
@@ -100,19 +102,19 @@ class ModuleTrace:
         with ExitStack() as self._hooks:
             for number, prefix, part in self.parts:
                 for name, module in part.named_modules(prefix=prefix):
-                    about = ((number, prefix), name)
-                    self._hooks.enter_context(module.register_forward_pre_hook(partial(self._before, *about)))
-                    self._hooks.enter_context(module.register_forward_hook(partial(self._after, *about)))
+                    before, after = (partial(see, (number, prefix), name) for see in (self._before, self._after))
+                    self._hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    self._hooks.enter_context(module.register_forward_hook(after))
             yield
 
-    def _before(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any) -> None:
+    def _before(self, part: tuple[int, str], name: str, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         if is_recomputing():
             return
         if name == part[1]:  # the part itself, whose forwards come in the order of the micro-batches
             self._forwards[part] += 1
-        self._see_all(part, name, "input", inputs)
+        self._see_all(part, name, "input", (*inputs, *named.values()))
         if self.keep == (module, self._forwards[part] - 1):
-            self.inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+            self.inputs, self.named = tree_map_only(Tensor, lambda x: x.detach().clone(), (list(inputs), named))
         for own, weight in module.named_parameters(recurse=False):
             if weight.requires_grad and id(weight) not in self._weights:
                 self._weights.add(id(weight))

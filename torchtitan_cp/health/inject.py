@@ -1,7 +1,7 @@
 """Faults made on purpose, for drills: detection, diagnosis and recovery answer them as they answer real ones."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -35,18 +35,18 @@ class Injector:
     def __init__(
         self,
         settings: Inject,
-        parts: Iterable[nn.Module],
+        parts: Any,
         vocabulary: int,
         shares_batch_with: Callable[[int], bool],
     ) -> None:
         self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
         # A part whose output is tied to the embedding holds the embedding for its weight, without running it.
-        self.modules = {
-            name: module
-            for part in parts
-            for name, module in part.named_modules()
-            if part.opens or not name.startswith("tok_embeddings")
-        }
+        self.modules: dict[str, nn.Module] = {}
+        for part in parts:
+            if part.opens:
+                self.modules["tok_embeddings"] = part.tok_embeddings
+            for number, layer in part.layers.items():
+                self.modules |= dict(layer.named_modules(prefix=f"layers.{number}"))
         if settings.step:
             problem = [self._problem()]
             dist.broadcast_object_list(problem, settings.rank)

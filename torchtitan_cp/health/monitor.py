@@ -89,7 +89,7 @@ class HealthMonitor:
             self._see(number, output[0] if isinstance(output, tuple) else output)
 
     def _watch_input(self, block: nn.Module, inputs: Any) -> None:
-        if inputs[0].requires_grad:
+        if inputs and inputs[0].requires_grad:
             inputs[0].register_hook(partial(self._see, -1))
 
     def _see(self, place: int, x: Tensor) -> None:

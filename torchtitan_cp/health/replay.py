@@ -108,6 +108,7 @@ def save_bundle(
         "step": step,
         "unit": None,
         "arguments": [],
+        "named": {},
         "seq_len": plan.sequence_length,
         "document_lengths": plan.mask.document_lengths,
         "windows": sorted(batch.plans),
@@ -120,8 +121,8 @@ def save_bundle(
         if event.order[0] == STEP:
             trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
             diagnoser.run_step(step, micro_batches, trace.watching())
-            if module and trace.inputs:
-                report["arguments"], inputs = _whole_arguments(diagnoser, module, trace, batch)
+            if module and (trace.inputs or trace.named):
+                (report["arguments"], report["named"]), inputs = _whole_arguments(diagnoser, module, trace, batch)
                 tensors |= inputs
         weights = module.named_parameters() if module else ()
         tensors |= {f"weight.{name}": x.full_tensor() for name, x in weights if isinstance(x, DTensor)}
@@ -135,7 +136,7 @@ def save_bundle(
 
 def _whole_arguments(
     diagnoser: Diagnoser, module: nn.Module, trace: ModuleTrace, batch: Any
-) -> tuple[list[Any], dict[str, Tensor]]:
+) -> tuple[Any, dict[str, Tensor]]:
     """The arguments of a module as JSON; their tensors and the gradients of its outputs, as on one rank."""
     mesh = diagnoser.tp_mesh
     rows, tokens = batch.tokens.shape
@@ -159,7 +160,7 @@ def _whole_arguments(
             return batch.plan.unshard(x.unflatten(0, (rows, tokens)), 1).flatten(0, 1)
         return batch.plan.unshard(x, 0) if x.shape[:1] == (tokens,) else x
 
-    described, tensors = pack_arguments(inputs, whole)
+    described, tensors = pack_arguments((inputs, trace.named), whole)
     weight = getattr(module, "weight", None)
     # A linear layer split by its outputs has all tokens of some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
@@ -170,17 +171,27 @@ def _whole_arguments(
     return described, tensors
 
 
-def pack_arguments(inputs: list[Any], whole: Callable[[Tensor], Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
+def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[Any, dict[str, Tensor]]:
     """A module's arguments as JSON, and their tensors.
 
     Args:
         whole: (tensor of this rank) -> that of the whole sequence.
     """
-    tensors = {f"input.{place}": whole(x) for place, x in enumerate(inputs) if isinstance(x, Tensor)}
-    return [
-        f"input.{place}" if isinstance(x, Tensor) else PLANS if isinstance(x, Mapping) else None
-        for place, x in enumerate(inputs)
-    ], tensors
+    tensors: dict[str, Tensor] = {}
+
+    def describe(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            name = f"input.{len(tensors)}"
+            tensors[name] = whole(x)
+            return name
+        if isinstance(x, Mapping):  # of arguments by name, or of plans by window
+            by_name = all(isinstance(name, str) for name in x)
+            return {name: describe(each) for name, each in x.items()} if by_name else PLANS
+        if isinstance(x, (list, tuple)):
+            return [describe(each) for each in x]
+        return x if isinstance(x, (bool, int, float)) else None
+
+    return describe(arguments), tensors
 
 
 # Running one again -------------------------------------------------------------------------------------------
@@ -211,12 +222,13 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     if event := find_nonfinite_weight([module]):
         return replace(event, module=".".join(filter(None, (unit, event.module))))
     arguments = [_argument(bundle, entry) for entry in report["arguments"]]
-    for x in arguments:
+    named = {name: _argument(bundle, entry) for name, entry in report.get("named", {}).items()}
+    for x in (*arguments, *named.values()):
         if isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_()
     trace = ModuleTrace([(0, unit, module)])
     with _fault_again(module, report), trace.watching():
-        outputs = module(*arguments)
+        outputs = module(*arguments, **named)
         gradients = {int(place): x for place, x in bundle.under("output_gradient.").items()}
         if report["culprit"]["direction"] == BACKWARD:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -231,8 +243,10 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
 
 def _argument(bundle: Bundle, entry: Any) -> Any:
     """The argument that an entry of the report stands for."""
+    if isinstance(entry, list):
+        return tuple(_argument(bundle, each) for each in entry)
     if entry != PLANS:
-        return entry if entry is None else bundle.tensors[entry]
+        return bundle.tensors[entry] if isinstance(entry, str) else entry
     report = bundle.report
     lengths = report["document_lengths"]
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)

@@ -41,15 +41,17 @@ class ChunkedCrossEntropy(nn.Module):
         z_loss: adds z_loss * logsumexp(logits)^2 of each counted token to the sum, and so to the gradient, which
             keeps logits from drifting. The losses of the tokens stay pure cross-entropy. Source: PaLM
             (Chowdhery et al., 2022).
+        scale, softcap: of the logits: they become softcap tanh(scale logit / softcap), or scale logit without a
+            softcap (0). Source: Granite, Cohere; Gemma 2.
 
     Attributes:
         largest_logit: fp32 scalar that forwards with gradients raise in place to the largest logit of this rank's
             rows; None: not measured. It is free: the log-sum-exp needs each token's largest logit.
     """
 
-    def __init__(self, chunk_tokens: int, z_loss: float = 0.0) -> None:
+    def __init__(self, chunk_tokens: int, z_loss: float = 0.0, scale: float = 1.0, softcap: float = 0.0) -> None:
         super().__init__()
-        self.chunk_tokens, self.z_loss = chunk_tokens, z_loss
+        self.chunk_tokens, self.z_loss, self.scale, self.softcap = chunk_tokens, z_loss, scale, softcap
         self.largest_logit: Tensor | None = None
 
     def forward(
@@ -75,9 +77,21 @@ class ChunkedCrossEntropy(nn.Module):
             return _LinearCrossEntropy.apply(hidden, weight, labels, vocabulary, self)
         chunk = self.chunk_tokens
         chunks = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True)
-        results = [_chunk_loss(_logits(rows, weight), targets, vocabulary, None) for rows, targets in chunks]
+        results = [
+            _chunk_loss(self.finish(_logits(rows, weight)), targets, vocabulary, None) for rows, targets in chunks
+        ]
         losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
         return losses.sum() + self.z_loss * squares.sum(), losses.view(labels.shape)
+
+    def finish(self, products: Tensor) -> Tensor:
+        """Logits from the products of hidden states and output matrix, scaled and capped."""
+        logits = products * self.scale if self.scale != 1 else products
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    def finish_backward(self, d_logits: Tensor, logits: Tensor) -> Tensor:
+        """Gradient of the products."""
+        slope = self.scale * (1 - (logits / self.softcap).square()) if self.softcap else self.scale
+        return d_logits * slope if self.softcap or self.scale != 1 else d_logits
 
 
 @torch.no_grad()
@@ -154,16 +168,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), settings.chunk_tokens):
             chunk = slice(start, start + settings.chunk_tokens)
-            logits = _logits(rows[chunk], weight)
+            logits = settings.finish(_logits(rows[chunk], weight))
             result = _chunk_loss(logits, targets[chunk], vocabulary, settings.largest_logit)
             losses[chunk], squares, log_sums, row, is_here = result
             z_sum += squares.sum()
             slope = (1 + 2 * settings.z_loss * log_sums) * (targets[chunk] != IGNORED)
+            capped = logits.clone() if settings.softcap else logits
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
             if len(weight):
                 # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
                 d_logits.scatter_(-1, row, d_logits.gather(-1, row) - is_here.float().unsqueeze(-1))
-            d_logits = d_logits.to(rows.dtype)
+            d_logits = settings.finish_backward(d_logits, capped).to(rows.dtype)
             d_rows[chunk] = d_logits @ weight
             d_weight += d_logits.t() @ rows[chunk]
         ctx.save_for_backward(d_rows.view(hidden.shape), d_weight)

@@ -43,8 +43,8 @@ def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> F
     """A forward that saves its inputs, and inside it what `contexts` selects; nothing by default."""
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
 
-    def run(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    def run(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **named)
 
     return run
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
@@ -94,8 +95,22 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool
     reshard = config.parallel.fsdp_reshard == "always" or (
         config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
     )
+    ranks = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        """Fewer experts than ranks are cut in the dim after theirs; None: dim 0."""
+        few = parameter.ndim == 3 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if few else None
+
     for module in (*model.layers.values(), model):  # type: ignore[operator]
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+            shard_placement_fn=placement,
+        )
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
         module.set_force_sum_reduction_for_comms(True)
@@ -118,6 +133,10 @@ def init_weights(model: nn.Module, seed: int) -> None:
     truncated at three standard deviations.
     """
     for name, parameter in model.named_parameters():
+        if hasattr(model, "init_parameter"):
+            own = model.init_parameter(name, seed, parameter.device)  # type: ignore[operator]
+            local_tensor(parameter).copy_(own[shard_slices(parameter)])
+            continue
         std = model.init_std(name)  # type: ignore[operator]
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if not std:

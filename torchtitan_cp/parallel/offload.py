@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtitan_cp.attention.local_shard import local_tensor
 
@@ -103,15 +103,15 @@ class HostMemory:
         Tensors of fewer than three dims are weights, and stay; so do the other inputs, which all blocks share.
         """
 
-        def run(hidden: Tensor, *others: Any) -> Any:
-            shared = {x.data_ptr() for x in others if isinstance(x, Tensor)}
+        def run(hidden: Tensor, *others: Any, **named: Any) -> Any:
+            shared = {x.data_ptr() for x in tree_leaves((others, named)) if isinstance(x, Tensor)}
 
             def pack(tensor: Tensor) -> Any:
                 stays = tensor.ndim < 3 or tensor.data_ptr() in shared
                 return tensor if stays else self.offload(tensor.detach())
 
             with saved_tensors_hooks(pack, restore):
-                return forward(hidden, *others)
+                return forward(hidden, *others, **named)
 
         return run
 

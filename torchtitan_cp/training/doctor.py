@@ -62,7 +62,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
     mask = AttentionMask(document_lengths=(lengths,))
-    samples = trainer.data_pipeline.samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
+    samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
+    trainer.data_pipeline.samples = samples  # type: ignore[assignment]
     whole_plans = replace(layout, make_plan=make_plan).plans(mask)
 
     def run(changed: int | None) -> float:

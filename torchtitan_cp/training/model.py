@@ -13,7 +13,7 @@ from torchtitan_cp.attention import ContextParallel, Plan, attend, sum_ranks, wa
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import Compile
+from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import layer_costs
@@ -38,11 +38,9 @@ WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 class LayerAttention:
     """The attention that the model calls, with a plan for each window that its layers have."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Attention of a layer with this window."""
-        return attend(q, k, v, plans[window], sinks=sinks)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
+        """Attention of a layer with this window; options as of `attend`."""
+        return attend(q, k, v, plans[window], **options)
 
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
         """Sum over the ranks that share each sequence."""
@@ -61,6 +59,14 @@ class StepSums(NamedTuple):
     loss: Tensor
     tokens: Tensor
     largest_logit: Tensor
+
+
+def set_rope(model: Any, args: Any, rope: Rope | None, seq_len: int, device: torch.device) -> None:
+    """Give a model the rotary embedding of a stage of `seq_len` tokens; None: the model's own."""
+    if rope:
+        model.set_rope(*rope_frequencies(rope, args.rotary_dim, seq_len), device)
+    else:
+        model.reset_rope(seq_len, device)
 
 
 class ParallelModel:
@@ -103,7 +109,9 @@ class ParallelModel:
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
-        self.token_loss = ChunkedCrossEntropy(config.training.loss_chunk_tokens, config.training.z_loss)
+        self.token_loss = ChunkedCrossEntropy(
+            config.training.loss_chunk_tokens, config.training.z_loss, args.logit_scale, args.logit_softcap
+        )
         self.observe: Observe | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
         watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
@@ -137,9 +145,8 @@ class ParallelModel:
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
         names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
         context_parallel = ContextParallel(cp_mesh, *names, max(1, self.world.ranks_per_node // stage.tp))
-        frequencies, factor = rope_frequencies(stage.rope, self.args.head_dim, stage.seq_len)
         for part in self.parts:
-            part.set_rope(frequencies, factor, self.device)  # type: ignore[operator]
+            set_rope(part, self.args, stage.rope, stage.seq_len, self.device)
         return BatchLayout(
             stage.seq_len,
             stage.micro_batches,
@@ -279,9 +286,10 @@ class ParallelModel:
     def _group_parameters(self) -> list[list[nn.Parameter]]:
         """This rank's parameters by block, and last those of no block; each counted once over the pipeline."""
         groups: list[list[nn.Parameter]] = [[] for _ in range(self.args.n_layers + 1)]
-        for name, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
-            pieces = name.split(".")
-            groups[int(pieces[1]) if pieces[0] == "layers" else -1].append(parameter)
+        layers = [layer for part in self.parts for layer in part.layers.items()]  # type: ignore[operator, union-attr]
+        numbers = {parameter: int(number) for number, layer in layers for parameter in layer.parameters()}
+        for _, parameter in self.pipeline.unique_parameters() if self.pipeline else self.parts[0].named_parameters():
+            groups[numbers.get(parameter, -1)].append(parameter)
         return groups
 
     def numbered_parts(self) -> list[tuple[int, nn.Module]]:

@@ -23,13 +23,15 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan_cp.attention.doctor import by_layer
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.curriculum import StagePlan, rope_frequencies
+from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
+from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -171,7 +173,7 @@ def _single_step(
 ) -> Step:
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32."""
     device = trainer.device
-    model = single_model(trainer, stage, weights, plain_attention).to(dtype)
+    model = single_model(trainer, stage, weights, plain_attention, dtype)
     tokens, labels, positions, documents = (device.move(x) for x in all_sequences(trainer, batch_layout))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
@@ -183,14 +185,19 @@ def _single_step(
 
 
 def single_model(
-    trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor], attention: Callable[..., Tensor]
-) -> nn.Module:
+    trainer: Trainer,
+    stage: StagePlan,
+    weights: dict[str, Tensor],
+    attention: Callable[..., Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """The whole model on this rank, with these weights and this attention."""
-    model = registry.architecture(trainer.config.model).build(trainer.model.args, attention)
+    args, device = trainer.model.args, trainer.device.device
+    model = registry.architecture(trainer.config.model).build(args, attention)
     model.load_state_dict(weights, strict=False)
-    frequencies, factor = rope_frequencies(stage.rope, trainer.model.args.head_dim, stage.seq_len)
-    model.set_rope(frequencies, factor, trainer.device.device)
-    return model.to(trainer.device.device)
+    model.to(device, dtype)
+    set_rope(model, args, stage.rope, stage.seq_len, device)
+    return model
 
 
 def single_loss(model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor, plan: Any) -> float:
@@ -229,7 +236,14 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    window: int,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Scaled dot-product attention of whole sequences with an explicit mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -238,13 +252,17 @@ def plain_attention(
     distance = rows.unsqueeze(1) - rows
     seen = (distance >= 0) & (distance < (window or len(rows)))
     mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+    if softcap:
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
+        weights = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf).softmax(-1)
+        return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2)
     if sinks is not None:
         # One more key and value of zeros, whose score is the sink.
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
         column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
         mask = torch.cat([scores, column], -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale).transpose(1, 2)
 
 
 @contextmanager
@@ -296,15 +314,10 @@ def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
 
 def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is compared; see Step."""
-    layers: dict[str, list[Tensor]] = {}
-    for name, gradient in gradients.items():
-        first, *rest = name.split(".")
-        layer = f"{first}.{rest[0]}" if len(rest) > 1 and rest[0].isdigit() else first
-        layers.setdefault(layer, []).append(gradient.flatten())
     return {
         "loss": torch.tensor(loss),
         **{f"attention output, {name}": out for name, out in attention.items()},
-        **{f"gradients, {layer}": torch.cat(parts) for layer, parts in layers.items()},
+        **{f"gradients, {layer}": vector for layer, vector in by_layer(gradients).items()},
     }
 
 

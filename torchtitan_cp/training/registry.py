@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.sections import Model
 
@@ -29,41 +31,66 @@ def architecture(model: Model) -> Any:
     if model.architecture not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise ConfigError(f"model.architecture = {model.architecture!r} is not known", fix=f"use one of {known}")
-    return _ARCHITECTURES[model.architecture]
+    found = _ARCHITECTURES[model.architecture]
+    if found.needs:
+        import_extra(found.needs, extra="hub", needed_by=f"model.architecture = {found.name!r}")
+    return found
 
 
-def check_support(config: Config, degrees: Any) -> None:
-    """Refuse what the config asks for and its architecture lacks.
+def check_support(config: Config, stage: Any) -> None:
+    """Refuse what the config asks for in a stage, and its architecture lacks.
 
     Args:
-        degrees: with `pp` and `tp`, of the mesh or of a stage.
+        stage: a StagePlan.
 
     Raises:
         ConfigError: naming the key, and the architecture's reason.
     """
     for key, reason in architecture(config.model).lacks.items():
         section, name = key.split(".")
-        plain = 1 if section == "parallel" else False
-        if (getattr(degrees, name) if section == "parallel" else getattr(getattr(config, section), name)) != plain:
+        of_stage = {"parallel": stage, "activation": stage.activation}
+        value = getattr(of_stage.get(section, getattr(config, section)), name)
+        plain = False if isinstance(value, bool) else 1
+        if value != plain:
             raise ConfigError(
                 f"{key} is not supported by the architecture {config.model.architecture!r}: {reason}",
                 fix=f"set {key} = {str(plain).lower()}, or use another model.architecture",
             )
 
 
+def check_rope(stage: Any, args: Any) -> None:
+    """Refuse a stage's `rope` that the model of these args cannot follow.
+
+    Raises:
+        ConfigError: with the model's reason.
+    """
+    reason = args.rope_problem(stage.rope.kind) if stage.rope else None
+    if reason:
+        raise ConfigError(
+            f"curriculum.stages[{stage.index}].rope: {reason}", fix="leave it out; the model keeps its own"
+        )
+
+
 def model_args_of(model: Model) -> Any:
-    """The ModelArgs of [model]: the flavor's sizes, or the hub checkpoint's where no flavor is set, with overrides.
+    """The ModelArgs of [model]: the flavor's sizes, or config.json's where no flavor is set, with overrides.
 
     Its vocab_size is 0 where the tokenizer decides it.
 
     Raises:
         ConfigError: an unknown flavor or override, an override of the wrong type, sizes that do not fit each other or
-            are not those of model.hub_checkpoint.
+            are not those of config.json.
     """
+    if model.hub_checkpoint and model.config:
+        raise ConfigError(
+            "model.hub_checkpoint and model.config both say what the model is",
+            fix="leave out model.config, or model.hub_checkpoint for fresh weights",
+        )
+    if architecture(model).args_of:
+        return _args_of_config(model)
     flavors, flavor = architecture(model).flavors, model.flavor or DEFAULT_FLAVOR
     if flavor not in flavors:
         raise ConfigError(f"model.flavor = {flavor!r} is not known", fix=f"use one of {', '.join(flavors)}")
-    hub_sizes = _hub_sizes(model) if model.hub_checkpoint else {}
+    hub_sizes = _hub_sizes(model) if has_hub_config(model) else {}
     args = flavors[flavor] if model.flavor else dataclasses.replace(flavors[flavor], **hub_sizes)
     args = args_from(model, sizes_of(args) | model.overrides)
     if problem := args.problem():
@@ -85,7 +112,8 @@ def args_from(model: Model, sizes: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: an unknown size, or one of the wrong type; only model.overrides can have any.
     """
-    kind = type(next(iter(architecture(model).flavors.values())))
+    found = architecture(model)
+    kind = found.args_type() if found.args_type else type(next(iter(found.flavors.values())))
     return build(kind, sizes, where="model.overrides", file=f"the architecture {model.architecture!r}")
 
 
@@ -119,30 +147,78 @@ def config_for_hub(model: Model, args: Any) -> dict[str, Any]:
         ) from None
 
 
+def has_hub_config(model: Model) -> bool:
+    """Whether a config.json says what the model is."""
+    return bool(model.hub_checkpoint or model.config)
+
+
+def _args_of_config(model: Model) -> Any:
+    """ModelArgs of an architecture without flavors."""
+    if model.flavor or not has_hub_config(model):
+        raise ConfigError(
+            f"the architecture {model.architecture!r} takes its sizes from a config.json"
+            + (f", not from model.flavor = {model.flavor!r}" if model.flavor else ", and there is none"),
+            fix="set model.hub_checkpoint, or for fresh weights model.config, and leave out model.flavor",
+        )
+    try:
+        return architecture(model).args_of(hub_config(model), model.overrides)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{_config_path(model)}: {error}", fix="use another model, or change model.overrides"
+        ) from error
+
+
 def _hub_sizes(model: Model) -> dict[str, Any]:
-    """Sizes of the hub checkpoint, named as in ModelArgs."""
+    """Sizes of config.json, named as in ModelArgs."""
     try:
         return hub_of(model).sizes(hub_config(model))
     except KeyError as error:
-        problem, fix = f"config.json has no {error}", "give a complete config.json"
+        problem, fix = f"has no {error}", "give a complete config.json"
     except (ValueError, TypeError) as error:
-        problem, fix = f"config.json: {error}", "use another checkpoint"
-    raise ConfigError(f"model.hub_checkpoint: {model.hub_checkpoint}/{problem}", fix=fix)
+        problem, fix = str(error), "use another checkpoint"
+    raise ConfigError(f"{_config_path(model)}: {problem}", fix=fix)
 
 
 def hub_config(model: Model) -> dict[str, Any]:
-    """The config.json of model.hub_checkpoint.
+    """The config.json of model.hub_checkpoint or model.config.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    path = Path(os.path.expanduser(model.hub_checkpoint), "config.json")
+    path = _config_path(model)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
+        key = "hub_checkpoint" if model.hub_checkpoint else "config"
         raise ConfigError(
-            f"model.hub_checkpoint: {path} cannot be read: {getattr(error, 'strerror', error)}",
+            f"model.{key}: {path} cannot be read: {getattr(error, 'strerror', error)}",
             fix="give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it",
+        ) from None
+
+
+def _config_path(model: Model) -> Path:
+    if model.hub_checkpoint:
+        return hub_folder(model) / "config.json"
+    path = Path(os.path.expanduser(model.config))
+    return path / "config.json" if path.is_dir() else path
+
+
+def hub_folder(model: Model, pattern: str = "config.json") -> Path:
+    """The folder of model.hub_checkpoint; where it is a name on the hub, files like `pattern` are downloaded.
+
+    Raises:
+        ConfigError: they cannot be downloaded.
+    """
+    name, folder = model.hub_checkpoint, Path(os.path.expanduser(model.hub_checkpoint))
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return folder
+    hub = import_extra("huggingface_hub", extra="hub", needed_by=f"model.hub_checkpoint = {name!r}")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer*", pattern]))
+    except Exception as error:  # of the network, of its server, of its cache
+        raise ConfigError(
+            f"model.hub_checkpoint: there is no folder {name}, and downloading it failed: {error}",
+            fix="give a folder with config.json and *.safetensors, or a name on the hub",
         ) from None
 
 

@@ -74,12 +74,13 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     check_config(config, ranks)
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
-    check_head_dim(stages, model_args.head_dim)
+    check_head_dim(stages, model_args.rotary_dim)
     if config.checkpoint.export != "no":
         registry.config_for_hub(config.model, model_args)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         registry.check_support(config, stage)
+        registry.check_rope(stage, model_args)
         check_tensor_parallel(model_args, stage.tp)
         plan_pipeline(config.parallel, stage.pp, costs)
         make_plan(
@@ -96,12 +97,14 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
 
 
 def _with_defaults(config: Config) -> Config:
-    """The config with a flavor and with a RoPE in each stage: as written, else the hub checkpoint's, else defaults."""
+    """The config with a flavor and with a RoPE in each stage: as written, else config.json's, else defaults."""
     model, stages = config.model, config.curriculum.stages
+    if registry.architecture(model).args_of:
+        return config
     if not all(stage.rope for stage in stages):
-        rope = hub_rope(registry.hub_config(model)) if model.hub_checkpoint else Rope()
+        rope = hub_rope(registry.hub_config(model)) if registry.has_hub_config(model) else Rope()
         stages = tuple(dataclasses.replace(stage, rope=stage.rope or rope) for stage in stages)
-    if not model.hub_checkpoint:
+    if not registry.has_hub_config(model):
         model = dataclasses.replace(model, flavor=model.flavor or registry.DEFAULT_FLAVOR)
     curriculum = dataclasses.replace(config.curriculum, stages=stages)
     return dataclasses.replace(config, model=model, curriculum=curriculum)
@@ -110,7 +113,7 @@ def _with_defaults(config: Config) -> Config:
 def examined_config(config: Config, ranks: int) -> Config:
     """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
     stage = dataclasses.replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "curriculum": {"stages": (stage,)},
         "parallel": {
             "pp": 1,

@@ -14,6 +14,7 @@ from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, UserError
+from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
@@ -234,10 +235,11 @@ class Trainer:
             )
 
     def _start_from_hub(self) -> None:
-        """Take the weights of model.hub_checkpoint, if the config names one."""
+        """Take the weights of model.hub_checkpoint, if the config names one and wants them."""
         model, rope = self.config.model, self.stages[0].rope
-        if model.hub_checkpoint:
-            start_from_hub(Path(model.hub_checkpoint), self.model.parts, registry.hub_of(model).names, rope)
+        if model.hub_checkpoint and model.load_weights:
+            folder = registry.hub_folder(model, "*.safetensors*")
+            start_from_hub(folder, self.model.parts, registry.hub_of(model).names, rope or Rope())
 
     # A stage -----------------------------------------------------------------------------------------------
 
@@ -424,6 +426,8 @@ class Trainer:
             "compute_dtype": config.training.compute_dtype,
             "loss_chunk_tokens": config.training.loss_chunk_tokens,
             "z_loss": config.training.z_loss,
+            "logit_scale": self.model.args.logit_scale,
+            "logit_softcap": self.model.args.logit_softcap,
         }
         return save_bundle(self.diagnoser, found, step, read, about, self.folder / "health" / f"step-{step}")
 

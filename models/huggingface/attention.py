@@ -1,0 +1,54 @@
+"""The attention function that transformers calls in place of its own: every keyword is honoured or refused."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "torchtitan_cp"
+# Keywords that change nothing here: positions are in q and k already, and nothing else is asked for.
+HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position", "is_causal"}
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    plans: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer, by `module.attend`.
+
+    Args:
+        module: of the layer; it has `attend`, and `shared.plans` for families that drop unknown keywords.
+        query: `[B, Hq, S/cp, Dqk]`; key `[B, Hkv, S/cp, Dqk]`; value `[B, Hkv, S/cp, Dv]`.
+        sliding_window: keys that a query sees, itself included.
+        s_aux: `[Hq]`, sinks.
+
+    Returns:
+        (`[B, S/cp, Hq, Dv]` contiguous, no weights).
+
+    Raises:
+        ValueError: a mask, dropout or keyword that would be lost.
+    """
+    lost = {name: x for name, x in others.items() if name not in HARMLESS and x is not None}
+    if attention_mask is not None or dropout or lost or (s_aux is not None and s_aux.ndim != 1):
+        what = "a mask" if attention_mask is not None else "dropout" if dropout else ", ".join(lost) or "sinks by token"
+        raise ValueError(f"{type(module).__name__} calls attention with {what}, which is not supported")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    plans = module.shared.plans if plans is None else plans  # type: ignore[union-attr]
+    options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    out = module.attend(q, k, v, plans, sliding_window or 0, scale=scaling, softcap=softcap or 0.0, **options)  # type: ignore[operator]
+    return out.contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)

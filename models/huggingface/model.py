@@ -1,0 +1,191 @@
+"""A causal language model of transformers as the trainer knows a model: its layers, its output, its frequencies."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from models.huggingface.args import HuggingFaceArgs, transformers_config
+from models.huggingface.init import Initializer
+
+FULL = "full_attention"  # the layer type whose frequencies a stage changes
+
+
+class Shared:
+    """What a forward hands to modules that its arguments do not reach.
+
+    Attributes:
+        plans: of the forward that runs now, also while backward recomputes it.
+        head: of that forward; heading: it runs; result: what it returned.
+    """
+
+    plans: Any = None
+    head: Any = None
+    heading = False
+    result: Any = None
+
+
+class HuggingFaceModel(nn.Module):
+    """Parameters and modules have the names that transformers gives them.
+
+    Args:
+        args: of the model.
+        attend: (q `[B, S/cp, Hq, Dqk]`, k, v, plans, window, scale, softcap, and with sinks `sinks=`)
+            -> `[B, S/cp, Hq, Dv]`.
+    """
+
+    def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.args, self.shared = args, Shared()
+        causal = AutoModelForCausalLM.from_config(transformers_config(args), dtype=torch.float32)
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
+        # In a tuple, so that nothing is registered twice.
+        self._causal, self._layers = (causal,), (nn.ModuleDict(layers),)
+        self._initializer = (Initializer(causal.config),)
+        for layer in args.look.layers:
+            module = self.get_submodule(layer.attention)
+            module.attend, module.shared = attend, self.shared  # type: ignore[assignment]
+        output = causal.get_output_embeddings()
+        output.forward = self._run_head(output)
+        for rotary, _ in self._rotaries():
+            rotary.forward = in_double(rotary.forward)
+        self.opens = self.closes = True
+
+    @property
+    def causal(self) -> Any:
+        """The model of transformers, whose modules are this one's."""
+        return self._causal[0]
+
+    @property
+    def layers(self) -> nn.ModuleDict:
+        """Decoder layers by number."""
+        return self._layers[0]
+
+    @property
+    def tok_embeddings(self) -> nn.Module:
+        module: nn.Module = self.causal.get_input_embeddings()
+        return module
+
+    @property
+    def output(self) -> nn.Module:
+        module: nn.Module = self.causal.get_output_embeddings()
+        return module
+
+    def keep(self, first: int, stop: int) -> None:
+        """See Llama; here all layers stay together."""
+        assert (first, stop) == (0, len(self.layers))
+
+    def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
+        """See Llama."""
+        self.shared.plans, self.shared.head = plan, head
+        positions = positions.expand(tokens.shape)
+        logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plan).logits
+        result, self.shared.result = self.shared.result, None
+        return result if head else logits
+
+    def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
+        """A forward of the output layer that runs the head on its input, where there is one.
+
+        A head that calls the output layer gets logits, finished as the model finishes them.
+        """
+        project, args = output.forward, self.args
+
+        def run(hidden: Tensor) -> Tensor:
+            shared, head = self.shared, self.shared.head
+            if shared.heading:
+                logits = project(hidden) * args.logit_scale
+                cap = args.logit_softcap
+                return cap * torch.tanh(logits / cap) if cap else logits
+            if head is None:
+                return project(hidden)
+            shared.heading = True
+            try:
+                shared.result = head(hidden, output)
+            finally:
+                shared.heading = False
+            return hidden[..., :1]  # what follows turns logits into logits
+
+        return run
+
+    def set_rope(self, inverse_frequencies: Sequence[float], attention_factor: float, device: torch.device) -> None:
+        """Use these frequencies in the layers of full attention; the others keep theirs. See Llama."""
+        frequencies = torch.tensor(inverse_frequencies, dtype=torch.float64, device=device)
+        for rotary, layer_type in self._rotaries():
+            if layer_type in (None, FULL):
+                _set_frequencies(rotary, layer_type, frequencies, attention_factor)
+
+    def reset_rope(self, seq_len: int, device: torch.device) -> None:
+        """Use the frequencies of config.json, for sequences of `seq_len` tokens."""
+        for rotary, layer_type in self._rotaries():
+            values = rotary.config.rope_parameters
+            kind = (values[layer_type] if layer_type else values)["rope_type"]
+            compute = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            named = {"layer_type": layer_type} if layer_type else {}
+            frequencies, factor = compute(rotary.config, device, seq_len=seq_len, **named)
+            _set_frequencies(rotary, layer_type, frequencies.double(), factor)
+
+    def _rotaries(self) -> Iterator[tuple[Any, str | None]]:
+        """(rotary embedding, layer type or None) of all frequencies."""
+        for module in self.modules():
+            kinds = getattr(module, "rope_type", None)
+            for layer_type in kinds if isinstance(kinds, dict) else () if kinds is None else (None,):
+                yield module, layer_type
+
+    def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
+        """First value of a parameter, whole, fp32; it depends on name and seed alone."""
+        return self._initializer[0].parameter(name, seed, device)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "HuggingFaceModel":
+        """As of any module; buffers get their values."""
+        super().to_empty(device=device, recurse=recurse)
+        self.restore_buffers(torch.device(device))
+        return self
+
+    def restore_buffers(self, device: torch.device) -> None:
+        """Give all buffers the values that a model which was never on the meta device has."""
+        for name, value in self._initializer[0].buffers(device).items():
+            owner, _, own = name.rpartition(".")
+            setattr(self.get_submodule(owner), own, value)
+
+
+def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, factor: float) -> None:
+    prefix = f"{layer_type}_" if layer_type else ""
+    setattr(rotary, f"{prefix}inv_freq", frequencies)
+    setattr(rotary, f"{prefix}attention_scaling", factor)
+    # Other kinds choose by the largest position they see, which differs from rank to rank.
+    if layer_type:
+        rotary.rope_type[layer_type] = "default"
+    else:
+        rotary.rope_type = "default"
+
+
+class _Double(TorchFunctionMode):
+    """Numbers that a function casts to fp32 become fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float:
+            func = Tensor.double
+        if func is Tensor.to:
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotary embedding's forward with angles in fp64: at 1M positions those in fp32 are off by 0.06 radians."""
+
+    def run(x: Tensor, *inputs: Any, **named: Any) -> Any:
+        with _Double():
+            waves = forward(x, *inputs, **named)
+        narrow = torch.complex64 if torch.is_tensor(waves) and waves.is_complex() else x.dtype
+        return waves.to(narrow) if torch.is_tensor(waves) else tuple(wave.to(narrow) for wave in waves)
+
+    return run
