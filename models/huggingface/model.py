@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.huggingface.args import HuggingFaceArgs, transformers_config
+from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
 
 FULL = "full_attention"  # the layer type whose frequencies a stage changes
@@ -21,16 +23,23 @@ class Shared:
     Attributes:
         plans: of the forward that runs now, also while backward recomputes it.
         head: of that forward; heading: it runs; result: what it returned.
+        router_logits: of that forward, `[B S/cp, X]` from each layer with experts.
     """
 
     plans: Any = None
     head: Any = None
     heading = False
     result: Any = None
+    router_logits: Any = None
 
 
 class HuggingFaceModel(nn.Module):
     """Parameters and modules have the names that transformers gives them.
+
+    Where config.json has `output_router_logits`, `router_aux_loss_coef` times the balance loss of transformers joins the
+    loss, for each sequence by itself: X times the sum over experts of the share of choices and the mean probability, both
+    over all tokens and layers. As in models/moe, shares are counted over all ranks that hold the sequence, and the sum
+    over its tokens is divided by what divides the cross-entropy. Source: Switch Transformer (Fedus et al., 2021).
 
     Args:
         args: of the model.
@@ -41,7 +50,9 @@ class HuggingFaceModel(nn.Module):
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.args, self.shared = args, Shared()
-        causal = AutoModelForCausalLM.from_config(transformers_config(args), dtype=torch.float32)
+        config = transformers_config(args)
+        config.output_router_logits = False
+        causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
@@ -56,6 +67,11 @@ class HuggingFaceModel(nn.Module):
         for rotary, _ in self._rotaries():
             rotary.forward = in_double(rotary.forward)
         self.opens = self.closes = True
+        wanted = args.config.get("output_router_logits")
+        self.balance = float(args.config.get("router_aux_loss_coef") or 0.0) if wanted else 0.0
+        self.sum_ranks = getattr(attend, "sum_ranks", None)
+        for name in args.look.routers if self.balance else ():
+            self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
     @property
     def causal(self) -> Any:
@@ -83,11 +99,32 @@ class HuggingFaceModel(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
         """See Llama."""
-        self.shared.plans, self.shared.head = plan, head
+        balances = bool(self.balance and head and self.training)
+        self.shared.plans, self.shared.head, self.shared.router_logits = plan, head, [] if balances else None
         positions = positions.expand(tokens.shape)
         logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plan).logits
         result, self.shared.result = self.shared.result, None
+        if balances:
+            loss_sum, *others = result
+            result = (loss_sum + self.balance * self._balance_loss(len(tokens), plan), *others)
+        self.shared.router_logits = None  # backward may run the layers again
         return result if head else logits
+
+    def _keep_router_logits(self, router: nn.Module, inputs: Any, output: Any) -> None:
+        if self.shared.router_logits is not None:
+            self.shared.router_logits.append(output[0] if isinstance(output, tuple) else output)
+
+    def _balance_loss(self, rows: int, plan: Any) -> Tensor:
+        """The balance loss times the number of tokens here, fp32."""
+        logits, chosen = self.shared.router_logits, self.args.token_copies
+        probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
+        experts = probabilities[0].shape[-1]
+        counts: Any = sum(F.one_hot(x.topk(chosen, -1).indices, experts).sum((1, 2)) for x in probabilities)
+        if self.sum_ranks:
+            counts = self.sum_ranks(counts, plan)
+        shares = counts * chosen / counts.sum(-1, keepdim=True)
+        total: Any = sum(torch.einsum("bsx,bx->", x, shares) for x in probabilities)
+        return total * experts / len(logits)
 
     def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
         """A forward of the output layer that runs the head on its input, where there is one.

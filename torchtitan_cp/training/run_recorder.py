@@ -97,7 +97,7 @@ class RunRecorder:
         if config.job.description:
             logger.say(config.job.description)
         logger.say(
-            f"{config.model.architecture} {config.model.flavor or Path(config.model.hub_checkpoint).name}: "
+            f"{config.model.architecture} {config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem}: "
             f"{self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"

@@ -1,0 +1,166 @@
+"""Sizes of a causal language model of transformers: its config.json, and what the look at it says."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from models.huggingface.look import LayerLook, Look, look_at
+
+# Of the library, of this machine or of how the checkpoint is stored, not of the model.
+_DROPPED = ("transformers_version", "dtype", "torch_dtype", "architectures", "auto_map", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class HuggingFaceArgs:
+    """A model's config.json, and its sizes as the planner asks for them (see models/architecture.py).
+
+    Attributes:
+        config: of the text model, with overrides.
+        vocab_size: V; 0 takes the tokenizer's.
+    """
+
+    config: dict[str, Any]
+    vocab_size: int = 0
+
+    def __hash__(self) -> int:
+        return hash((json.dumps(self.config, sort_keys=True), self.vocab_size))
+
+    @cached_property
+    def look(self) -> Look:
+        """Raises ValueError: the model cannot be trained as it is."""
+        return _look(json.dumps(self.config, sort_keys=True), self.vocab_size)
+
+    @property
+    def _widest(self) -> LayerLook:
+        return max(self.look.layers, key=lambda layer: layer.n_heads * (layer.qk_dim + layer.v_dim))
+
+    @property
+    def dim(self) -> int:
+        return self.look.dim
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.look.layers)
+
+    @property
+    def n_heads(self) -> int:
+        return self._widest.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return max(layer.n_kv_heads for layer in self.look.layers)
+
+    @property
+    def head_dim(self) -> int:
+        return self._widest.qk_dim
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """The window of each layer, 0 for none."""
+        return tuple(layer.window for layer in self.look.layers)
+
+    windows = layer_windows
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return self.look.tie_embeddings
+
+    @property
+    def logit_scale(self) -> float:
+        return self.look.logit_scale
+
+    @property
+    def logit_softcap(self) -> float:
+        return self.look.logit_softcap
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims that the rotary embedding of full attention turns; 0 without one."""
+        layers = [layer for layer in self.look.layers if layer.rotary in self.look.rotaries]
+        full = [layer for layer in layers if not layer.window] or layers
+        return self.look.rotaries[full[0].rotary] if full else 0
+
+    @property
+    def sinks(self) -> bool:
+        return any(layer.sinks for layer in self.look.layers)
+
+    @property
+    def token_copies(self) -> int:
+        """Copies that the MLP makes of a token's hidden state: one for each expert of the token."""
+        return max(layer.experts_per_token for layer in self.look.layers)
+
+    @property
+    def token_ffn_dim(self) -> int:
+        """Width of the MLP for one token, as if it had three matrices; the mean over layers."""
+        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.dim * self.n_layers)
+
+    ffn_dim = token_ffn_dim
+
+    def linear_parameters(self) -> int:
+        """Weights that multiply each token once: blocks and output, without the embedding look-up."""
+        return sum(layer.token_matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+
+    def matrix_parameters(self) -> int:
+        """Weights of the same matrices, including those that a token does not use."""
+        return sum(layer.matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+
+    def problem(self) -> str | None:
+        """Why these sizes are not a valid model, or None."""
+        try:
+            return None if self.look else None
+        except ValueError as error:
+            return str(error)
+
+
+@lru_cache(maxsize=8)
+def _look(config: str, vocab_size: int) -> Look:
+    return look_at(transformers_config(HuggingFaceArgs(json.loads(config), vocab_size)))
+
+
+def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:
+    """The config from which transformers builds the model, with our attention and without a cache."""
+    sizes = args.config | ({"vocab_size": args.vocab_size} if args.vocab_size else {})
+    config = CONFIG_MAPPING[sizes["model_type"]].from_dict(sizes)
+    config._attn_implementation, config.use_cache = "torchtitan_cp", False
+    return config
+
+
+def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> HuggingFaceArgs:
+    """The args of a config.json; of a multimodal one, those of its text model.
+
+    Raises:
+        ValueError: transformers has no such model, or cannot make it of these values.
+    """
+    if config.get("quantization_config"):
+        raise ValueError("its weights are quantised (quantization_config): use a checkpoint in bfloat16 or float32")
+    whole = _parse(config)
+    text = whole.get_text_config(decoder=True)
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"transformers has no causal language model of type {text.model_type!r}")
+    given = (
+        config if text is whole else next((config.get(key) for key in vars(whole) if getattr(whole, key) is text), None)
+    )
+    known = text.to_dict()
+    if unknown := [key for key in overrides if key not in known and key not in text.attribute_map]:
+        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    sizes = {**(given or {}), **overrides, "model_type": text.model_type}
+    vocab_size = sizes.get("vocab_size", text.vocab_size)
+    sizes = _parse({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
+    kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
+    return HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
+
+
+def _parse(config: Mapping[str, Any]) -> PreTrainedConfig:
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        why = "and code from a checkpoint is not run" if config.get("auto_map") else "in this version"
+        raise ValueError(f"model_type is {kind!r}, which transformers does not have, {why}")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:
+        raise ValueError(f"transformers refuses this config of {kind!r}: {error}") from error
