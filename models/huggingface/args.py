@@ -109,6 +109,18 @@ class HuggingFaceArgs:
         """Weights of the same matrices, including those that a token does not use."""
         return sum(layer.matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
 
+    def rope_problem(self, kind: str) -> str | None:
+        """Why a stage cannot have a `rope` of this kind, or None."""
+        own = self.config.get("rope_parameters") or {}
+        types = {entry.get("rope_type") for entry in (own, *own.values()) if isinstance(entry, dict)}
+        if not self.rotary_dim or self.look.learned_positions:
+            return f"{self.look.model_class} has no rotary embedding in its layers of full attention"
+        if "proportional" in types:
+            return f"{self.look.model_class} turns a part of each head, by frequencies of the whole head"
+        if kind == "yarn" and self.look.scale_follows_rope:
+            return f"under YaRN {self.look.model_class} would scale its attention scores by the factor too"
+        return None
+
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
         try:

@@ -36,10 +36,11 @@ class Shared:
 class HuggingFaceModel(nn.Module):
     """Parameters and modules have the names that transformers gives them.
 
-    Where config.json has `output_router_logits`, `router_aux_loss_coef` times the balance loss of transformers joins the
-    loss, for each sequence by itself: X times the sum over experts of the share of choices and the mean probability, both
-    over all tokens and layers. As in models/moe, shares are counted over all ranks that hold the sequence, and the sum
-    over its tokens is divided by what divides the cross-entropy. Source: Switch Transformer (Fedus et al., 2021).
+    Where config.json has `output_router_logits`, `router_aux_loss_coef` times the balance loss of transformers joins
+    the loss, for each sequence by itself: X times the sum over experts of the share of choices and the mean
+    probability, both over all tokens and layers. As in models/moe, shares are counted over all ranks that hold the
+    sequence, and the sum over its tokens is divided by what divides the cross-entropy. Source: Switch Transformer
+    (Fedus et al., 2021).
 
     Args:
         args: of the model.
