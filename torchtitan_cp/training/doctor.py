@@ -88,6 +88,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         model = parity.single_model(
             trainer, stage, weights, LayerAttention() if through_ours else parity.plain_attention
         )
+        if not through_ours and hasattr(model, "causal"):
+            model.causal.set_attn_implementation("eager")  # of transformers, with its own masks
 
         def run(changed: int | None) -> float:
             samples.changed = changed
