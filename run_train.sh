@@ -5,6 +5,7 @@
 #   CONFIG_FILE=my.toml NPROC=8 ./run_train.sh          another config and number of ranks
 #   ./run_train.sh --help                               every key
 #   ./run_train.sh --verify-parity                      compare the first step on all ranks with one rank
+#   ./run_train.sh --doctor                             say whether context parallelism is safe for the model
 #   ./run_train.sh --dry-run --world-size 8             run a step of each stage as one of 8 ranks, without devices
 #
 #   CONFIG_FILE    TOML file                            (default train_configs/quickstart.toml)

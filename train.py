@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.lock import run_dir_lock
-from torchtitan_cp.cli.train import add_parity_argument
+from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.data.errors import PreparationStoppedError
@@ -24,6 +25,7 @@ from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
+from torchtitan_cp.training.doctor import run_doctor
 from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
@@ -44,7 +46,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", default="train_configs/quickstart.toml", help="TOML file")
-    add_parity_argument(parser)
+    add_comparison_arguments(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -68,9 +70,11 @@ def main(arguments: list[str]) -> int:
             return 0
         with name_lost_ranks():
             world = start_ranks(config.job.startup_timeout_seconds)
-        if options.verify_parity is None:
+        compare = ((verify_parity, options.verify_parity), (run_doctor, options.doctor))
+        asked = [partial(comparison, config, world, length) for comparison, length in compare if length is not None]
+        if not asked:
             run(config, world)
-        elif not verify_parity(config, world, options.verify_parity):
+        elif not all(holds() for holds in asked):
             return end_job("", PARITY_BROKEN)
         stop_ranks()
     except (UserError, ContextParallelError) as error:

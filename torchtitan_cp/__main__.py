@@ -8,6 +8,7 @@ COMMANDS = {
     "train": ("torchtitan_cp.cli.train", "train a config, on this node's ranks"),
     "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),
     "plan": ("torchtitan_cp.cli.plan", "estimate memory, communication and time of a config on a cluster"),
+    "doctor": ("torchtitan_cp.cli.doctor", "say whether context parallelism is safe for a config's model"),
     "evaluate": ("torchtitan_cp.cli.evaluate", "measure what a checkpoint retrieves, by length and depth"),
     "generate": ("torchtitan_cp.cli.generate", "continue a text"),
     "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),

@@ -6,6 +6,7 @@ between ranks, a kernel how one tile is computed. The plan lists each rank's til
 
 from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
 from torchtitan_cp.attention.collectives import watch_messages
+from torchtitan_cp.attention.doctor import doctor
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR
@@ -24,6 +25,7 @@ __all__ = [
     "attend",
     "choose_strategy",
     "context_parallel",
+    "doctor",
     "make_plan",
     "sum_ranks",
     "watch_messages",

@@ -5,7 +5,7 @@ import sys
 
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.training.resolve import check_files, resolve_run
+from torchtitan_cp.training.resolve import check_files, examined_config, resolve_run
 
 
 def main(arguments: list[str]) -> int:
@@ -17,12 +17,15 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument("--ranks", type=int, metavar="N", default=1, help="of the job, on all nodes (default 1)")
+    parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
     options, overrides = parser.parse_known_args(arguments)
     if options.ranks < 1:
         parser.error("--ranks is at least 1")
 
     def check() -> int:
-        print(f"{options.config}: {preflight(load_config(options.config, overrides), options.ranks)}")
+        config = load_config(options.config, overrides)
+        config = examined_config(config, options.ranks) if options.doctor else config
+        print(f"{options.config}: {preflight(config, options.ranks)}")
         return 0
 
     return run_command(check, options.config)

@@ -19,16 +19,13 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def add_parity_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --verify-parity, which the launcher and train.py both take."""
-    parser.add_argument(
-        "--verify-parity",
-        nargs="?",
-        const=0,
-        type=int,
-        metavar="LENGTH",
-        help="train nothing: compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs",
-    )
+def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --verify-parity and --doctor, which the launcher and train.py both take."""
+    for flag, what in (
+        ("--verify-parity", "compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs"),
+        ("--doctor", "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not"),
+    ):
+        parser.add_argument(flag, nargs="?", const=0, type=int, metavar="LENGTH", help=f"train nothing: {what}")
 
 
 def default_ranks() -> int:
@@ -82,7 +79,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nnodes", type=int, metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="accepted; nodes number themselves")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
-    add_parity_argument(parser)
+    add_comparison_arguments(parser)
     options, rest = parser.parse_known_args(arguments)
     if min(1 if options.nproc is None else options.nproc, options.nnodes) < 1:
         parser.error("--nproc and --nnodes are at least 1")
@@ -101,9 +98,12 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # One clear message and exit code 2 before any rank starts.
     check = ["-m", "torchtitan_cp.cli.check", options.config, "--ranks", str(ranks * options.nnodes), *rest]
-    launcher = load_launcher([sys.executable, *check])
+    if options.doctor is not None:
+        check.append("--doctor")
+        program += ["--doctor", str(options.doctor)]
     if options.verify_parity is not None:
         program += ["--verify-parity", str(options.verify_parity)]
+    launcher = load_launcher([sys.executable, *check])
     place = {"nodes": options.nnodes, "endpoint": options.rdzv_endpoint} if options.nnodes > 1 else {}
     return int(launcher.launch(program, ranks, max_restarts=config.job.max_restarts, **place))
 

@@ -23,6 +23,7 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan_cp.attention.doctor import by_layer
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
@@ -102,11 +103,11 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
         ConfigError: the unsharded model does not fit on one rank.
     """
     trainer = Trainer(config, world)
-    _check_fits(trainer)
+    check_fits(trainer)
     # The first stage with each layout.
     layouts = {(stage.cp, stage.strategy, stage.all_to_all_ranks): stage for stage in reversed(trainer.stages)}
     stages = sorted(layouts.values(), key=lambda stage: stage.index)
-    comparisons = [_compare(trainer, _short(trainer, stage, length)) for stage in stages]
+    comparisons = [_compare(trainer, shorten(trainer, stage, length)) for stage in stages]
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
@@ -115,11 +116,15 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     return all(comparison.holds for comparison in comparisons)
 
 
-def _short(trainer: Trainer, stage: StagePlan, length: int) -> StagePlan:
-    """The stage at a short length, with one micro-batch, or one for each pipeline rank."""
+def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHORT_TOKENS) -> StagePlan:
+    """The stage at a short length, with one micro-batch, or one for each pipeline rank.
+
+    Args:
+        length: of its sequences; 0: at least `default`, and what the layout can split.
+    """
     config = trainer.config
     unit = stage.cp * trainer.meshes.degrees.tp * (8 if config.context_parallel.layout == "balanced" else 2)
-    seq_len = length or min(-(-SHORT_TOKENS // unit) * unit, stage.seq_len)
+    seq_len = length or min(-(-default // unit) * unit, stage.seq_len)
     micro_batches = trainer.meshes.pp.size()
     tokens = seq_len * stage.dp * stage.micro_batch_sequences * micro_batches
     return dataclasses.replace(stage, seq_len=seq_len, micro_batches=micro_batches, global_batch_tokens=tokens)
@@ -134,7 +139,7 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
         )
     batch_layout = trainer.enter_stage(stage)
     parallel = _parallel_step(trainer, batch_layout)
-    weights = _gather(trainer, lambda p: p)
+    weights = gather(trainer, lambda p: p)
     found: list[Any] = [None]
     if trainer.world.rank == 0:
         dtype = trainer.model.compute_dtype
@@ -158,7 +163,7 @@ def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     plan = batch_layout.plans()[0]
     own = {key: plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
-    gradients = _gather(trainer, lambda p: p.grad)
+    gradients = gather(trainer, lambda p: p.grad)
     trainer.model.zero_grad()
     return Step(_values(report.loss, _gather_pipeline(trainer, own), gradients), int(peak))
 
@@ -168,29 +173,53 @@ def _single_step(
 ) -> Step:
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32."""
     device = trainer.device
-    model = registry.architecture(trainer.config.model).build(trainer.model.args, _plain_attention)
-    model.load_state_dict(weights, strict=False)
-    model.to(device.device, dtype)
-    set_rope(model, trainer.model.args, stage.rope, stage.seq_len, device.device)
-    tokens, labels, positions, documents = (device.move(x) for x in _all_sequences(trainer, batch_layout))
+    model = single_model(trainer, stage, weights, plain_attention, dtype)
+    tokens, labels, positions, documents = (device.move(x) for x in all_sequences(trainer, batch_layout))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
+    with _record_attention([model]) as outputs:
+        loss = single_loss(model, tokens, labels, positions, documents)
+    peak = device.peak_memory_bytes() - before
+    attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
+    return Step(_values(loss, attention, gradients_of(model)), peak)
+
+
+def single_model(
+    trainer: Trainer,
+    stage: StagePlan,
+    weights: dict[str, Tensor],
+    attention: Callable[..., Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The whole model on this rank, with these weights and this attention."""
+    args, device = trainer.model.args, trainer.device.device
+    model = registry.architecture(trainer.config.model).build(args, attention)
+    model.load_state_dict(weights, strict=False)
+    model.to(device, dtype)
+    set_rope(model, args, stage.rope, stage.seq_len, device)
+    return model
+
+
+def single_loss(model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor, plan: Any) -> float:
+    """The loss of whole sequences, from full logits in fp32; its backward has run where gradients are enabled."""
 
     def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
         logits = output(hidden).float().flatten(0, 1)
         loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return loss, loss.detach()
 
-    with _record_attention([model]) as outputs:
-        differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, documents, head))
+    differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, plan, head))
+    if torch.is_grad_enabled():
         differentiated.backward()
-    peak = device.peak_memory_bytes() - before
-    attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
-    gradients = {key: p.grad.float().cpu() for key, p in model.named_parameters() if p.grad is not None}
-    return Step(_values(loss.item(), attention, gradients), peak)
+    return loss.item()
 
 
-def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by name, fp32 on the host."""
+    return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unsharded sequences of the step, beginning with data-parallel rank 0's first micro-batch.
 
     Returns:
@@ -206,7 +235,7 @@ def _all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor,
     return tokens, labels, positions, numbers
 
 
-def _plain_attention(
+def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -261,7 +290,7 @@ def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]
             module.attend = attend
 
 
-def _gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
+def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
     """`get` of each parameter, gathered from all ranks, fp32 on the host. Collective."""
     found = {name: get(p) for part in trainer.model.parts for name, p in part.named_parameters()}
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
@@ -285,15 +314,10 @@ def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
 
 def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is compared; see Step."""
-    layers: dict[str, list[Tensor]] = {}
-    for name, gradient in gradients.items():
-        first, *rest = name.split(".")
-        layer = f"{first}.{rest[0]}" if len(rest) > 1 and rest[0].isdigit() else first
-        layers.setdefault(layer, []).append(gradient.flatten())
     return {
         "loss": torch.tensor(loss),
         **{f"attention output, {name}": out for name, out in attention.items()},
-        **{f"gradients, {layer}": torch.cat(parts) for layer, parts in layers.items()},
+        **{f"gradients, {layer}": vector for layer, vector in by_layer(gradients).items()},
     }
 
 
@@ -314,7 +338,7 @@ def _rows(
         yield Row(what, math.inf if math.isnan(difference) else difference, largest, allowed)
 
 
-def _check_fits(trainer: Trainer) -> None:
+def check_fits(trainer: Trainer) -> None:
     """Refuse a model that does not fit unsharded, with gradients and what is compared, beside the sharded one."""
     parameters = trainer.model.parameter_count
     copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes

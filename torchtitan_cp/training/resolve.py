@@ -110,6 +110,30 @@ def _with_defaults(config: Config) -> Config:
     return dataclasses.replace(config, model=model, curriculum=curriculum)
 
 
+def examined_config(config: Config, ranks: int) -> Config:
+    """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
+    stage = dataclasses.replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
+    changes: dict[str, dict[str, Any]] = {
+        "curriculum": {"stages": (stage,)},
+        "parallel": {
+            "pp": 1,
+            "tp": 1,
+            "dp_replicate": 1,
+            "dp_shard": 1,
+            "cp": ranks,
+            "pp_split": (),
+            "async_tp": False,
+        },
+        "training": {"compute_dtype": "float32", "float8": "none", "micro_batch_sequences": 1},
+        "context_parallel": {"kernel": "auto", "kv_transfer": "exact"},
+        "compile": {"enable": False},
+        "checkpoint": {"enable": False, "export": "no"},
+    }
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **keys) for name, keys in changes.items()}
+    )
+
+
 def check_files(config: Config) -> None:
     """Check what a run reads and writes on this machine: corpus, tokenizer and the run's folder.
 

@@ -1,0 +1,129 @@
+"""A small decoder with every option of attention, and the ten ways in which context parallelism makes one wrong."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend, doctor
+
+LENGTH, DIM, HEADS, HEAD_DIM, WINDOW, SCALE, CAP = 128, 32, 4, 8, 24, 0.6, 4.0
+DOCUMENTS = (37, 1, 90)
+MASK = AttentionMask(document_lengths=(DOCUMENTS,))
+
+
+class SelfAttention(nn.Module):
+    """Attention by formulas on one process, ours with a plan; `fault` says what ours forgets."""
+
+    def __init__(self, window: int, fault: str) -> None:
+        super().__init__()
+        self.window, self.fault = window, fault
+        self.qkv = nn.Linear(DIM, 3 * HEADS * HEAD_DIM)
+        self.sinks = nn.Parameter(torch.ones(HEADS))
+        self.out = nn.Linear(HEADS * HEAD_DIM, DIM)
+
+    def forward(self, x: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
+        q, k = rotate(q, positions), rotate(k, positions)
+        if plans is None or self.fault == "unreached":
+            return self.out(self.formulas(q, k, v).flatten(2))
+        options = {"scale": SCALE, "softcap": CAP, "sinks": self.sinks}
+        options.pop({"scale": "scale", "cap": "softcap", "sink": "sinks"}.get(self.fault, ""), None)
+        plan = plans[0 if self.fault == "window" else self.window]
+        return self.out(attend(q, k, v, plan, **options).flatten(2))  # type: ignore[arg-type]
+
+    def formulas(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = torch.arange(q.shape[1])
+        numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(DOCUMENTS))[: len(rows)]
+        distance = rows[:, None] - rows
+        seen = (distance >= 0) & (distance < (self.window or len(rows))) & (numbers[:, None] == numbers)
+        scores = CAP * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE / CAP)
+        column = self.sinks[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores.masked_fill(~seen, -torch.inf), column], -1).softmax(-1)[..., :-1]
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[:, :, None, None] * 0.3 ** torch.arange(HEAD_DIM // 2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+class ShortConv(nn.Module):
+    """Each token hears the one before it in the same shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(DIM, DIM, 2, groups=DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x.mT, (1, 0))).mT
+
+
+class Layer(nn.Module):
+    def __init__(self, window: int, fault: str) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(DIM), SelfAttention(window, fault)
+        self.mlp = ShortConv() if fault == "recurrence" else nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
+        x = x + self.attention(self.norm(x), positions, plans)
+        return x + F.silu(self.mlp(x))
+
+
+class Decoder(nn.Module):
+    """Two layers, the second with a window; the fault is in the second."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.embed = nn.Embedding(50, DIM)
+        self.layers = nn.ModuleList([Layer(0, ""), Layer(WINDOW, fault)])
+        self.norm = nn.RMSNorm(DIM)
+
+    def forward(self, tokens: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
+        if self.fault == "positions" and plans:
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, positions, plans)
+        return self.norm(x) @ self.embed.weight.T
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], cp: ContextParallel | None) -> Tensor:
+    """A forward and backward, as a user writes it."""
+    fault, plans, count = model.fault, None, batch["labels"].numel()
+    if cp:
+        masks = {
+            window: AttentionMask(window=(window - 1, -1), document_lengths=MASK.document_lengths)
+            for window in (0, WINDOW)
+        }
+        length = LENGTH
+        if fault == "documents":
+            masks = {window: AttentionMask(window=mask.window) for window, mask in masks.items()}
+        if fault == "twice":
+            masks = {window: AttentionMask(window=mask.window) for window, mask in masks.items()}
+            batch = {name: cp.plan(length).shard(x) for name, x in batch.items()}
+            length = batch["tokens"].shape[1]
+        first = cp.plan(length, masks[0])
+        plans = {window: cp.plan(length, mask, like=first) for window, mask in masks.items()}
+        batch = {name: plans[0].shard(x) for name, x in batch.items()}
+    logits = model(batch["tokens"], batch["positions"], plans)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    loss = losses.sum() / (losses.numel() if fault == "average" else count)
+    if torch.is_grad_enabled():
+        loss.backward()
+    return loss.detach()
+
+
+def examined(fault: str, strategy: str = "ring") -> tuple[str, str, bool]:
+    """On a rank: the report's text, and whether the weights are as they were."""
+    torch.manual_seed(0)
+    model = Decoder(fault)
+    before = [p.detach().clone() for p in model.parameters()]
+    cp = ContextParallel(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), strategy, kernel="reference")
+    tokens = torch.randint(50, (1, LENGTH))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": positions}
+    report = doctor(model, cp, batch, mask=MASK, step=step)
+    return report.fault, report.text, all(map(torch.equal, before, model.parameters()))

@@ -1,0 +1,520 @@
+"""Whether a model is safe under context parallelism: the ranks beside one process, and the first place where they part.
+
+The same sequence runs on one process as the model is (`plain`), on one process through our attention (`alone`), and on
+the ranks. Of every module that is called, what it takes and gives is recorded; so is every attention that reaches us.
+Where attention returns its own values, a module that still moves information between tokens does so outside of it.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
+from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.operator import OPERATOR
+from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan_registry import find_plan
+from torchtitan_cp.attention.sdpa_context import context_parallel
+from torchtitan_cp.attention.strategies import resolve_strategy
+
+OFF = 1e-3  # relative L2 difference that is no rounding, in fp32
+CHANGED = 5e-6  # of the largest entry: a row that differs by more depends on the changed token
+SKETCH = 8  # random combinations of features that stand for them
+# Standard deviation that weights are raised to, times fan-in ** -0.5. The scores of fresh weights are so small that a
+# soft cap or a scale hardly shows.
+LOUDNESS = 2.0
+Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of its attention
+LEAK, OTHER = "documents leaking", "another computation"
+HEADERS = ("layer", "class", "heads", "dims", "scale", "window", "soft cap", "sinks", "across ranks")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a doctor found: the fault by name ("": the model is safe), and all of it in words."""
+
+    fault: str
+    text: str
+
+
+class Call(NamedTuple):
+    """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events."""
+
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    plan: Plan
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+
+
+@dataclass
+class Trace:
+    """What one forward did.
+
+    Attributes:
+        events: what modules take and give, in order, as sketches `[B, S/P, 8]`; q, k, v `[B, S/P, H, D]`.
+        calls: attentions that reached us, by module; the first of each.
+        attending: modules that computed a softmax or another attention.
+        first: the first module, and how many tokens of a sequence it gave.
+        loss: this rank's share; peak_bytes: what the step adds; error: what it raised.
+    """
+
+    events: dict[Event, Tensor] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    attending: set[str] = field(default_factory=set)
+    first: tuple[str, float] | None = None
+    loss: float = 0.0
+    peak_bytes: int = 0
+    error: str = ""
+
+
+class Side(NamedTuple):
+    """A way to run the model.
+
+    Attributes:
+        step: (position whose token is changed in the first sequence, or None) -> share of the loss. A forward, and a
+            backward where gradients are enabled.
+        gradients: full gradients by name on the host; the model's are then freed. Collective on ranks.
+        measure_peak: begins to measure; the function that it returns says what memory was needed on top, in bytes.
+    """
+
+    model: nn.Module
+    step: Callable[[int | None], Any]
+    gradients: Callable[[], dict[str, Tensor]]
+    measure_peak: Callable[[], Callable[[], int]]
+
+
+class _Recorder(TorchDispatchMode):
+    """Fills a trace while it is entered; see `record`."""
+
+    def __init__(self, model: nn.Module, trace: Trace, sequences: int, tokens: int, own_values: bool) -> None:
+        super().__init__()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.trace, self.sequences, self.tokens, self.own_values = trace, sequences, tokens, own_values
+        self.entered = [""]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        layer = self.entered[-1]
+        if func is OPERATOR:
+            q, k, v, sinks, _, handle, scale, softcap, _ = args
+            heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
+            self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, softcap, sinks))
+            for name, x in zip("qkv", (q, k, v), strict=True):
+                self.note(layer, name, x)
+            if self.own_values:
+                return v.repeat_interleave(q.shape[2] // v.shape[2], 2), q.new_zeros(q.shape[:3]), []
+        elif "softmax" in str(func) or "attention" in str(func):
+            self.trace.attending.add(layer)
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if module in self.names:
+            self.entered.append(self.names[module])
+
+    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module in self.names:
+            name = self.entered.pop()
+            if name in self.entered:  # a head that calls the output layer
+                return
+            if not any(module.children()):
+                self.note(name, "in", args)
+            self.note(name, "out", out)
+
+    @torch.no_grad()
+    def note(self, name: str, side: str, value: Any) -> None:
+        found = (x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
+        x = next((x for x in found if x.ndim > 1), None)
+        if x is None or (name, side) in self.trace.events:
+            return
+        if self.trace.first is None:
+            self.trace.first = (name, x.shape[1] if x.ndim > 2 else len(x) / self.sequences)
+        if len(x) == self.sequences * self.tokens:
+            x = x.unflatten(0, (self.sequences, self.tokens))
+        dim = next((dim for dim in (1, 2) if x.ndim > dim and x.shape[dim] == self.tokens), None)
+        if dim:
+            x = x.movedim(dim, 1)
+            self.trace.events[name, side] = (x if side in "qkv" else sketch(x.reshape(*x.shape[:2], -1))).cpu()
+
+
+def sketch(rows: Tensor) -> Tensor:
+    """`[.., F] -> [.., 8]`: random combinations of the features, the same everywhere, which keep differences."""
+    return rows.float() @ _combinations(rows.shape[-1]).to(rows.device)
+
+
+@lru_cache
+def _combinations(features: int) -> Tensor:
+    return torch.randn(features, SKETCH, generator=torch.Generator().manual_seed(features))
+
+
+def record(side: Side, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
+    """Run a step and record it.
+
+    Args:
+        sequences: B; tokens: of each on this rank.
+        own_values: every attention that reaches us returns its v; without gradients.
+    """
+    trace, peak_bytes = Trace(), side.measure_peak()
+    recorder = _Recorder(side.model, trace, sequences, tokens, own_values)
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(recorder.enter).remove)
+        stack.callback(register_module_forward_hook(recorder.leave).remove)
+        stack.enter_context(recorder)
+        try:
+            trace.loss = float(side.step(changed))
+        except Exception as error:
+            trace.error = f"{type(error).__name__}: {error}"
+    trace.peak_bytes = peak_bytes()
+    return trace
+
+
+def _gather(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
+    """The trace of the whole sequence from those of its ranks. Collective over all ranks of the job."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, trace)
+    shards: list[Trace] = [everyone[rank] for rank in ranks]
+    # The model's own plans decide what lies where; a wrong mask may give another layout.
+    plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
+    order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
+    return replace(
+        trace,
+        events={
+            key: torch.cat([shard.events[key] for shard in shards], 1)[:, order]
+            for key in trace.events
+            if all(key in shard.events for shard in shards)
+        },
+        loss=sum(shard.loss for shard in shards),
+        peak_bytes=max(shard.peak_bytes for shard in shards),
+        error=next((shard.error for shard in shards if shard.error), ""),
+    )
+
+
+def examine(
+    plan: Plan, ranks: Side, single: Callable[[], tuple[Side, Side]], sequences: int, order: list[int]
+) -> Report:
+    """Run the probes and compare. Collective over all ranks of the job.
+
+    Args:
+        plan: this rank's, with the documents of the sequences and no window.
+        single: on rank 0, (plain, alone).
+        sequences: B.
+        order: ranks of the job, by their place in the plan's group.
+    """
+    length, found = plan.sequence_length, list[Any]([None])
+    start, stop = max(plan.mask.documents(length)[0], key=lambda span: span[1] - span[0])
+    changes = sorted({max(start - 1, 0), start, (start + stop) // 2})
+
+    def on_ranks(**options: Any) -> Trace:
+        return _gather(record(ranks, sequences, plan.local_tokens, **options), plan, order)
+
+    traces = {"ranks": on_ranks()}
+    gradients = {} if traces["ranks"].error else ranks.gradients()
+    with torch.no_grad():
+        if not traces["ranks"].error:
+            traces |= {"ranks, own values": on_ranks(own_values=True)}
+            traces |= {f"ranks, {token}": on_ranks(changed=token) for token in changes}
+    if dist.get_rank() == 0:
+        try:
+            plain, alone = single()
+            traces["plain"] = record(plain, sequences, length)
+            want = plain.gradients()
+            with torch.no_grad():
+                traces["alone"] = record(alone, sequences, length, own_values=True)
+                traces["alone, changed"] = record(alone, sequences, length, start, own_values=True)
+                traces |= {f"plain, {token}": record(plain, sequences, length, token) for token in changes}
+            found = [_Comparison(plan, plain.model, traces, changes, gradients, want).report()]
+        except Exception as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+@dataclass
+class _Comparison:
+    """The traces of all runs by name, and what follows from them."""
+
+    plan: Plan
+    model: nn.Module
+    traces: dict[str, Trace]
+    changes: list[int]
+    gradients: dict[str, Tensor]
+    want: dict[str, Tensor]
+
+    def report(self) -> Report:
+        """The table, the probes and the verdict."""
+        ranks, plain = self.traces["ranks"], self.traces["plain"]
+        cells = [HEADERS, *(self._cells(layer, call) for layer, call in ranks.calls.items())]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        lines += [f"tokens are mixed outside of attention in: {', '.join(self._mixers()) or 'no layer'}"]
+        for token in self.changes:
+            one, many = (_describe(self._changed(side, token)) for side in ("plain", "ranks"))
+            lines += [f"token {token} changed: with it {one} on one process, {many} on the ranks"]
+        rows = difference_by_layer(self.gradients, self.want)
+        lines += [f"gradients, {layer}: relative difference {off:.1e}" for layer, off in rows]
+        lines += [f"loss: {plain.loss:.6f} on one process, {ranks.loss:.6f} on the ranks"]
+        peaks = [f"{trace.peak_bytes / 2**20:,.0f} MiB" for trace in (plain, ranks)]
+        lines += [f"peak memory of the step: {peaks[0]} on one process, {peaks[1]} a rank"]
+        fault, layer, how = next(self._faults(), ("", "", ""))
+        where = f"{layer} ({self._kind(layer)})" if layer else self._kind(layer)
+        verdict = f"NOT SAFE: {fault}: {where}: {how}" if fault else "safe: nothing differs"
+        return Report(fault, "\n".join([*lines, verdict]))
+
+    def _cells(self, layer: str, call: Call) -> list[str]:
+        """A row of the table."""
+        carried = f"attend {resolve_strategy(call.plan, *call.heads)[0]}, {call.plan.ranks} ranks"
+        options = (f"{call.scale:.4g}", call.plan.mask.window[0] + 1, call.softcap, call.sinks is not None)
+        sizes = ("/".join(map(str, pair)) for pair in (call.heads, call.dims))
+        return [layer, self._kind(layer), *sizes, *(str(option or "-") for option in options), carried]
+
+    def _faults(self) -> Iterator[tuple[str, str, str]]:
+        """(fault, layer, how), causes before their effects."""
+        ranks, plain, local = self.traces["ranks"], self.traces["plain"], self.plan.local_tokens
+        alone, mixers = self.traces["alone"], self._mixers()
+        first, tokens = ranks.first or ("", local)
+        if tokens != local:
+            fault = (
+                "a sequence sharded twice" if tokens * self.plan.ranks == local else "a sequence that is not sharded"
+            )
+            yield fault, first, f"it gives {tokens:g} tokens on a rank, and a shard has {local}"
+        if mixers:
+            attends = any(f"{name}.".startswith(f"{mixers[0]}.") for name in alone.attending)
+            fault = "an attention that never reaches us" if attends else "a recurrence or convolution"
+            yield fault, mixers[0], "it moves information between tokens, and nothing carries that across ranks"
+        if error := ranks.error or alone.error or plain.error:
+            yield "refused", next(reversed(ranks.calls), ""), error
+            return
+        if event := _first_off(self.traces["ranks, own values"].events, alone.events):
+            how = "on a shard it gives other numbers than on the whole sequence, though no token reaches another"
+            yield "positions counted by the model itself", _owner(event), how
+        if event := _first_off(ranks.events, plain.events):
+            layer = _owner(event)
+            call = ranks.calls.get(layer)
+            fault, how = self._explain(call, layer, plain.events[event]) if call else (OTHER, "its output differs")
+            yield fault, layer, how
+        if abs(ranks.loss - plain.loss) > OFF * abs(plain.loss):
+            how = (
+                f"no layer differs, but the ranks' shares sum to {ranks.loss:.6f} and one process has {plain.loss:.6f}"
+            )
+            yield "a loss averaged by shard", "", f"{how}: divide each rank's sum by the tokens of all ranks"
+        for layer, off in difference_by_layer(self.gradients, self.want):
+            if off > OFF:
+                yield OTHER, layer, f"its gradients differ by {off:.1e}"
+        for token in self.changes:
+            stop = next(stop for _, stop in self.plan.mask.documents(self.plan.sequence_length)[0] if token < stop)
+            for side in ("plain", "ranks"):
+                if self._changed(side, token)[stop:].any():
+                    yield LEAK, "", f"token {token} changes positions beyond its document's end at {stop} ({side})"
+
+    def _kind(self, layer: str) -> str:
+        return type(self.model.get_submodule(layer)).__name__
+
+    def _mixers(self) -> list[str]:
+        """The first module that moves information between tokens outside of our attention, and all of its class."""
+        before, after = self.traces["alone"].events, self.traces["alone, changed"].events
+        for event in before:
+            if _changed_rows(after.get(event), before[event]).sum() > 1:
+                kind = self._kind(_owner(event))
+                alike = [name for name, module in self.model.named_modules() if type(module).__name__ == kind]
+                return sorted(alike, key=lambda name: name != _owner(event))
+        return []
+
+    def _changed(self, side: str, token: int) -> Tensor:
+        """Positions of the first sequence whose last recorded numbers depend on a token, `[S]`."""
+        before, after = self.traces[side].events, self.traces.get(f"{side}, {token}", Trace()).events
+        last = next((key for key in reversed(self.traces["plain"].events) if key in before and key in after), None)
+        return _changed_rows(after[last], before[last]) if last else torch.zeros(self.plan.sequence_length).bool()
+
+    def _explain(self, call: Call, layer: str, want: Tensor) -> tuple[str, str]:
+        """(fault, how): the one option of a call with which it gives what one process has."""
+        events, length, band = self.traces["ranks"].events, self.plan.sequence_length, call.plan.mask
+        q, k, v = (events[layer, name] for name in "qkv")
+        now: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+
+        def error(mask: Any = band, window: Any = 0, **options: Any) -> float:
+            mask = replace(mask, window=(round(window) - 1, -1)) if window else mask
+            plan = make_plan(length, mask=mask, kernel="reference")
+            return difference(sketch(attend(q, k, v, plan, **(now | options)).flatten(2)), want)
+
+        documents = replace(band, document_lengths=self.plan.mask.document_lengths)
+        tried = [
+            (error(), "an exchange that loses keys", "its options are right, and the ranks have other numbers"),
+            (error(mask=documents), LEAK, "one process keeps documents apart"),
+        ]
+        for p in self.model.get_submodule(layer).parameters():
+            if p.shape == q.shape[2:3]:
+                tried.append((error(sinks=p.detach().cpu()), "a sink lost", "one process has a sink for each head"))
+        has = {"window": band.window[0] + 1, **now}
+        for fault, option, low, high in (
+            ("a window lost", "window", 1.0, float(length)),
+            ("a dropped attention scale", "scale", 1e-4, 16.0),
+            ("a soft cap lost", "softcap", 0.1, 1e3),
+        ):
+            value = _fit(lambda value: error(**{option: value}), low, high)  # noqa: B023
+            value = round(value) if option == "window" else value
+            tried.append((error(**{option: value}), fault, f"one process has {value:.4g}, the ranks {has[option]:.4g}"))
+        left, fault, how = min(tried)
+        return (fault, how) if left < 10 * OFF else (OTHER, "no single option of its attention explains the difference")
+
+
+def _fit(error: Callable[[float], float], low: float, high: float) -> float:
+    """The number between two with the least error, on finer and finer logarithmic grids."""
+    for _ in range(6):
+        grid = torch.logspace(math.log10(low), math.log10(high), 17).tolist()
+        best = min(range(17), key=lambda place: error(grid[place]))
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, 16)]
+    return float(grid[best])
+
+
+def difference(got: Tensor | None, want: Tensor) -> float:
+    """Relative L2 difference; infinite where a number or a shape is wrong."""
+    if got is None or got.shape != want.shape:
+        return math.inf
+    off = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+    return math.inf if math.isnan(off) else off
+
+
+def by_layer(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One vector for each layer, named up to its number, or up to the first dot."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, gradient in gradients.items():
+        numbered = re.match(r"(.*?\.\d+)\.|([^.]*)", name)
+        layers.setdefault(numbered[0].rstrip("."), []).append(gradient.flatten())  # type: ignore[index]
+    return {layer: torch.cat(parts) for layer, parts in layers.items()}
+
+
+def difference_by_layer(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[tuple[str, float]]:
+    """Relative differences of gradients."""
+    vectors = by_layer(got)
+    return [(layer, difference(vectors.get(layer), vector)) for layer, vector in by_layer(want).items()]
+
+
+def _changed_rows(got: Tensor | None, base: Tensor) -> Tensor:
+    """Which positions of the first sequence differ, `[S]`."""
+    if got is None or got.shape != base.shape:
+        return torch.zeros(base.shape[1], dtype=torch.bool)
+    return (got[0] - base[0]).abs().flatten(1).amax(-1) > CHANGED * base[0].abs().max()
+
+
+def _first_off(got: Mapping[Event, Tensor], want: Mapping[Event, Tensor]) -> Event | None:
+    """The first event of both that differs."""
+    return next((key for key in want if key in got and difference(got[key], want[key]) > OFF), None)
+
+
+def _owner(event: Event) -> str:
+    """The module that computed what an event holds: what a module takes, its parent made."""
+    name, side = event
+    return name.rpartition(".")[0] if side == "in" else name
+
+
+def _describe(positions: Tensor) -> str:
+    """The extent of a mask over positions."""
+    numbers = positions.nonzero().flatten().tolist()
+    return f"{len(numbers)} positions from {numbers[0]} to {numbers[-1]}" if numbers else "no position"
+
+
+@contextmanager
+def louder(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Raise small weights by powers of two, which are taken back exactly."""
+    raised: list[tuple[Tensor, float]] = []
+    for p in (p for p in parameters if p.ndim > 1):
+        norm, loud = p.detach().float().norm(), LOUDNESS * p.shape[-1] ** -0.5
+        rms = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / math.sqrt(p.numel())
+        if 0 < rms < loud:
+            raised.append((local_tensor(p.detach()), 2.0 ** round(math.log2(loud / rms))))
+    for weight, factor in raised:
+        weight.mul_(factor)
+    try:
+        yield
+    finally:
+        for weight, factor in raised:
+            weight.div_(factor)
+
+
+Step = Callable[[nn.Module, dict[str, Tensor], ContextParallel | None], Tensor]
+
+
+def doctor(
+    model: nn.Module,
+    cp: ContextParallel,
+    batch: Mapping[str, Tensor],
+    *,
+    mask: AttentionMask | None = None,
+    step: Step | None = None,
+) -> Report:
+    """Say whether a module is safe under context parallelism, or what is wrong with it. Collective over the mesh.
+
+    Args:
+        model: a plain module in fp32, with the same weights on every rank. They are as before afterwards.
+        cp: over all ranks of the job.
+        batch: whole tensors by name, the same on every rank; the first is the tokens, `[B, S]` (or hidden states
+            `[B, S, E]`), of which one is changed now and then.
+        mask: what may attend to what, with the documents of a packed batch; default causal.
+        step: (model, batch, cp) -> loss. A forward, and a backward where `torch.is_grad_enabled()`, as your training
+            does it: with a cp from the whole batch to this rank's share of the loss, whose sum over the ranks is one
+            process's loss; without (None) on the whole sequence in one process. By default `model(**batch)`, within
+            `context_parallel`, which gives the loss or an object that has a `loss`.
+
+    Returns:
+        what was found.
+    """
+    tokens, mask = next(iter(batch.values())), mask or AttentionMask()
+    plan, call = cp.plan(tokens.shape[1], mask), step or partial(_step, mask=mask)
+    alone = copy.copy(cp)
+    alone.make_plan = partial(make_plan, kernel=cp.kernel)
+
+    def side(cp: ContextParallel | None) -> Side:
+        def run(changed: int | None) -> Tensor:
+            copies = {name: x.clone() for name, x in batch.items()}
+            if changed is not None:
+                row = next(iter(copies.values()))[0]
+                row[changed] = row[changed] + 1 if row.is_floating_point() else (row[changed] + 1) % (row.max() + 1)
+            return call(model, copies, cp)
+
+        def gradients() -> dict[str, Tensor]:
+            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+            return {name: (sum_ranks(x, plan) if cp else x).cpu() for name, x in own.items()}
+
+        return Side(model, run, gradients, _measure_peak)
+
+    with louder(model.parameters()):
+        return examine(plan, side(cp), lambda: (side(None), side(alone)), len(tokens), cp.mesh.mesh.flatten().tolist())
+
+
+def _step(model: nn.Module, batch: dict[str, Tensor], cp: ContextParallel | None, mask: AttentionMask) -> Tensor:
+    """The default step of `doctor`."""
+    length = next(iter(batch.values())).shape[1]
+    with ExitStack() as stack:
+        if cp:
+            dims = [(x, 0 if x.ndim == 1 else 1) for x in batch.values()]
+            buffers, places = zip(*((x, dim) for x, dim in dims if x.shape[dim] == length), strict=True)
+            stack.enter_context(context_parallel(cp, buffers, places, mask=mask, model=model))
+        out = model(**batch)
+        loss = out if isinstance(out, Tensor) else out.loss
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss.detach()
+
+
+def _measure_peak() -> Callable[[], int]:
+    """Peak memory of a GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return lambda: 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return lambda: torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,26 @@
+"""`torchtitan-cp doctor`: whether context parallelism is safe for a config's model, or which layer makes it unsafe."""
+
+import argparse
+import sys
+
+from torchtitan_cp.cli import train
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan-cp doctor",
+        description="Run a short sequence of a config's model on this node's ranks and on one process, and compare: a "
+        "table of its layers, probes, and a verdict with the layer and class at fault (exit code 5). "
+        "Any key can be overridden: --section.key=value",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("--ranks", metavar="N", help="all share the sequence (default: one per GPU; 2 without)")
+    parser.add_argument("--length", metavar="LENGTH", default="0", help="tokens (default: 256, or past every window)")
+    options, overrides = parser.parse_known_args(arguments)
+    ranks = ["--nproc", options.ranks] if options.ranks else []
+    return train.main([options.config, *ranks, "--doctor", options.length, *overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""The doctor on a config: is its model safe on these ranks? All of them share each sequence, a short one, in fp32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention.doctor import Side, examine, louder
+from torchtitan_cp.config import Config
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.data.batches.loader import Samples, read_step
+from torchtitan_cp.data.batches.samples import PackedSequence
+from torchtitan_cp.runtime.device import World
+from torchtitan_cp.training import parity
+from torchtitan_cp.training.model import LayerAttention
+from torchtitan_cp.training.resolve import examined_config
+from torchtitan_cp.training.trainer import Trainer
+
+LEAST_TOKENS = 256
+
+
+@dataclass
+class ProbeSamples:
+    """A stage's sequences cut into documents, with an uneven share of labels, and a token changed."""
+
+    samples: Samples
+    lengths: tuple[int, ...]
+    changed: int | None = None
+
+    def sequence(self, number: int) -> PackedSequence:
+        row = self.samples.sequence(number)
+        tokens, labels = row.tokens.copy(), row.labels.copy()
+        if self.changed is not None:
+            tokens[self.changed] = (tokens[self.changed] + 1) % (tokens.max() + 1)
+        labels[: len(labels) // 3] = IGNORED
+        positions = np.concatenate([np.arange(length) for length in self.lengths])
+        return replace(row, tokens=tokens, labels=labels, positions=positions, document_lengths=self.lengths)
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return self.lengths
+
+
+def run_doctor(config: Config, world: World, length: int) -> bool:
+    """Examine the model on all ranks, and print what was found.
+
+    Args:
+        length: tokens of the sequence; 0: at least 256, and more than the largest window.
+
+    Returns:
+        whether the model is safe.
+
+    Raises:
+        ConfigError: the unsharded model does not fit on one rank.
+    """
+    trainer = Trainer(examined_config(config, world.size), world)
+    parity.check_fits(trainer)
+    largest = max([0, *trainer.model.args.layer_windows])
+    stage = parity.shorten(trainer, trainer.stages[-1], length, max(LEAST_TOKENS, largest * 5 // 4 + 128))
+    layout, device = trainer.enter_stage(stage), trainer.device
+    parts = (7, stage.seq_len // 8, 1)
+    lengths = (*parts, stage.seq_len - sum(parts))
+    mask = AttentionMask(document_lengths=(lengths,))
+    samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
+    trainer.data_pipeline.samples = samples  # type: ignore[assignment]
+    whole_plans = replace(layout, make_plan=make_plan).plans(mask)
+
+    def run(changed: int | None) -> float:
+        samples.changed = changed
+        (batch,) = read_step(samples, layout, 0)
+        if torch.is_grad_enabled():
+            return trainer.forward_backward((batch,)).loss / world.size
+        trainer.model.measure(batch, trainer.model.token_loss)
+        return 0.0
+
+    def gradients() -> dict[str, torch.Tensor]:
+        found = parity.gather(trainer, lambda p: p.grad)
+        trainer.model.zero_grad()
+        return found
+
+    def measure_peak() -> Callable[[], int]:
+        device.reset_peak_memory()
+        before = device.peak_memory_bytes()
+        return lambda: device.peak_memory_bytes() - before
+
+    def single(*, through_ours: bool) -> Side:
+        model = parity.single_model(
+            trainer, stage, weights, LayerAttention() if through_ours else parity.plain_attention
+        )
+        if not through_ours and hasattr(model, "causal"):
+            model.causal.set_attn_implementation("eager")  # of transformers, with its own masks
+
+        def run(changed: int | None) -> float:
+            samples.changed = changed
+            tokens, labels, positions, documents = (device.move(x) for x in parity.all_sequences(trainer, layout))
+            return parity.single_loss(model, tokens, labels, positions, whole_plans if through_ours else documents)
+
+        return Side(model, run, lambda: parity.gradients_of(model), measure_peak)
+
+    with louder(trainer.model.parts.parameters()):
+        weights = parity.gather(trainer, lambda p: p)
+        ranks = Side(trainer.model.parts[0], run, gradients, measure_peak)
+        singles = lambda: (single(through_ours=False), single(through_ours=True))  # noqa: E731
+        report = examine(layout.plans(mask)[0], ranks, singles, 1, list(range(world.size)))
+    if world.rank == 0:
+        print(report.text)
+    return not report.fault
