@@ -161,11 +161,14 @@ class HuggingFaceModel(nn.Module):
     def reset_rope(self, seq_len: int, device: torch.device) -> None:
         """Use the frequencies of config.json, for sequences of `seq_len` tokens."""
         for rotary, layer_type in self._rotaries():
-            values = rotary.config.rope_parameters
+            config = rotary.config
+            if layer_type and config.is_heterogeneous:  # Gemma 4: head_dim depends on the type
+                config = config.per_layer_config[layer_type]
+            values = config.rope_parameters
             kind = (values[layer_type] if layer_type else values)["rope_type"]
             compute = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
             named = {"layer_type": layer_type} if layer_type else {}
-            frequencies, factor = compute(rotary.config, device=device, seq_len=seq_len, **named)
+            frequencies, factor = compute(config, device=device, seq_len=seq_len, **named)
             _set_frequencies(rotary, layer_type, frequencies.to(device, torch.float64), factor)
 
     def _rotaries(self) -> Iterator[tuple[Any, str | None]]:
