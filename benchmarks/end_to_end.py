@@ -27,13 +27,13 @@ from torchtitan_cp.training.trainer import Trainer
 
 CORES, VOCABULARY, STEP_TOKENS, PATIENCE_SECONDS = 2, 4096, 8192, 3600.0
 ENDLESS = 1000  # steps: a run is over when no turn is left
+OURS = f'flavor = "debug"\noverrides = {{vocab_size = {VOCABULARY}}}'
 
 CONFIG = """
 [job]
 dump_folder = "{folder}"
 [model]
-flavor = "debug"
-overrides = {{vocab_size = {vocabulary}}}
+{model}
 [tokenizer]
 kind = "bytes"
 [data]
@@ -83,7 +83,7 @@ class Watch:
         self.begun = time.perf_counter()
 
 
-def ours(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
+def ours(length: int, folder: str, cache: str, strategy: str, compiled: bool = False, model: str = OURS) -> Run:
     """This trainer with all that it does beside a step; ranks read different sequences where there are enough."""
     ranks, tokens = dist.get_world_size(), max(length, STEP_TOKENS)
     cp = 1 if tokens // length >= ranks else ranks
@@ -93,7 +93,7 @@ def ours(length: int, folder: str, cache: str, strategy: str, compiled: bool = F
     def run() -> None:
         path = Path(folder) / f"{dist.get_rank()}.toml"
         values = {"length": length, "steps": ENDLESS, "cache": cache, "strategy": strategy, "cp": cp, "tokens": tokens}
-        values |= {"vocabulary": VOCABULARY, "sequences": sequences, "compiled": str(compiled).lower()}
+        values |= {"model": model, "sequences": sequences, "compiled": str(compiled).lower()}
         path.write_text(CONFIG.format(folder=Path(folder) / "run", **values))
         watch = Watch()
         InTurns(load_config(path), join_ranks(PATIENCE_SECONDS), watch).run()
@@ -101,11 +101,18 @@ def ours(length: int, folder: str, cache: str, strategy: str, compiled: bool = F
     return run
 
 
-def hugging_face(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
-    """LlamaForCausalLM: SDPA, its own loss."""
+def ours_of_transformers(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
+    """This trainer with transformers' Llama in place of its own."""
+    llama_config(length).save_pretrained(folder)
+    model = f'architecture = "huggingface"\nconfig = "{folder}"'
+    return ours(length, folder, cache, strategy, compiled, model)
+
+
+def llama_config(length: int) -> Any:
+    """The quickstart's model as transformers describes it."""
     library: Any = importlib.import_module("transformers")
     size = FLAVORS["debug"]
-    settings = library.LlamaConfig(
+    return library.LlamaConfig(
         hidden_size=size.dim,
         num_hidden_layers=size.n_layers,
         num_attention_heads=size.n_heads,
@@ -114,13 +121,19 @@ def hugging_face(length: int, folder: str, cache: str, strategy: str, compiled: 
         intermediate_size=size.ffn_dim,
         vocab_size=VOCABULARY,
         tie_word_embeddings=size.tie_embeddings,
+        rms_norm_eps=size.norm_eps,
         max_position_embeddings=length,
         attn_implementation="sdpa",
         use_cache=False,
     )
 
+
+def hugging_face(length: int, folder: str, cache: str, strategy: str, compiled: bool = False) -> Run:
+    """LlamaForCausalLM: SDPA, its own loss."""
+    library: Any = importlib.import_module("transformers")
+
     def make() -> tuple[nn.Module, LossOf]:
-        model = library.LlamaForCausalLM(settings)
+        model = library.LlamaForCausalLM(llama_config(length))
         run_model: Any = torch.compile(model) if compiled else model
         return model, lambda ids: run_model(input_ids=ids, labels=ids).loss
 
@@ -179,6 +192,7 @@ def reset_peak() -> int:
     return device.peak_memory_bytes()
 
 
+TRANSFORMERS = "torchtitan_cp with transformers' Llama"
 # name -> (what runs, ranks, threads of each)
 CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
     "torchtitan_cp, 2 ranks": (ours, CORES, 1),
@@ -188,6 +202,10 @@ CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
     "torchtitan's Llama, plain loop": (torchtitan, 1, CORES),
     "Hugging Face loop, compiled": (partial(hugging_face, compiled=True), 1, CORES),
     "Hugging Face loop": (hugging_face, 1, CORES),
+    f"{TRANSFORMERS}, 2 ranks": (ours_of_transformers, CORES, 1),
+    f"{TRANSFORMERS}, 2 ranks, compiled": (partial(ours_of_transformers, compiled=True), CORES, 1),
+    f"{TRANSFORMERS}, 1 rank": (ours_of_transformers, 1, CORES),
+    f"{TRANSFORMERS}, 1 rank, compiled": (partial(ours_of_transformers, compiled=True), 1, CORES),
 }
 
 
@@ -205,7 +223,7 @@ def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: in
 
     over_last: the median of the rounds' own ratios; the first step is not counted. peak_mib: of all processes, beyond
     what they held before. A contender that is not installed is named with the reason and left out; ratios are over the
-    last that runs.
+    last that runs. Other contenders: transformers' Llama in this trainer (architecture = "huggingface").
     """
     for length in lengths:
         with ExitStack() as stack:
@@ -237,14 +255,14 @@ BENCHMARK = Benchmark(
     measure,
     {
         "lengths": [1024, 4096, 16384, 32768],
-        "contenders": list(CONTENDERS),
+        "contenders": [name for name in CONTENDERS if TRANSFORMERS not in name],
         "strategy": "auto",
         "rounds": 5,
         "cache": "outputs/cache",
     },
     {
         "lengths": [1024],
-        "contenders": [name for name in CONTENDERS if "compiled" not in name],
+        "contenders": [name for name in CONTENDERS if TRANSFORMERS not in name and "compiled" not in name],
         "rounds": 1,
     },
     {"contenders": list(CONTENDERS)},

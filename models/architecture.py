@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,19 @@ class Hub:
         sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
+        load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file) fills the part;
+            ValueError says what the files lack.
+        writer: with `load`: args -> a function of a name, a tensor of ours (maybe on the meta device) and a dtype that
+            gives the hub's.
+        settings: with `load`: (args, trained length, `rope_parameters` or None for the model's own) -> config.json.
     """
 
     names: Mapping[str, str]
     sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[[Any], dict[str, Any]]
+    load: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
+    writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
+    settings: Callable[[Any, int, Mapping[str, Any] | None], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

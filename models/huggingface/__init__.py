@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from models.architecture import Architecture
+from models.architecture import Architecture, Hub
 
 
 def _args_of(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
@@ -22,6 +22,20 @@ def _build(args: Any, attend: Any) -> nn.Module:
     return model
 
 
+def _hub(name: str) -> Any:
+    return getattr(import_module("models.huggingface.hub"), name)
+
+
+# The library knows the names; `args_of` knows the sizes.
+HUB = Hub(
+    names={},
+    sizes=dict,
+    config=lambda args: _hub("settings")(args, 0, None),
+    load=lambda part, stored: _hub("load_weights")(part.causal, stored),
+    writer=lambda args: _hub("writer")(args),
+    settings=lambda *given: _hub("settings")(*given),
+)
+
 _OWN_LAYERS = "its layers are transformers' own"
 
 # Imported when it is used: transformers takes seconds, and is an extra.
@@ -30,6 +44,7 @@ ARCHITECTURE = Architecture(
     flavors={},
     build=_build,
     sharding={},
+    hub=HUB,
     lacks={
         "parallel.tp": _OWN_LAYERS,
         "parallel.pp": _OWN_LAYERS,

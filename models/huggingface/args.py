@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -124,14 +125,16 @@ class HuggingFaceArgs:
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
         try:
-            return None if self.look else None
+            self.look
+            return None
         except ValueError as error:
             return str(error)
 
 
 @lru_cache(maxsize=8)
 def _look(config: str, vocab_size: int) -> Look:
-    return look_at(transformers_config(HuggingFaceArgs(json.loads(config), vocab_size)))
+    with torch.device("cpu"):  # the caller may be building on meta
+        return look_at(transformers_config(HuggingFaceArgs(json.loads(config), vocab_size)))
 
 
 def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:

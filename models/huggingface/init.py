@@ -9,6 +9,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The causal LM without memory, in fp32."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+        )
+    return model
+
+
 class Initializer:
     """Draws the first weights of a model one at a time, so that no rank holds more than one whole tensor.
 
@@ -21,10 +30,7 @@ class Initializer:
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        with torch.device("meta"):
-            self.shadow: PreTrainedModel = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
-            )
+        self.shadow = on_meta(config)
 
     @torch.no_grad()
     def parameter(self, name: str, seed: int, device: torch.device) -> Tensor:

@@ -180,8 +180,9 @@ class HuggingFaceModel(nn.Module):
         return self._initializer[0].parameter(name, seed, device)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "HuggingFaceModel":
-        """As of any module; buffers get their values."""
+        """As of any module; tied weights stay one parameter, and buffers get their values."""
         super().to_empty(device=device, recurse=recurse)
+        self.causal.tie_weights()
         self.restore_buffers(torch.device(device))
         return self
 

@@ -87,7 +87,12 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     "Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "Qwen2-MoE": (
         "qwen2_moe",
-        {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+        {
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
     ),
     "Qwen3": ("qwen3", {**HEAD, "use_sliding_window": True, **ALTERNATE}),
     "Qwen3-MoE": (
@@ -98,7 +103,7 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     "Phi-3, longrope": (
         "phi3",
         {
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 4,  # below the tests' documents: all take the long factors
             "rope_parameters": rope(
                 1e4, rope_type="longrope", short_factor=[1.0] * 6, long_factor=[1.0, 1.1, 1.5, 2.0, 3.0, 4.0]
             ),
@@ -218,12 +223,27 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     "CWM": ("cwm", {**HEAD, **ALTERNATE, "rope_parameters": LLAMA31}),
     "Mellum": (
         "mellum",
-        {**HEAD, **ALTERNATE, **LOCAL, "moe_intermediate_size": 24, **two_ropes()} | {"mlp_layer_types": ["sparse"] * 2},
+        {**HEAD, **ALTERNATE, **LOCAL, "moe_intermediate_size": 24, **two_ropes()}
+        | {"mlp_layer_types": ["sparse"] * 2},
     ),
 }
 FAMILIES: dict[str, Keys] = {
     name: {**SIZES, **keys, "model_type": model_type} for name, (model_type, keys) in _TAKEN.items()
 }
+
+# Those that are also compared on ranks.
+ON_RANKS = (
+    "Llama",
+    "Mistral",
+    "Qwen3",
+    "Qwen3-MoE",
+    "Gemma 2",
+    "Gemma 3",
+    "Gemma 4",
+    "gpt-oss",
+    "OLMo 3",
+    "DeepSeek-V3",
+)
 
 MAMBA2: Keys = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "mamba_d_ssm": 96}
 LINEAR: Keys = {

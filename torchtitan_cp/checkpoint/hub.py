@@ -193,27 +193,37 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
 
 
 def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a config.json; before transformers 5 two keys held them."""
+    """`rope_parameters` of a config.json, of the layers without a window; before transformers 5 two keys held them."""
+    config = config.get("text_config", config)
     # Without rope_theta, as in Llama 2's config.json, the families' classes take 10,000.
     older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
-    values = {key: value for key, value in (config.get("rope_parameters") or older).items() if value is not None}
+    newer = config.get("rope_parameters") or older
+    values = {key: value for key, value in newer.get("full_attention", newer).items() if value is not None}
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
 
 
-def start_from_hub(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str], rope: Rope) -> None:
-    """Fill the parts as `load_hub_weights` does, and log where the first stage changes the rotary embedding.
+def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rope | None, rotary_dim: int) -> None:
+    """Fill the parts from a folder, and log where the first stage changes the rotary embedding.
 
     Args:
-        rope: of the first stage.
+        hub: of the architecture, a `models.architecture.Hub`.
+        rope: of the first stage; None: the checkpoint's.
+        rotary_dim: dims of a head that it turns.
     """
-    folder = folder.expanduser()
-    load_hub_weights(folder, parts, names)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    theirs = _hub_rope_parameters(config)
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    ours = rope_parameters(rope, head_dim)
+    if hub.load:
+        files, open_once = _files_by_tensor(folder), cache(_open)
+        stored = {name: open_once(folder / file).get_slice(name) for name, file in files.items()}
+        try:
+            for part in parts:
+                hub.load(part, stored)
+        except ValueError as error:
+            raise _broken(folder, str(error)) from None
+    else:
+        load_hub_weights(folder, parts, hub.names)
+    logger.info("weights from %s", folder)
+    theirs = _hub_rope_parameters(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    ours = rope_parameters(rope, rotary_dim) if rope else theirs
     keys = [key for key in ("rope_type", "rope_theta", *ROPE_KEYS.values()) if key in ours or key in theirs]
     changed = [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
-    logger.info("weights from %s", folder)
     if changed:
         logger.info("the first stage changes the rotary embedding they were trained with: %s", ", ".join(changed))

@@ -2,10 +2,9 @@
 
 import json
 import logging
-import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,15 @@ from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.store import write_json
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.registry import args_from, config_for_hub, hub_of
+from torchtitan_cp.training.registry import args_from, config_for_hub, hub_folder, hub_of
 
 logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 POLL_SECONDS = 1.0
+
+# (our name, tensor, dtype) -> tensors by hub name
+ToHub = Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]
 
 
 @contextmanager
@@ -91,20 +93,14 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     args = args_from(saved.config.model, saved.sizes)
     config = config_for_hub(saved.config.model, args)
     tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
-    names = hub_of(saved.config.model).names
-    # hub name -> our parameter, and which entry of its first dim it is. A tied output is stored as the embedding.
-    sources = {
-        hub_name: (name, entry)
-        for name, (size, _) in saved.tensors.items()
-        if not (args.tie_embeddings and name == "output.weight")
-        for hub_name, entry in hub_names(name, size, names)
-    }
+    hub = hub_of(saved.config.model)
+    to_hub = hub.writer(args) if hub.writer else _by_names(args, hub.names)
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_weights(saved, sources, partial, getattr(torch, dtype))
-        _write_settings(saved, config, args.head_dim, tokenizer, dtype, partial)
+        _write_weights(saved, to_hub, partial, getattr(torch, dtype))
+        _write_settings(saved, config, args, tokenizer, dtype, partial)
         partial.rename(out)
     except BaseException:
         # Checkpoints may need the space.
@@ -112,43 +108,63 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         raise
 
 
-def _write_weights(
-    saved: SavedModel, sources: dict[str, tuple[str, int | None]], out: Path, dtype: torch.dtype
-) -> None:
+def _by_names(args: Any, names: Mapping[str, str]) -> ToHub:
+    """For an architecture that says what its parameters are called there. A tied output is stored as the embedding."""
+
+    def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        if args.tie_embeddings and name == "output.weight":
+            return {}
+        entries = hub_names(name, tensor.shape, names)
+        return {hub_name: (tensor if entry is None else tensor[entry]).to(dtype) for hub_name, entry in entries}
+
+    return to_hub
+
+
+def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dtype) -> None:
+    sources, sizes = dict[str, str](), dict[str, int]()
+    for name, (size, own) in saved.tensors.items():
+        for hub_name, tensor in to_hub(name, torch.empty(size, dtype=own, device="meta"), dtype).items():
+            sources[hub_name], sizes[hub_name] = name, tensor.nbytes
+
     def read(hub_names: list[str]) -> dict[str, Tensor]:
-        values = saved.read(list({sources[hub_name][0] for hub_name in hub_names}))
-        found = {}
-        for hub_name in hub_names:
-            name, entry = sources[hub_name]
+        values = saved.read(list({sources[hub_name] for hub_name in hub_names}))
+        found: dict[str, Tensor] = {}
+        for name in list(values):
+            tensors = to_hub(name, values.pop(name), dtype)
             # safetensors refuses tensors that share memory, as the entries of a stack do.
-            found[hub_name] = values[name].to(dtype) if entry is None else values[name][entry].to(dtype, copy=True)
+            found |= {hub_name: tensors[hub_name].clone() for hub_name in hub_names if hub_name in tensors}
         return found
 
-    shapes = {hub_name: saved.tensors[name][0][entry is not None :] for hub_name, (name, entry) in sources.items()}
-    sizes = [(hub_name, math.prod(shape) * dtype.itemsize) for hub_name, shape in shapes.items()]
-    save_hub_weights(out, sizes, read)
+    save_hub_weights(out, sizes.items(), read)
 
 
 def _write_settings(
-    saved: SavedModel, config: dict[str, Any], head_dim: int, tokenizer: Tokenizer, dtype: str, out: Path
+    saved: SavedModel, config: dict[str, Any], args: Any, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
     """config.json with the trained length and rotary embedding, and the files of the tokenizer.
 
     A run that started from model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
-    start = Path(saved.config.model.hub_checkpoint).expanduser() if saved.config.model.hub_checkpoint else None
-    before: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
-    if start:
-        before = json.loads((start / "config.json").read_text(encoding="utf-8"))
-        before = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
-    rope = rope_parameters(saved.stage.rope or Rope(), head_dim)
-    length = {"max_position_embeddings": saved.stage.seq_len, "rope_parameters": rope, "dtype": dtype}
-    # For readers older than transformers 5.
-    older = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else rope}
-    write_json(out / "config.json", {**before, **config, **length, **older})
+    start = hub_folder(saved.config.model) if saved.config.model.hub_checkpoint else None
+    length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
+    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+    if hub.settings:
+        config = hub.settings(args, length, rope and rope_parameters(rope, args.rotary_dim))
+        values = {**config, **({} if start else own), "dtype": dtype}
+    else:
+        if start:
+            before = json.loads((start / "config.json").read_text(encoding="utf-8"))
+            own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
+        theirs = rope_parameters(rope or Rope(), args.rotary_dim)
+        # For readers older than transformers 5.
+        scaling = None if theirs["rope_type"] == "default" else theirs
+        older = {"rope_theta": theirs["rope_theta"], "rope_scaling": scaling}
+        trained = {"max_position_embeddings": length, "rope_parameters": theirs, "dtype": dtype}
+        values = {**own, **config, **trained, **older}
+    write_json(out / "config.json", values)
     if start and (start / "generation_config.json").is_file():
         shutil.copyfile(start / "generation_config.json", out / "generation_config.json")
     else:
-        write_json(out / "generation_config.json", {"eos_token_id": before.get("eos_token_id", tokenizer.eos_id)})
+        write_json(out / "generation_config.json", {"eos_token_id": values.get("eos_token_id", tokenizer.eos_id)})
     for name, path in tokenizer_files(saved.config.tokenizer, tokenizer, start).items():
         shutil.copyfile(path, out / name)

@@ -14,7 +14,6 @@ from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, UserError
-from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
@@ -238,8 +237,8 @@ class Trainer:
         """Take the weights of model.hub_checkpoint, if the config names one and wants them."""
         model, rope = self.config.model, self.stages[0].rope
         if model.hub_checkpoint and model.load_weights:
-            folder = registry.hub_folder(model, "*.safetensors*")
-            start_from_hub(folder, self.model.parts, registry.hub_of(model).names, rope or Rope())
+            folder, hub = registry.hub_folder(model, "*.safetensors*"), registry.hub_of(model)
+            start_from_hub(folder, self.model.parts, hub, rope, self.model.args.rotary_dim)
 
     # A stage -----------------------------------------------------------------------------------------------
 

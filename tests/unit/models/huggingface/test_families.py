@@ -1,0 +1,49 @@
+"""Each family on one rank gives the loss and gradients of transformers' own attention, on packed documents."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from models.huggingface.args import args_from_config
+from models.huggingface.model import HuggingFaceModel
+
+from tests.support.deep import deep_rows
+from tests.support.huggingface_families import FAMILIES, as_markdown, eager_model
+from tests.support.huggingface_parity import Row, compare, copy_weights
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.data.batches.loader import BatchLayout
+from torchtitan_cp.optim.loss import ChunkedCrossEntropy
+from torchtitan_cp.training.model import LayerAttention
+
+SEQ_LEN = 96
+LENGTHS = ((SEQ_LEN,), (7, 60, 29))
+
+
+@deep_rows("family", FAMILIES, default=["Gemma 3", "gpt-oss", "DeepSeek-V3"])
+def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str) -> None:
+    args = args_from_config(FAMILIES[family], {})
+    assert args.problem() is None
+    eager = eager_model(FAMILIES[family])
+    model = HuggingFaceModel(args, LayerAttention())
+    copy_weights(eager, model)
+    model.reset_rope(SEQ_LEN, torch.device("cpu"))
+    tokens, labels = torch.randint(FAMILIES[family]["vocab_size"], (2, 2, SEQ_LEN))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+    layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), tuple(sorted({0, *args.windows})))
+    loss_of = ChunkedCrossEntropy(40, 0.0, args.logit_scale, args.logit_softcap)
+    total = model(
+        tokens,
+        positions,
+        layout.plans(AttentionMask(document_lengths=LENGTHS)),
+        lambda hidden, output: loss_of(hidden, output.weight, labels, None)[0],
+    )
+    loss = total / labels.numel()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    rows = [Row(*pair, lengths) for *pair, lengths in zip(tokens, labels, LENGTHS, strict=True)]
+    compare(eager, rows, loss.item(), gradients).check()
+
+
+def test_the_page_has_the_table_of_these_families() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    assert as_markdown() in page, "python -m tests.support.huggingface_families prints it"
