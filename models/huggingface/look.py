@@ -193,7 +193,7 @@ class _Run(TorchFunctionMode):
             raise _Refusal(f"{name} is not causal, or has dropout, or a scale for each token")
         if {k.shape[2], v.shape[2]} != {self.tokens} or (sinks is not None and sinks.dim() != 1):
             raise _Refusal(f"{name} has sinks for each token, or keys that are not one a token")
-        facts = {"n_heads": q.shape[1], "n_kv_heads": k.shape[1], "qk_dim": q.shape[3], "v_dim": v.shape[3]}
+        facts: dict[str, Any] = {"n_heads": q.shape[1], "n_kv_heads": k.shape[1], "qk_dim": q.shape[3], "v_dim": v.shape[3]}
         facts |= {"scale": float(scale), "window": window, "softcap": float(given.get("softcap", 0.0))}
         self.calls.append((module, facts | {"sinks": sinks is not None}, given.get("plans") is self))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous(), None
