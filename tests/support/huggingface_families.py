@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from models.huggingface.args import args_from_config
+from models.huggingface.look import Look
+
 Keys = dict[str, Any]
 
 WINDOW = 20
@@ -369,3 +372,49 @@ def random_weights(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         parameter.normal_(center, 0.2, generator=generator)
+
+
+# The table of docs/huggingface.md ------------------------------------------------------------------------------
+
+
+def as_markdown() -> str:
+    """A row for each family, from what the look finds in its tiny model; variants of a family have none."""
+    names = [name for name in FAMILIES if "," not in name]
+    rows = "\n".join(_row(name, args_from_config(FAMILIES[name], {}).look) for name in names)
+    head = "| family | `model_type` | layers with a window | rotary embeddings | attention | logits | experts |"
+    return f"{head}\n|{'---|' * 7}\n{rows}\n"
+
+
+def _row(name: str, look: Look) -> str:
+    layers, config = look.layers, FAMILIES[name]
+    windows = [bool(layer.window) for layer in layers]
+    rotaries = {layer.rotary for layer in layers}
+    dims = {look.rotaries[layer.rotary] / layer.qk_dim for layer in layers if layer.rotary in look.rotaries}
+    latent = any(layer.v_dim != layer.qk_dim for layer in layers)
+    rotary = [
+        "two" if len(rotaries - {""}) > 1 else "one",
+        "of some layers" if "" in rotaries else "",
+        "of a part of each head" if min(dims) < 1 and not latent else "",
+    ]
+    attention = {
+        "sinks": any(layer.sinks for layer in layers),
+        "soft cap": any(layer.softcap for layer in layers),
+        "scale of its own": any(abs(layer.scale - layer.qk_dim**-0.5) > 1e-6 for layer in layers),
+        "values narrower than keys": latent,
+        "heads of two sizes": len({layer.qk_dim for layer in layers}) > 1,
+        "keys of earlier layers": bool(config.get("num_kv_shared_layers")),
+    }
+    logits = {"scaled": look.logit_scale != 1, "soft cap": bool(look.logit_softcap)}
+    cells = [
+        f"**{name}**" if name in ON_RANKS else name,
+        f"`{config['model_type']}`",
+        ("all" if all(windows) else "some") if any(windows) else "",
+        ", ".join(filter(None, rotary)),
+        *(", ".join(text for text, has in kinds.items() if has) for kinds in (attention, logits)),
+        "yes" if any(layer.experts_per_token for layer in layers) else "",
+    ]
+    return f"| {' | '.join(cells)} |".replace("  |", " |")
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

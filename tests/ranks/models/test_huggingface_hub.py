@@ -1,6 +1,5 @@
 """Weights of Hugging Face models in and out, with transformers as the judge; each rank reads its share alone."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "Gemma 3": ("Gemma 3", {}, 2, ["--curriculum.stages[0].rope={theta = 2e6, kind = 'linear', factor = 2.0}"]),
     "Gemma 4, persistent scalars": ("Gemma 4", {"num_kv_shared_layers": 0}, 2, []),
     "gpt-oss": ("gpt-oss", {}, 2, []),
-    "Mixtral": ("Mixtral", {"head_dim": 12}, 2, []),
-    "Mixtral, fewer experts than ranks": ("Mixtral", {"head_dim": 12, "num_local_experts": 3}, 4, ["--parallel.cp=2"]),
+    "Mixtral": ("Mixtral", {}, 2, []),
+    "Mixtral, fewer experts than ranks": ("Mixtral", {"num_local_experts": 3}, 4, ["--parallel.cp=2"]),
     "Qwen3-MoE, replicated": ("Qwen3-MoE", {}, 4, ["--parallel.dp_replicate=2"]),
     "DeepSeek-V3": ("DeepSeek-V3", {}, 2, []),
     "MiniMax-M2": ("MiniMax-M2", {}, 2, []),
@@ -84,7 +83,8 @@ def loaded_and_trained(path: Path, *overrides: str) -> tuple[dict[str, Tensor], 
     (model,) = trainer.model.parts
     read_bytes = Watched.read_bytes
     state = {n: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for n, x in model.state_dict().items()}
-    assert len(dict(model.named_parameters())) == len(dict(trainer.model.parts[0].causal.named_parameters()))
+    names = {name for name, _ in model.named_parameters()}
+    assert not names & model.causal.all_tied_weights_keys.keys(), "one parameter, which is updated once"
     run_to_end(trainer)
     shape = trainer.enter_stage(trainer.stages[0])
     batch = read_step(trainer.data_pipeline.samples, shape, 0)[0]

@@ -25,8 +25,13 @@ READ_BACK = [name for name in FAMILIES if name != "Youtu"]
 
 
 def stored_in(folder: Path) -> dict[str, Any]:
-    files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
-    return {name: file.get_slice(name) for file in files for name in file.keys()}
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in slices(file).items()}
+
+
+def slices(path: Path) -> dict[str, Any]:
+    file = safe_open(path, framework="pt")
+    names: list[str] = file.keys()
+    return {name: file.get_slice(name) for name in names}
 
 
 def empty_model(config: dict[str, Any]) -> Any:
@@ -76,8 +81,7 @@ def edited(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> dict[str
     tensors = load_file(file)
     change(tensors)
     save_file({name: values.contiguous() for name, values in tensors.items()}, folder / "changed.safetensors")
-    with safe_open(folder / "changed.safetensors", framework="pt") as changed:
-        return {name: changed.get_slice(name) for name in changed.keys()}
+    return slices(folder / "changed.safetensors")
 
 
 EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
@@ -86,7 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "an expert is missing": (lambda x: x.pop(EXPERT), "has not all of model.layers.1.mlp.experts.gate_up_proj"),
     "a layer is missing": (
         lambda x: [x.pop(name) for name in list(x) if ".layers.1." in name],
-        r"model.layers.1.input_layernorm.weight of the model \(13 such tensors\)",
+        r"model.layers.1.self_attn.q_proj.weight, .* of the model \(11 such tensors\)",
     ),
     "another shape": (
         lambda x: x.update({"model.norm.weight": torch.zeros(47)}),
@@ -122,14 +126,17 @@ def test_a_tied_output_that_differs_is_refused_and_one_that_is_equal_is_taken(tm
     embedding = "model.embed_tokens.weight"
     load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding].clone()})))
     load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x.pop(embedding)})))
-    with pytest.raises(ValueError, match="has other values in model.embed_tokens.weight than in the weight"):
+    with pytest.raises(ValueError, match=r"has other values in model.embed_tokens.weight than in the weight"):
         load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding] + 1})))
 
 
 def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = FAMILIES["DeepSeek-V3"]
     eager_model(config).save_pretrained(tmp_path)
-    more = {"model.layers.2.eh_proj.weight": torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    more = {
+        "model.layers.2.eh_proj.weight": torch.zeros(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
     with caplog.at_level(logging.WARNING):
         load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)))
     assert "1 weights of heads that predict further tokens are left out, as model.layers.2.eh_proj" in caplog.text
@@ -169,7 +176,7 @@ def test_a_config_keeps_a_length_that_its_rotary_embedding_follows_and_refuses_w
     assert settings(phi, 4096, None)["max_position_embeddings"] == 512
     yarn = settings(phi, 4096, YARN)
     assert (yarn["max_position_embeddings"], yarn["original_max_position_embeddings"]) == (4096, 512)
-    gemma = args_from_config(FAMILIES["Gemma 4"], {})
+    gemma = args_from_config({**FAMILIES["Gemma 4"], "num_kv_shared_layers": 0}, {})
     with pytest.raises(ValueError, match="a rotary embedding of type proportional, and a stage's is yarn"):
         settings(gemma, 4096, YARN)
     plain = settings(gemma, 4096, {"rope_type": "default", "rope_theta": 5e6})["rope_parameters"]["full_attention"]
