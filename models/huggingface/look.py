@@ -174,7 +174,9 @@ class _Run(TorchFunctionMode):
             return torch.sin((args[0][..., None] + 1.0) * (torch.arange(args[1].shape[-1]) + 1.0))
         return func(*args, **kwargs)
 
-    def attention(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **keywords: Any) -> Any:
+    def attention(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **keywords: Any
+    ) -> Any:
         """The registered function."""
         for which, x in {"q": q, "k": k, "v": v}.items():
             self.see(f"{which} of {self.name(module)}", x)
@@ -362,7 +364,11 @@ class _Probe:
             name, keywords = self.name(call.module), {k: v for k, v in call.keywords.items() if v is not None}
             if strange := keywords.keys() - TAKEN - HARMLESS:
                 raise ValueError(f"{name} hands attention {', '.join(sorted(strange))}, which it has not here")
-            if keywords.get("is_causal") is False or keywords.get("dropout") or isinstance(keywords.get("scaling"), Tensor):
+            if (
+                keywords.get("is_causal") is False
+                or keywords.get("dropout")
+                or isinstance(keywords.get("scaling"), Tensor)
+            ):
                 raise ValueError(f"{name} is not causal, or has dropout or a scale for each token")
             if call.window != keywords.get("sliding_window", 0):
                 mask = {-1: "neither causal nor a window"}.get(call.window, f"a window of {call.window}")

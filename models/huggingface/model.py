@@ -169,7 +169,7 @@ class HuggingFaceModel(nn.Module):
             compute = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
             named = {"layer_type": layer_type} if layer_type else {}
             frequencies, factor = compute(config, device=device, seq_len=seq_len, **named)
-            _set_frequencies(rotary, layer_type, frequencies.double(), factor)
+            _set_frequencies(rotary, layer_type, frequencies.to(device, torch.float64), factor)
 
     def _rotaries(self) -> Iterator[tuple[Any, str | None]]:
         """(rotary embedding, layer type or None) of all frequencies."""

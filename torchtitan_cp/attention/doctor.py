@@ -111,6 +111,7 @@ class _Recorder(TorchDispatchMode):
         if func is OPERATOR:
             q, k, v, sinks, _, handle, scale, softcap, _ = args
             heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
+            sinks = None if sinks is None else sinks.detach().cpu().clone()  # FSDP frees a weight after its layer
             self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, softcap, sinks))
             for name, x in zip("qkv", (q, k, v), strict=True):
                 self.note(layer, name, x)

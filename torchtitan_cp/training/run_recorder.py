@@ -96,8 +96,9 @@ class RunRecorder:
                 logger.image(f"documents/{name}", draw, done)
         if config.job.description:
             logger.say(config.job.description)
+        named = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem
         logger.say(
-            f"{config.model.architecture} {config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem}: "
+            f"{config.model.architecture} {named}: "
             f"{self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
             f"peak {self.peak.flops_per_second / 1e12:.3g} TFLOP/s a rank: {self.peak.source}\n"

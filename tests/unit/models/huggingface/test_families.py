@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from models.huggingface.args import args_from_config
 from models.huggingface.model import HuggingFaceModel
-
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, as_markdown, eager_model
 from tests.support.huggingface_parity import Row, compare, copy_weights
