@@ -13,7 +13,7 @@ HEAD = """# Models
 
 def as_markdown() -> str:
     """The tables of all architectures."""
-    return HEAD.format(tables="".join(_table(architecture) for architecture in ARCHITECTURES))
+    return HEAD.format(tables="".join(_table(architecture) for architecture in ARCHITECTURES if architecture.flavors))
 
 
 def _table(architecture: Architecture) -> str:

@@ -1,6 +1,7 @@
 """A causal language model of transformers as the trainer knows a model: its layers, its output, its frequencies."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    eager_mask,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.huggingface.args import HuggingFaceArgs, transformers_config
@@ -177,6 +185,25 @@ class HuggingFaceModel(nn.Module):
             kinds = getattr(module, "rope_type", None)
             for layer_type in kinds if isinstance(kinds, dict) else () if kinds is None else (None,):
                 yield module, layer_type
+
+    @contextmanager
+    def own_attention(self, documents: Tensor) -> Iterator[None]:
+        """Run transformers' own attention with its own masks, within documents of these numbers, `[B, S]`.
+
+        Not all families see from the positions that documents are packed.
+        """
+        apart = packed_sequence_mask_function(documents)
+
+        def mask(*sizes: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
+            return eager_mask(*sizes, mask_function=and_masks(mask_function, apart), **options)
+
+        self.causal.set_attn_implementation("eager")
+        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
+        try:
+            yield
+        finally:
+            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager_mask
+            self.causal.set_attn_implementation(ATTENTION)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
         """First value of a parameter, whole, fp32; it depends on name and seed alone."""

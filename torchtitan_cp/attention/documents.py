@@ -7,16 +7,18 @@ head and rows from its tail, as many of each as give the rank its area: zigzag i
 ranks. Where ranks sit in nodes, documents are assigned to the nodes first and then, within each, to its ranks.
 """
 
-import math
+import heapq
+from bisect import insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from torchtitan_cp.attention.mask import Band, Span
-from torchtitan_cp.attention.tiles import count_pairs
+from torchtitan_cp.attention.tiles import CAUSAL, count_pairs
 
 # A document is placed whole on a rank that it overfills by no more than this fraction of an even share of the work.
 SLACK = 0.05
-# Times that the cuts of split documents are worked out, each with the newest cuts of the others.
+# Times that the cuts of documents that share bins are worked out, each with the newest cuts of the others.
 SWEEPS = 2
 # An assignment whose busiest rank has at most so many times the mean is taken.
 EVEN = 1.05
@@ -39,50 +41,36 @@ class Part(NamedTuple):
     tail: int
     tail_stop: int
 
-    @property
-    def spans(self) -> tuple[Span, Span]:
-        """The rows; one of the spans may be empty."""
-        return (self.head, self.head_stop), (self.tail, self.tail_stop)
 
-
-@dataclass
+@dataclass(slots=True)
 class Bin:
     """A rank, or a node of ranks, while it is filled.
 
     Attributes:
         tokens: that it still takes.
-        work: that it still takes beyond what the shortest documents will bring.
+        load: work given to it beyond what the shortest documents will bring, less an even share.
         area: pairs that it lacks of an even share.
         parts: what it was given.
     """
 
     tokens: int
-    work: float
+    load: float
     area: float
     parts: list[Part] = field(default_factory=list)
 
-    def give(self, part: Part, work: float) -> None:
-        """Add a part that brings so much work beyond that of as many tokens of short documents."""
-        self.tokens -= part.tokens
-        self.work -= work
-        self.area -= part.area
-        self.parts.append(part)
 
-
-@dataclass
+@dataclass(slots=True)
 class Split:
     """A document that several bins share.
 
     Attributes:
         part: all of its rows.
-        takers: (bin, tokens) of each.
-        areas: pairs that each takes, estimated until the document is cut.
-        cut: the rows of each taker.
+        takers: the bins.
+        cut: the rows of each; until the document is cut, only how many, and an estimate of their area.
     """
 
     part: Part
-    takers: list[tuple[Bin, int]]
-    areas: list[float]
+    takers: list[Bin] = field(default_factory=list)
     cut: list[Part] = field(default_factory=list)
 
 
@@ -105,30 +93,42 @@ def assign_documents(
             parts.append(Part(0, start - end, (end, end), end, start, start, start))
         if stop > start:
             area = mask.count(start, stop, (start, stop))
-            parts.append(Part(area, stop - start, (start, stop), start, stop, stop, stop))
+            parts.append(Part._make((area, stop - start, (start, stop), start, stop, stop, stop)))
         end = stop
-    tokens, best, least = sequence_length // ranks, [parts], math.inf
-    for size, fraction in ((ranks_per_node, 0.2), (ranks, 0.2 if ranks_per_node < ranks else 0.5)):
-        nodes = mask.assign(parts, ranks // size, tokens * size, fraction) if size < ranks else [parts]
-        held = [found for node in nodes for found in mask.assign(node, size, tokens, fraction)]
-        areas = [sum(part.area for part in found) for found in held]
-        if max(areas) < least:
-            best, least = held, max(areas)
-        if least <= EVEN * sum(areas) / ranks:
-            break
-    return [[span for part in found for span in part.spans] for found in best]
+    parts.sort(reverse=True)
+    tokens, even = sequence_length // ranks, sum(part.area for part in parts) / ranks
+    several = ranks_per_node < ranks
+    nodes = mask.assign(parts, ranks // ranks_per_node, tokens * ranks_per_node, 0.2) if several else [parts]
+    held: list[list[Part]] = []
+    at_once, busiest = held, 0
+    for node in nodes:
+        found = mask.assign(node, ranks_per_node, tokens, 0.2)
+        held, busiest = [*held, *found], max(busiest, _busiest_area(found))
+        if busiest > EVEN * even:
+            at_once = at_once or mask.assign(parts, ranks, tokens, 0.2 if several else 0.5)
+            # The other nodes cannot make it any better.
+            if busiest > _busiest_area(at_once):
+                held = at_once
+                break
+    return [[span for part in rows for span in (part[3:5], part[5:7])] for rows in held]
+
+
+def _busiest_area(held: list[list[Part]]) -> int:
+    """Pairs of the bin with the most, of these bins' parts."""
+    return max(sum(part.area for part in parts) for parts in held)
 
 
 class DocumentMask:
     """What a query of a document sees, and the ways to assign and cut documents that go by it."""
 
     def __init__(self, band: Band) -> None:
-        self.band = band
+        self.band, self.causal = band, band == CAUSAL
 
     def count(self, start: int, stop: int, document: Span) -> int:
         """Allowed pairs of the queries [start, stop) of a document."""
-        first, last = document
-        return count_pairs(stop - start, last - first, self.band, first - start)
+        if self.causal:
+            return (stop - start) * (start + stop + 1 - 2 * document[0]) // 2
+        return count_pairs(stop - start, document[1] - document[0], self.band, document[0] - start)
 
     def assign(self, parts: list[Part], count: int, tokens: int, fill_fraction: float) -> list[list[Part]]:
         """The parts of each of `count` bins that take so many tokens each.
@@ -140,53 +140,53 @@ class DocumentMask:
         even = sum(part.area for part in parts) / count
         first, density = _find_filling(parts, fill_fraction * count * tokens, even)
         even_work = even - density * tokens
-        bins = [Bin(tokens, even_work, even) for _ in range(count)]
-        splits = []
+        bins = [Bin(tokens, -even_work, even) for _ in range(count)]
+        ready, splits = bins.copy(), []  # bins by load
         for part in parts[:first]:
             work = part.area - density * part.tokens
-            taker = _find_bin(bins, part.tokens, work - SLACK * even_work)
-            if taker:
-                taker.give(part, work)
-            else:
-                splits.append(_split(part, bins, work - SLACK * even_work))
-        self._fill(parts[first:], [one for one in bins if one.tokens], density)
-        for _ in range(SWEEPS):
-            for split in splits:
-                self._cut_evenly(split)
+            if not _give(part, work, ready, SLACK * even_work - work):
+                splits.append(_split(part, ready, work - SLACK * even_work))
+        self._fill(parts[first:], [one for one in bins if one.tokens])
+        for one in bins:
+            one.area -= sum([part.area for part in one.parts])
+        for split in splits * min(SWEEPS, len(splits)):
+            self._cut_evenly(split)
         for split in splits:
-            for (taker, _), part in zip(split.takers, split.cut, strict=True):
+            for taker, part in zip(split.takers, split.cut, strict=True):
                 taker.parts.append(part)
         return [one.parts for one in bins]
 
-    def _fill(self, parts: list[Part], bins: list[Bin], density: float) -> None:
-        """Give short documents to the bins until these are full; those that fit nowhere are cut."""
-        left = []
+    def _fill(self, parts: list[Part], bins: list[Bin]) -> None:
+        """Give short documents to the bins with the most room until these are full; what fits nowhere is cut."""
+        left, rooms = [], [(-one.tokens, number) for number, one in enumerate(bins)]
+        heapq.heapify(rooms)
         for part in parts:
-            taker = _find_bin(bins, part.tokens, -math.inf)
-            if taker:
-                taker.give(part, part.area - density * part.tokens)
+            room, number = rooms[0]
+            if part.tokens <= -room:
+                bins[number].parts.append(part)
+                heapq.heapreplace(rooms, (room + part.tokens, number))
             else:
                 left.append(part)
-        bins = [one for one in bins if one.tokens]
         for part in left:
             while part.tokens:
-                taken, part = self.cut(part, min(part.tokens, bins[-1].tokens), 0)
-                bins[-1].give(taken, 0)
-                if not bins[-1].tokens:
-                    bins.pop()
+                room, number = rooms.pop()
+                taken, part = self.cut(part, min(part.tokens, -room), 0)
+                bins[number].parts.append(taken)
+                if room + taken.tokens:
+                    rooms.append((room + taken.tokens, number))
 
     def _cut_evenly(self, split: Split) -> None:
         """Cut a document so that all of its bins lack, or exceed, the same area."""
-        for (taker, _), area in zip(split.takers, split.areas, strict=True):
-            taker.area += area
-        rest, split.cut = split.part, []
-        lacking = sum(taker.area for taker, _ in split.takers) - rest.area
-        for number, (taker, tokens) in enumerate(split.takers):
-            taken, rest = self.cut(rest, tokens, taker.area - lacking / (len(split.takers) - number))
+        rest, shares = split.part, list(zip(split.takers, split.cut, strict=True))
+        lacking = sum([taker.area + share.area for taker, share in shares]) - rest.area
+        for number, (taker, share) in enumerate(shares):
+            taken = rest
+            taker.area += share.area
+            if share.tokens < rest.tokens:
+                taken, rest = self.cut(rest, share.tokens, taker.area - lacking / (len(shares) - number))
             taker.area -= taken.area
             lacking -= taker.area
-            split.cut.append(taken)
-        split.areas = [part.area for part in split.cut]
+            split.cut[number] = taken
 
     def cut(self, part: Part, tokens: int, area: float) -> tuple[Part, Part]:
         """(rows from both ends of a part that come nearest to an area, the rest).
@@ -195,22 +195,23 @@ class DocumentMask:
         a causal mask: the numbers are solved for. Under a window they are interpolated.
         """
         whole_area, whole_tokens, document, head, head_stop, tail, tail_stop = part
-        unbroken = head_stop == tail
-        fewest = 0 if unbroken else max(0, tokens - (tail_stop - tail))
-        most = tokens if unbroken else min(tokens, head_stop - head)
         first = tail_stop - tokens  # of the tail's rows, with none from the head
+        unbroken = head_stop == tail
+        fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
 
         def pairs(rows: int) -> int:
             return self.count(head, head + rows, document) + self.count(first + rows, tail_stop, document)
 
-        rows, highest, lowest = fewest, pairs(fewest), pairs(most)
-        if lowest < highest:
-            rows += round((most - fewest) * min(max((highest - area) / (highest - lowest), 0), 1))
-        taken = Part(pairs(rows), tokens, document, head, head + rows, first + rows, tail_stop)
+        rows, taken_area = fewest, pairs(fewest)
+        fall = first - head if self.causal else (taken_area - pairs(most)) / max(1, most - fewest)
+        if fall > 0 and taken_area > area:
+            rows = min(most, fewest + round((taken_area - area) / fall))
+            taken_area = int(taken_area - (rows - fewest) * fall) if self.causal else pairs(rows)
+        taken = Part._make((taken_area, tokens, document, head, head + rows, first + rows, tail_stop))
         if unbroken:
             head_stop = tail = first + rows
-        left = (whole_area - taken.area, whole_tokens - tokens)
-        return taken, Part(*left, document, head + rows, head_stop, tail, first + rows)
+        left = (whole_area - taken_area, whole_tokens - tokens, document, head + rows, head_stop, tail, first + rows)
+        return taken, Part._make(left)
 
 
 def _find_filling(parts: list[Part], tokens: float, even: float) -> tuple[int, float]:
@@ -223,36 +224,38 @@ def _find_filling(parts: list[Part], tokens: float, even: float) -> tuple[int, f
     return first, area / max(1, held)
 
 
-def _find_bin(bins: list[Bin], tokens: int, work: float) -> Bin | None:
-    """Of the bins with room for so many tokens, and for so much work, the one with the most work to take."""
-    found = None
-    for one in bins:
-        if one.tokens >= tokens and one.work >= work:
-            found, work = one, one.work
-    return found
+def _give(part: Part, work: float, bins: list[Bin], most_load: float) -> bool:
+    """Give a part to the least loaded of the bins, in this order, that has room; False if none below a load has."""
+    for place, one in enumerate(bins):
+        if one.load > most_load:
+            break
+        if one.tokens >= part.tokens:
+            one.tokens -= part.tokens
+            one.load += work
+            one.parts.append(part)
+            insort(bins, bins.pop(place), key=attrgetter("load"))
+            return True
+    return False
 
 
 def _split(part: Part, bins: list[Bin], work: float) -> Split:
-    """Split a document over the fewest bins that can take it, by what each still takes."""
-    bins = sorted(bins, key=lambda one: -one.work)
+    """Split a document over the fewest bins that can take it, the least loaded ones, by what each still takes."""
     chosen, taken, room = 0, 0.0, 0
     while chosen < len(bins) and (taken < work or room < part.tokens):
-        taken += max(bins[chosen].work, 0)
+        taken += max(-bins[chosen].load, 0)
         room += bins[chosen].tokens
         chosen += 1
-    left, shares = part.tokens, []
-    for one in bins[:chosen]:
-        shares.append(min(left, one.tokens, int(part.tokens * max(one.work, 0) / (taken or 1))))
-        left -= shares[-1]
-    shares += [0] * (len(bins) - chosen)
-    for place, one in enumerate(bins):
-        more = min(left, one.tokens - shares[place])
-        shares[place] += more
-        left -= more
-    takers = [(one, tokens) for one, tokens in zip(bins, shares, strict=True) if tokens]
-    areas = [part.area * tokens / part.tokens for _, tokens in takers]
-    for (one, tokens), area in zip(takers, areas, strict=True):
-        one.tokens -= tokens
-        one.work -= work * tokens / part.tokens
-        one.area -= area
-    return Split(part, takers, areas)
+    shares = [min(one.tokens, int(part.tokens * max(-one.load, 0) / (taken or 1))) for one in bins[:chosen]]
+    left, split = part.tokens - sum(shares), Split(part)
+    for one, share in zip(bins, shares, strict=False):
+        tokens = min(share + left, one.tokens)
+        left -= tokens - share
+        if tokens:
+            area = part.area * tokens // part.tokens
+            split.takers.append(one)
+            split.cut.append(Part(area, tokens, *part[2:]))
+            one.tokens -= tokens
+            one.load += work * tokens / part.tokens
+            one.area -= area
+    bins.sort(key=attrgetter("load"))
+    return split

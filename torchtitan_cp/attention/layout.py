@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -68,9 +69,9 @@ class Layout:
         for rank, spans in enumerate(self.spans):
             local = 0
             for start, stop in spans:
-                segments.append(Segment(rank, local, start, stop))
+                segments.append(Segment._make((rank, local, start, stop)))
                 local += stop - start
-        return tuple(sorted(segments, key=lambda segment: segment.start))
+        return tuple(sorted(segments, key=itemgetter(2)))
 
     @cached_property
     def _starts(self) -> tuple[tuple[list[int], list[int]], ...]:
@@ -125,16 +126,15 @@ class Layout:
 @lru_cache(maxsize=64)
 def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
     """Each document's segments on all ranks, in the order of the sequence."""
-    segments, result, place = layout.segments, [], 0
-    for first, last in documents:
-        while segments[place].stop <= first:
-            place += 1
-        found, end = [], place
-        while end < len(segments) and segments[end].start < last:
-            rank, local, start, stop = segments[end]
-            begin = max(start, first)
-            found.append(Segment(rank, local + begin - start, begin, min(stop, last)))
-            end += 1
+    segments, result, stop = iter(layout.segments), [], 0
+    for begin, last in documents:
+        found = []
+        while begin < last:
+            while stop <= begin:
+                rank, local, start, stop = next(segments)
+            end = stop if stop < last else last
+            found.append(Segment._make((rank, local + begin - start, begin, end)))
+            begin = end
         result.append(tuple(found))
     return tuple(result)
 
@@ -177,7 +177,7 @@ def rows_sent(
             if band.low is not None:
                 reading = {s.rank for s in segments if s.rank in readers and s.start + band.low < stop}
             node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
-            inside = sum(other in reading for other in node)
+            inside = len(reading.intersection(node))
             crossing[rank] += (stop - start) * (len(reading) - inside)
             sent[rank] += (stop - start) * (len(reading) - (rank in reading))
             readers.add(rank)

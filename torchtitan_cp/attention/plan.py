@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, ClassVar
 
 import torch
@@ -225,8 +225,8 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
     served: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
     find_reads = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
     for row, segments in documents_of(layout, mask, sequence_length):
-        if any(segment.rank == rank for segment in segments):
-            read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, rank)
+        if ours := [segment for segment in segments if segment.rank == rank]:
+            read_here, read_elsewhere = find_reads(layout, mask.band, row, segments, ours)
             for source, tile in read_here:
                 tiles[source].append(tile)
             for target, span in read_elsewhere:
@@ -235,8 +235,8 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
     steps = [RingStep(rank, rank, everything, everything, _fuse(tiles[rank]))]
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        receive = merge_spans((tile.k_start, tile.k_stop) for tile in tiles[source])
-        arrived = _index_received(_fuse(tiles[source]), receive)
+        receive = merge_spans([tile[3:5] for tile in tiles[source]])
+        arrived = _index_received(_fuse(tiles[source]), receive) if receive else ()
         steps.append(RingStep(source, target, receive, merge_spans(served[target]), arrived))
     return tuple(steps)
 
@@ -245,10 +245,9 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
 Reads = tuple[list[tuple[int, Tile]], list[tuple[int, Span]]]
 
 
-def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], rank: int) -> Reads:
+def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], ours: list[Segment]) -> Reads:
     """Reads of a document without a window: one tile for each (segment of this rank, other rank that holds keys)."""
-    ours = [segment for segment in segments if segment.rank == rank]
-    run = (ours[0].local, ours[-1].rows[1])
+    rank, run = ours[0].rank, (ours[0].local, ours[-1].rows[1])
     tiles: list[tuple[int, Tile]] = [(rank, Tile(row, *run, *run, band))]
     served: list[tuple[int, Span]] = []
     # Local rows of queries, and the global position up to which they see keys.
@@ -266,17 +265,14 @@ def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, 
     return tiles, served
 
 
-def _banded_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], rank: int) -> Reads:
+def _banded_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], ours: list[Segment]) -> Reads:
     """Reads of a document under a window: one tile for each pair of segments that see each other."""
     tiles: list[tuple[int, Tile]] = []
     served: list[tuple[int, Span]] = []
-    for ours in segments:
-        if ours.rank != rank:
-            continue
-        for other in segments:
-            tiles += [(other.rank, tile) for tile in _banded_tile(row, ours, other, band)]
-            if other.rank != rank:
-                served += [(other.rank, (t.k_start, t.k_stop)) for t in _banded_tile(row, other, ours, band)]
+    for one, other in product(ours, segments):
+        tiles += [(other.rank, tile) for tile in _banded_tile(row, one, other, band)]
+        if other.rank != one.rank:
+            served += [(other.rank, (t.k_start, t.k_stop)) for t in _banded_tile(row, other, one, band)]
     return tiles, served
 
 

@@ -1,6 +1,7 @@
 """The doctor on a config: is its model safe on these ranks? All of them share each sequence, a short one, in fp32."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,13 +89,13 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         model = parity.single_model(
             trainer, stage, weights, LayerAttention() if through_ours else parity.plain_attention
         )
-        if not through_ours and hasattr(model, "causal"):
-            model.causal.set_attn_implementation("eager")  # of transformers, with its own masks
+        own_attention = nullcontext if through_ours else getattr(model, "own_attention", nullcontext)
 
         def run(changed: int | None) -> float:
             samples.changed = changed
             tokens, labels, positions, documents = (device.move(x) for x in parity.all_sequences(trainer, layout))
-            return parity.single_loss(model, tokens, labels, positions, whole_plans if through_ours else documents)
+            with own_attention(documents):
+                return parity.single_loss(model, tokens, labels, positions, whole_plans if through_ours else documents)
 
         return Side(model, run, lambda: parity.gradients_of(model), measure_peak)
 
