@@ -335,7 +335,10 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
     "Mamba": ("mamba", {"state_size": 8}),
     "Mamba 2": ("mamba2", {"state_size": 8, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "RWKV": ("rwkv", {"attention_hidden_size": 48, "context_length": 512}),
-    "GPT-NeoX Japanese": ("gpt_neox_japanese", {"intermediate_multiple_size": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "GPT-NeoX Japanese": (
+        "gpt_neox_japanese",
+        {"intermediate_multiple_size": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
     # Masks or sparse indices of their own.
     "DeepSeek-V3.2": ("deepseek_v32", {**LATENT, **GROUPED, **SPARSE, "first_k_dense_replace": 1}),
     "DeepSeek-V4": ("deepseek_v4", {**HEAD, **GROUPED, **SPARSE}),

@@ -1,4 +1,4 @@
-"""A model that would be wrong across ranks is refused before a run, by the layer and the class that stand in its way."""
+"""A model that would be wrong across ranks is refused before a run, by the layer and class that stand in its way."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.deep import deep_rows
-from tests.support.huggingface_families import REFUSED
+from tests.support.huggingface_families import FAMILIES, REFUSED
 from tests.support.huggingface_parity import write_config
 from torchtitan_cp.cli.check import main
 
@@ -81,6 +81,6 @@ def test_check_refuses_quantised_weights_and_code(
 def test_check_refuses_by_name_what_these_models_lack(
     key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_config(tmp_path, {"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2})
+    path = write_config(tmp_path, FAMILIES["Llama"])
     assert main([str(path), "--ranks=2", f"--{key}={value}"]) == 2
     assert key in capsys.readouterr().err
