@@ -6,11 +6,10 @@ must equal the run on all of them; where it does not, a module mixes tokens behi
 """
 
 import copy
-import math
+import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +33,8 @@ _TOKENS, _SHARD = 29, [*range(6), *range(22, 29)]  # 13 of them: primes, which n
 _LARGE = 2**18  # values: a larger parameter has no numbers
 _SHIFT = 100_003  # added to positions that the model counts by itself
 _QUERIES = (2**20 - 1, 700_001, 300_007)  # whose keys a mask is asked for
+_MASK = 2.0**23  # beside which a window is seen to be one
+_CPU = torch.device("cpu")
 FIXED = "fixed"
 
 
@@ -108,6 +109,10 @@ class Look:
     routers: tuple[str, ...]
 
 
+class _Refusal(ValueError):
+    """Why a model is refused."""
+
+
 def look_at(config: PreTrainedConfig) -> Look:
     """Look at the model of a config.
 
@@ -121,10 +126,12 @@ def look_at(config: PreTrainedConfig) -> Look:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config).train()
+            return _Probe(model).look()
+        except _Refusal:
+            raise
         except Exception as error:
             what = "its attention cannot be replaced" if str(error) == repr(_NAME) else error
-            raise ValueError(f"transformers cannot build the model of this {type(config).__name__}: {what}") from error
-        return _Probe(model).look()
+            raise _Refusal(f"the model of this {type(config).__name__} cannot be built: {what}") from error
 
 
 def _registered(interface: Any, function: Any = None) -> Any:
@@ -132,56 +139,63 @@ def _registered(interface: Any, function: Any = None) -> Any:
     return patch.dict(interface._global_mapping, {_NAME: function})
 
 
-@dataclass
-class _Call:
-    """Of the attention function; shapes as it gets them, `[B, H, S, D]`."""
-
-    module: nn.Module
-    q: torch.Size
-    k: torch.Size
-    v: torch.Size
-    window: int
-    keywords: dict[str, Any]
-
-
 class _Run(TorchFunctionMode):
-    """A run of a model.
+    """A run of a model, while it is entered.
+
+    Args:
+        names: module -> name.
+        tokens: how many; masks: functions of masks are asked for their windows.
+        shift: is added to positions that the model counts by itself.
 
     Attributes:
-        calls: of the attention function.
+        calls: (module, facts for a LayerLook, whether `plans` arrived) of each call of the attention function.
         seen: module, or what it hands to attention -> a number for each token, `[tokens]`.
         experts: module -> experts of a token.
         active: modules that are running.
     """
 
-    def __init__(self, name: Callable[[nn.Module], str], tokens: int, shift: int = 0) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], tokens: int, masks: bool, shift: int) -> None:
         super().__init__()
-        self.name, self.tokens, self.shift = name, tokens, shift
-        self.calls: list[_Call] = []
+        self.names, self.tokens, self.masks, self.shift = names, tokens, masks, shift
+        self.calls: list[tuple[nn.Module, dict[str, Any], bool]] = []
         self.seen: dict[str, Tensor] = {}
         self.experts: dict[nn.Module, int] = {}
         self.active: list[nn.Module] = []
+        self.random_state = torch.get_rng_state()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        args, kwargs = tuple(map(_off_meta, args)), {key: _off_meta(x) for key, x in kwargs.items()}
         if name == "arange" and self.shift and args[-1:] == (self.tokens,):
             return func(*args, **kwargs) + self.shift
-        if name in ("linear", "matmul", "__matmul__", "bmm") and args[1].is_meta and not args[0].is_meta:
-            return _copy_channels(args[0], args[1].shape[0 if name == "linear" else -1])
-        if name == "addmm" and args[2].is_meta:  # of GPT-2
-            return _copy_channels(args[1], args[2].shape[-1])
         if name == "embedding" and args[1].is_meta:
             return torch.sin((args[0][..., None] + 1.0) * (torch.arange(args[1].shape[-1]) + 1.0))
+        if name in ("linear", "matmul", "__matmul__", "bmm", "addmm"):
+            x, weight = args[1:3] if name == "addmm" else args[:2]
+            if weight.is_meta and not x.is_meta:
+                return _copy_channels(x, weight.shape[0 if name == "linear" else -1])
         return func(*args, **kwargs)
 
-    def attention(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **keywords: Any
-    ) -> Any:
-        """The registered function."""
+    def attention(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **given: Any) -> Any:
+        """The registered function: refuses what ours would lose."""
+        name, given = _name(module, self.names), {key: x for key, x in given.items() if x is not None}
         for which, x in {"q": q, "k": k, "v": v}.items():
-            self.see(f"{which} of {self.name(module)}", x)
-        window = 0 if attention_mask is None else getattr(attention_mask, "window", -1)
-        self.calls.append(_Call(module, q.shape, k.shape, v.shape, window, keywords))
+            self.see(f"{which} of {name}", x)
+        scale, sinks = given.get("scaling", q.shape[3] ** -0.5), given.get("s_aux")
+        window = given.get("sliding_window", 0)
+        mask = (0 if self.masks else window) if attention_mask is None else _window_of(attention_mask)
+        if lost := given.keys() - TAKEN - HARMLESS:
+            raise _Refusal(f"{name} hands attention {', '.join(sorted(lost))}, which is not known here")
+        if mask != window:
+            what = f"a window of {mask}" if mask > 0 else "not a window" if mask else "causal only"
+            raise _Refusal(f"{name} has a mask that is {what}, and hands attention sliding_window = {window}")
+        if given.get("is_causal") is False or given.get("dropout") or isinstance(scale, Tensor):
+            raise _Refusal(f"{name} is not causal, or has dropout, or a scale for each token")
+        if {k.shape[2], v.shape[2]} != {self.tokens} or (sinks is not None and sinks.dim() != 1):
+            raise _Refusal(f"{name} has sinks for each token, or keys that are not one a token")
+        facts = {"n_heads": q.shape[1], "n_kv_heads": k.shape[1], "qk_dim": q.shape[3], "v_dim": v.shape[3]}
+        facts |= {"scale": float(scale), "window": window, "softcap": float(given.get("softcap", 0.0))}
+        self.calls.append((module, facts | {"sinks": sinks is not None}, given.get("plans") is self))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
     def run_experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -195,10 +209,21 @@ class _Run(TorchFunctionMode):
             rows = x.movedim(x.shape.index(self.tokens), 0).flatten(1).float()
             self.seen[name] = rows @ torch.cos(torch.arange(rows.shape[1]) + 1.0)
 
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """Called before each module."""
+        self.check_random()
+        self.active.append(module)
+
+    def check_random(self) -> None:
+        """Refuse a module that has drawn random numbers."""
+        if not torch.equal(torch.get_rng_state(), self.random_state):
+            raise _Refusal(f"{_name(self.active[-1], self.names)} is random: set its dropout or jitter to 0")
+
     def leave(self, module: nn.Module, _: Any, out: Any) -> None:
         """Called after each module."""
+        self.check_random()
         self.active.pop()
-        self.see(self.name(module), out[0] if isinstance(out, tuple | list) and out else out)
+        self.see(_name(module, self.names), out[0] if isinstance(out, tuple | list) and out else out)
 
     def differences(self, other: "_Run", tokens: Any = slice(None)) -> list[str]:
         """What has other numbers for these tokens in another run, in the order of this run."""
@@ -206,26 +231,36 @@ class _Run(TorchFunctionMode):
         return [name for name, (x, y) in both.items() if not (x - y).abs().max() <= 1e-3 * x.abs().max() + 1e-6]
 
 
+def _name(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
+    return f"{names.get(module, '')} ({type(module).__name__})".lstrip()
+
+
+def _off_meta(x: Any) -> Any:
+    return _CPU if isinstance(x, torch.device) and x.type == "meta" else x
+
+
 def _copy_channels(x: Tensor, out: int) -> Tensor:
-    return x[..., _channels(x.shape[-1], out)]
-
-
-@lru_cache(maxsize=256)
-def _channels(into: int, out: int) -> Tensor:
-    return torch.arange(out) * 7919 % into
+    """`[..., in]` -> `[..., out]`."""
+    x = x[..., :: max(1, x.shape[-1] // out)]
+    return torch.cat([x] * -(-out // x.shape[-1]), dim=-1)[..., :out].contiguous()
 
 
 def _mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
-    """The registered function of masks: one that knows its window, -1 if that is not what it is."""
+    """The registered function of masks: one filled with its window, -1 if that is not what it is."""
     windows, zero = set(), torch.tensor(0)
     for query in _QUERIES:
         keys = torch.arange(query + 64)
         allowed = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
         seen = int(allowed.sum())
         windows.add((seen if seen <= query else 0) if allowed[query + 1 - seen : query + 1].all() else -1)
-    mask = torch.zeros(1, 1, _TOKENS, _TOKENS)
-    mask.window = windows.pop() if len(windows) == 1 else -1  # type: ignore[attr-defined]
-    return mask
+    window = windows.pop() if len(windows) == 1 else -1
+    return torch.full((1, 1, _TOKENS, _TOKENS), _MASK + window)
+
+
+def _window_of(mask: Tensor) -> int:
+    """The window of what `_mask` made, or of a slice of it."""
+    window = int(mask.flatten()[0].double() - _MASK)
+    return window if window >= 0 and bool((mask == _MASK + window).all()) else -1
 
 
 class _Probe:
@@ -237,37 +272,27 @@ class _Probe:
         count = getattr(model.config, "num_hidden_layers", 0)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if self.output is None or not lists:
-            raise ValueError(f"{type(model).__name__} has no output layer, or no list of {count} layers")
-        self.layers, self.vocab_size = list(lists[0]), self.output.weight.shape[0]
+            raise _Refusal(f"{type(model).__name__} has no output layer, or no list of {count} layers")
+        self.layers = list(lists[0])
         self.tied = self.output.weight is self.embeddings.weight
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.routers = self._routers()
-        self.ramp = torch.linspace(-1, 1, self.vocab_size, dtype=torch.float64) ** 3 * 1e6
+        self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
+        self.ramp[0] = 1e-3
         self._check_modules()
         self._fill()
 
-    def name(self, module: nn.Module) -> str:
-        """As messages have it."""
-        return f"{self.names.get(module, '')} ({type(module).__name__})".lstrip()
-
     def _check_modules(self) -> None:
         if self.output.bias is not None:
-            raise ValueError(f"{self.name(self.output)} has a bias, which the loss here does not add")
-        for module in self.model.modules():
+            raise _Refusal(f"{_name(self.output, self.names)} has a bias, which the loss here does not add")
+        for layer, kind in zip(self.layers, getattr(self.model.config, "layer_types", None) or (), strict=False):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is not built here")
+        for module in (module for layer in self.layers for module in layer.modules()):
             if isinstance(module, nn.Conv1d):
-                raise ValueError(f"{self.name(module)} mixes tokens: it is a convolution")
-            random = {"p": module.p} if isinstance(module, nn.Dropout) else vars(module)
-            for key, value in random.items():
-                if (key == "p" or "drop" in key or "jitter" in key) and isinstance(value, float) and value > 0:
-                    raise ValueError(f"{self.name(module)} is random, {key} = {value}: set it to 0 in model.overrides")
-
-    def _routers(self) -> tuple[str, ...]:
-        recorded = [getattr(m, "_can_record_outputs", None) or {} for m in self.model.modules()]
-        found = next((one["router_logits"] for one in recorded if "router_logits" in one), [])
-        kinds = [getattr(one, "target_class", one) for one in (found if isinstance(found, list | tuple) else [found])]
-        return tuple(name for module, name in self.names.items() if isinstance(module, tuple(kinds)))
+                raise _Refusal(f"{_name(module, self.names)} mixes tokens: it is a convolution")
 
     def _fill(self) -> None:
+        """Give numbers to what is small, and to buffers."""
         generator = torch.Generator().manual_seed(0)
         for module in self.model.modules():
             for name, p in module._parameters.items():
@@ -276,7 +301,7 @@ class _Probe:
                     module._parameters[name] = nn.Parameter(values, requires_grad=False)
             if kinds := getattr(module, "rope_type", None):  # others choose frequencies by the positions of a run
                 module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
-        for name, buffer in Initializer(self.model.config).buffers(torch.device("cpu")).items():
+        for name, buffer in Initializer(self.model.config).buffers(_CPU).items():
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer.nan_to_num(0.5)
         self.output.forward = self._make_ramp
@@ -287,106 +312,88 @@ class _Probe:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, positions: Tensor, masks: bool = False, shift: int = 0) -> _Run:
-        """Run the model; without `masks` it must do as in training, where it makes none."""
-        run = _Run(self.name, len(tokens), shift)
-        hooks = (
-            register_module_forward_pre_hook(lambda module, _: run.active.append(module)),
-            register_module_forward_hook(run.leave),
-        )
-        masked = _registered(AttentionMaskInterface, _mask) if masks else nullcontext()
-        ours = _registered(AttentionInterface, run.attention), _registered(ExpertsInterface, run.run_experts)
-        try:
-            with ours[0], ours[1], masked, run:
+        """Run the model; without `masks` as in training, where it is to make none."""
+        run = _Run(self.names, len(tokens), masks, shift)
+        with ExitStack() as stack:
+            stack.enter_context(_registered(AttentionInterface, run.attention))
+            stack.enter_context(_registered(ExpertsInterface, run.run_experts))
+            stack.enter_context(_registered(AttentionMaskInterface, _mask) if masks else nullcontext())
+            stack.callback(register_module_forward_pre_hook(run.enter).remove)
+            stack.callback(register_module_forward_hook(run.leave).remove)
+            stack.enter_context(run)
+            try:
                 out = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plans=run)
-        except Exception as error:
-            which = "a shard's tokens" if shift else "tokens and their positions"
-            at = self.name(run.active[-1] if run.active else self.model)
-            raise ValueError(f"{at} does not run on {which}: {type(error).__name__}: {error}") from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.logits = out.logits
+            except _Refusal:
+                raise
+            except Exception as error:
+                at = _name(run.active[-1] if run.active else self.model, self.names)
+                which = "a shard's tokens" if shift else "tokens and their positions"
+                raise _Refusal(f"{at} does not run on {which}: {type(error).__name__}: {error}") from error
+        self.logits = out.logits.double().flatten()
         return run
 
     def look(self) -> Look:
-        tokens = torch.arange(_TOKENS) * 7919 % self.vocab_size
         positions = torch.arange(_TOKENS)
+        tokens = positions * 7919 % len(self.ramp)
         whole = self.run(tokens, positions, masks=True)
-        scale, softcap = self._logits(self.logits)
-        calls = self._calls(whole)
+        facts, (scale, softcap) = self._facts(whole), self._logits()
         part = self.run(tokens[_SHARD], positions[_SHARD], shift=_SHIFT)
-        for call in part.calls:
-            if call.window:
-                raise ValueError(f"{self.name(call.module)} makes a mask of its own")
         if mixed := whole.differences(part, _SHARD):
-            raise ValueError(f"{mixed[0]} is not the same for a shard's tokens: it mixes them, or counts positions")
+            raise _Refusal(f"{mixed[0]} is not the same among a shard's tokens: it mixes them, or counts positions")
         moved = whole.differences(self.run(tokens, 2 * positions + 1))
-        rotaries = self._rotaries(tokens, positions, whole, calls, moved)
+        rotaries = self._rotaries(tokens, positions, whole, moved)
         return Look(
             model_class=type(self.model).__name__,
-            layers=tuple(self._layer(layer, calls[layer], whole, rotaries[layer]) for layer in self.layers),
+            layers=tuple(LayerLook(**one, rotary=rotaries[one["attention"]]) for one in facts),
             embeddings=self.names[self.embeddings],
             output=self.names[self.output],
             tie_embeddings=self.tied,
             dim=self.dim,
-            vocab_size=self.vocab_size,
+            vocab_size=len(self.ramp),
             parameters=self.parameters,
             logit_scale=scale,
             logit_softcap=softcap,
-            passes_keywords=all(call.keywords.get("plans") is whole for call in whole.calls),
+            passes_keywords=all(passed for _, _, passed in whole.calls),
             learned_positions=any(name.startswith("v of ") for name in moved),
-            scale_follows_rope=self._scale_follows_rope(),
+            scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _, _ in whole.calls),
             rotaries={n: 2 * self.model.get_buffer(n).numel() for n in {*rotaries.values()} - {"", FIXED}},
-            routers=self.routers,
+            routers=self._routers(),
         )
 
-    def _logits(self, logits: Tensor) -> tuple[float, float]:
-        """Factor and soft cap that make these logits of the ramp."""
-        small, last = int(self.ramp.abs().argmin()), float(logits.flatten()[-1])
-        small += self.ramp[small] == 0
+    def _logits(self) -> tuple[float, float]:
+        """Factor and soft cap that make the model's logits of the ramp."""
+        scale, last = float(self.logits[0] / self.ramp[0]), float(self.logits[-1])
         cap = last if last < 1e4 else 0.0
-        scale = float(logits.flatten()[small] / self.ramp[small])
-        scale = scale if not cap else cap * math.atanh(scale * float(self.ramp[small]) / cap) / float(self.ramp[small])
         expected = cap * torch.tanh(scale * self.ramp / cap) if cap else scale * self.ramp
-        if logits.numel() != len(self.ramp) or not torch.allclose(logits.double().flatten(), expected, rtol=1e-5):
-            raise ValueError(f"{type(self.model).__name__} does more to its logits than a factor and a soft cap")
+        if len(self.logits) != len(expected) or not torch.allclose(self.logits, expected, rtol=1e-5):
+            raise _Refusal(f"{type(self.model).__name__} does more to its logits than a factor and a soft cap")
         return scale, cap
 
-    def _calls(self, run: _Run) -> dict[nn.Module, _Call]:
-        """The one call of each layer, whose keywords and mask are such as we have."""
-        found = {}
+    def _facts(self, run: _Run) -> list[dict[str, Any]]:
+        """All but `rotary` of each layer's LayerLook."""
+        found = []
         for layer in self.layers:
             inside = set(layer.modules())
-            calls = [call for call in run.calls if call.module in inside]
+            calls = [call for call in run.calls if call[0] in inside]
             if len(calls) != 1:
-                raise ValueError(f"{self.name(layer)} calls the attention function {len(calls)} times, not once")
-            call = found[layer] = calls[0]
-            name, keywords = self.name(call.module), {k: v for k, v in call.keywords.items() if v is not None}
-            if strange := keywords.keys() - TAKEN - HARMLESS:
-                raise ValueError(f"{name} hands attention {', '.join(sorted(strange))}, which it has not here")
-            if (
-                keywords.get("is_causal") is False
-                or keywords.get("dropout")
-                or isinstance(keywords.get("scaling"), Tensor)
-            ):
-                raise ValueError(f"{name} is not causal, or has dropout or a scale for each token")
-            if call.window != keywords.get("sliding_window", 0):
-                mask = {-1: "neither causal nor a window"}.get(call.window, f"a window of {call.window}")
-                raise ValueError(
-                    f"{name} has a mask that is {mask}, and sliding_window = {keywords.get('sliding_window')}"
-                )
-            if keywords.get("s_aux", torch.empty(0)).dim() != 1 or {call.k[2], call.v[2]} != {run.tokens}:
-                raise ValueError(f"{name} has sinks for each token, or keys that are not one a token")
+                name = _name(layer, self.names)
+                raise _Refusal(f"{name} calls the attention function {len(calls)} times, where it must do so once")
+            module, facts, _ = calls[0]
+            matrices = _matrices(layer, run.experts)
+            facts |= {"name": self.names[layer], "attention": self.names[module]}
+            facts |= {"attention_class": type(module).__name__, "token_matrices": matrices}
+            facts |= {"token_mlp_matrices": matrices - _matrices(module, run.experts), "matrices": _matrices(layer, {})}
+            facts |= {"parameters": sum(p.numel() for p in layer.parameters())}
+            facts |= {"experts_per_token": max(run.experts.get(one, 0) for one in inside)}
+            found.append(facts)
         return found
 
-    def _rotaries(
-        self, tokens: Tensor, positions: Tensor, whole: _Run, calls: dict[nn.Module, _Call], moved: list[str]
-    ) -> dict[nn.Module, str]:
-        """Layer -> its LayerLook.rotary, from what changes with the positions and with each buffer of frequencies."""
-        keys = {layer: f"k of {self.name(call.module)}" for layer, call in calls.items()}
-        found = {layer: FIXED if key in moved else "" for layer, key in keys.items()}
-        groups: dict[str, list[str]] = {}  # each layer may have its own
-        for name, _ in self.model.named_buffers():
+    def _rotaries(self, tokens: Tensor, positions: Tensor, whole: _Run, moved: list[str]) -> dict[str, str]:
+        """Attention module -> its layer's `rotary`: what its keys change with."""
+        keys = {self.names[module]: f"k of {_name(module, self.names)}" for module, _, _ in whole.calls}
+        found = {name: FIXED if key in moved else "" for name, key in keys.items()}
+        groups: dict[str, list[str]] = {}  # layers may have each their own
+        for name in dict(self.model.named_buffers()):
             if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
                 own = [layer for layer in self.layers if name.startswith(self.names[layer] + ".")]
                 groups.setdefault(name.removeprefix(self.names[own[0]]) if own else name, []).append(name)
@@ -396,42 +403,15 @@ class _Probe:
             turned = whole.differences(self.run(tokens, positions))
             for name in group:
                 self.model.get_buffer(name).div_(1.5)
-            for layer in (layer for layer, key in keys.items() if key in turned):
-                found[layer] = next((n for n in group if n.startswith(self.names[layer] + ".")), group[0])
+            for name in (name for name, key in keys.items() if key in turned):
+                found[name] = next((one for one in group if one.startswith(name + ".")), group[0])
         return found
 
-    def _scale_follows_rope(self) -> bool:
-        config = copy.deepcopy(self.model.config)
-        rope = getattr(config, "rope_parameters", None) or {}
-        yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 0.7}
-        for values in [rope] if "rope_theta" in rope else filter(None, rope.values()):
-            values.update(yarn)
-        with torch.device("meta"):
-            other = type(self.model)(config)
-        pairs = zip(self.model.modules(), other.modules(), strict=True)
-        return any(getattr(one, "scaling", None) != getattr(two, "scaling", None) for one, two in pairs)
-
-    def _layer(self, layer: nn.Module, call: _Call, run: _Run, rotary: str) -> LayerLook:
-        scale, matrices = call.keywords.get("scaling"), _matrices(layer, run.experts)
-        return LayerLook(
-            name=self.names[layer],
-            attention=self.names[call.module],
-            attention_class=type(call.module).__name__,
-            n_heads=call.q[1],
-            n_kv_heads=call.k[1],
-            qk_dim=call.q[3],
-            v_dim=call.v[3],
-            scale=call.q[3] ** -0.5 if scale is None else float(scale),
-            window=call.window,
-            softcap=float(call.keywords.get("softcap") or 0.0),
-            sinks=call.keywords.get("s_aux") is not None,
-            rotary=rotary,
-            parameters=sum(p.numel() for p in layer.parameters()),
-            matrices=_matrices(layer, {}),
-            token_matrices=matrices,
-            token_mlp_matrices=matrices - _matrices(call.module, run.experts),
-            experts_per_token=max(run.experts.get(module, 0) for module in layer.modules()),
-        )
+    def _routers(self) -> tuple[str, ...]:
+        recorded = [getattr(m, "_can_record_outputs", None) or {} for m in self.names]
+        found = next((one["router_logits"] for one in recorded if "router_logits" in one), [])
+        kinds = tuple(getattr(one, "target_class", one) for one in (found if isinstance(found, list) else [found]))
+        return tuple(name for module, name in self.names.items() if isinstance(module, kinds))
 
 
 def _matrices(inside: nn.Module, experts: Mapping[nn.Module, int]) -> int:
