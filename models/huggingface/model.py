@@ -194,8 +194,8 @@ class HuggingFaceModel(nn.Module):
         """
         apart = packed_sequence_mask_function(documents)
 
-        def mask(*sizes: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
-            return eager_mask(*sizes, mask_function=and_masks(mask_function, apart), **options)
+        def mask(*, mask_function: Any = causal_mask_function, **options: Any) -> Any:
+            return eager_mask(mask_function=and_masks(mask_function, apart), **options)
 
         self.causal.set_attn_implementation("eager")
         ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
