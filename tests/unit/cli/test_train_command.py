@@ -123,6 +123,17 @@ def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
     assert check_config([config, "--ranks", "4", "--doctor", "--parallel.tp=5", "--compile.enable=true"]) == 0
 
 
+def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
+    monkeypatch.setattr(train, "run_doctor", lambda config, world, length: length == 0)
+    config = str(write_run(tmp_path))
+    assert train.main([config, "--doctor"]) == 0
+    assert train.main([config, "--doctor", "512"]) == 5
+
+
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Passed:
         returncode = 0
