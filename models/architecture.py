@@ -18,18 +18,17 @@ class Hub:
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
         load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file) fills the part;
-            ValueError says what the files lack.
+            ValueError says what the files lack. `config` then also takes the trained length and `rope_parameters`
+            (None: the model's own), and gives all but the tokens.
         writer: with `load`: args -> a function of a name, a tensor of ours (maybe on the meta device) and a dtype that
             gives the hub's.
-        settings: with `load`: (args, trained length, `rope_parameters` or None for the model's own) -> config.json.
     """
 
     names: Mapping[str, str]
     sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
-    config: Callable[[Any], dict[str, Any]]
+    config: Callable[..., dict[str, Any]]
     load: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
-    settings: Callable[[Any, int, Mapping[str, Any] | None], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,9 @@ def _hub(name: str) -> Any:
 HUB = Hub(
     names={},
     sizes=dict,
-    config=lambda args: _hub("settings")(args, 0, None),
+    config=lambda *given: _hub("settings")(*given),
     load=lambda part, stored: _hub("load_weights")(part.causal, stored),
     writer=lambda args: _hub("writer")(args),
-    settings=lambda *given: _hub("settings")(*given),
 )
 
 _OWN_LAYERS = "its layers are transformers' own"

@@ -7,10 +7,10 @@ import copy
 import logging
 import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import add, ge, sub
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +38,8 @@ logger = logging.getLogger(__name__)
 PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 # Of the text model in files with images or sound, newer and older.
 TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
-# With these, stored tensors lie side by side in ours, so that a rank can read its share alone.
-SIDE_BY_SIDE: tuple[list[type], ...] = ([], [MergeModulelist], [Concatenate], [MergeModulelist, Concatenate])
-
-
-class Piece(NamedTuple):
-    """A stored tensor: where it begins in ours, and its shape there."""
-
-    hub_name: str
-    start: list[int]
-    shape: list[int]
+# With these, stored tensors of one shape lie side by side in ours, so that a rank can read its share alone.
+SIDE_BY_SIDE: tuple[list[type], ...] = ([], [MergeModulelist], [MergeModulelist, Concatenate])
 
 
 @torch.no_grad()
@@ -62,39 +54,39 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any]) -> None:
         ValueError: tensors are missing, of another shape or quantized, or the model has no place for them.
     """
     own, stored = causal.state_dict(keep_vars=True), _text_part(stored)
-    for hub_name, tensor in stored.items():
-        if tensor.get_dtype() not in PLAIN:
-            raise ValueError(f"is quantized: {hub_name} is {tensor.get_dtype()}; save it in bfloat16 first")
     rules = _rules(causal, legacy=True)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    # Our name -> pattern of a converter, or our name again -> hub names in order.
-    sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown = []
+    # How many tensors of a pattern our tensor has had, and how many of its values.
+    numbers, counts = Counter[tuple[str, str | None]](), Counter[Tensor]()
     for hub_name in sorted(stored, key=dot_natural_key):
+        tensor = stored[hub_name]
+        if tensor.get_dtype() not in PLAIN:
+            raise ValueError(f"is quantized: {hub_name} is {tensor.get_dtype()}; save it in bfloat16 first")
         name, pattern = rename_source_key(hub_name, renamings, converters, causal.base_model_prefix, own)
         if name not in own and hub_name in own:
             name, pattern = hub_name, None
-        if name in own:
-            sources[name][pattern or name].append(hub_name)
-        else:
+        if name not in own:
             unknown.append(hub_name)
+            continue
+        whole = own[name]
+        start, shape = _box(converters, pattern, numbers[name, pattern], tensor.get_shape())
+        numbers[name, pattern] += 1
+        beyond = any(
+            begin + size > most or most % max(size, 1)
+            for begin, size, most in zip(start, shape, whole.shape, strict=False)
+        )
+        if len(shape) != whole.ndim or beyond or (pattern is None and shape != list(whole.shape)):
+            raise ValueError(f"has {hub_name} of {tensor.get_shape()}, and the model's {name} is {list(whole.shape)}")
+        tied = counts[whole] == whole.numel()
+        if not _copy(tensor, start, shape, whole, compare=tied):
+            raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
+        counts[whole] += 0 if tied else math.prod(shape)
     _check_unknown(causal, unknown)
-    filled: set[int] = set()
-    for name, hub_names in sources.items():
-        fused = next((rule for rule in converters if hub_names.keys() & {*rule.source_patterns}), None)
-        whole, pieces = own[name], _pieces(name, fused, hub_names, stored)
-        ends = [max(ends) for ends in zip(*(map(add, piece.start, piece.shape) for piece in pieces), strict=False)]
-        if ends != list(whole.shape) or sum(math.prod(piece.shape) for piece in pieces) != whole.numel():
-            shape = stored[pieces[-1].hub_name].get_shape()
-            raise ValueError(
-                f"has {pieces[-1].hub_name} with the shape {shape}: the model's {name} is {list(whole.shape)}"
-            )
-        _fill(whole, pieces, stored, again=id(whole) in filled)
-        filled.add(id(whole))
-    missing = [name for name, tensor in own.items() if id(tensor) not in filled]
+    missing = [name for name, tensor in own.items() if counts[tensor] != tensor.numel()]
     if missing:
-        raise ValueError(f"has nothing for {', '.join(missing[:3])} of the model ({len(missing)} in all)")
+        raise ValueError(f"has not all of {', '.join(missing[:3])} of the model ({len(missing)} such tensors)")
 
 
 def _rules(causal: PreTrainedModel, *, legacy: bool) -> list[Any]:
@@ -134,63 +126,50 @@ def _check_unknown(causal: PreTrainedModel, hub_names: list[str]) -> None:
         logger.warning("%d weights of heads that predict further tokens are left out, as %s", len(rest), rest[0])
 
 
-def _pieces(
-    name: str, fused: WeightConverter | None, hub_names: Mapping[str, list[str]], stored: Mapping[str, Any]
-) -> list[Piece]:
-    """What is stored of a tensor of ours.
+def _box(converters: list[Any], pattern: str | None, number: int, shape: list[int]) -> tuple[list[int], list[int]]:
+    """Where a stored tensor begins in ours, which may stack several or have them side by side, and its shape there.
 
     Args:
-        fused: the rule by which several stored tensors are one of ours.
-        hub_names: by the rule's patterns.
+        pattern: of the converter that matched; None: it is all of ours.
+        number: of the tensor among those of the pattern.
+        shape: of the tensor.
     """
-    operations: list[Any] = fused.operations if fused else []
-    stacked = any(isinstance(operation, MergeModulelist) for operation in operations)
-    # The dim along which patterns follow each other.
-    dim = next((operation.dim for operation in operations if isinstance(operation, Concatenate)), None)
-    pieces: list[Piece] = []
-    offset = 0
-    for pattern in fused.source_patterns if fused else [name]:
-        for number, hub_name in enumerate(hub_names[pattern]):
-            shape = [1] * stacked + list(stored[hub_name].get_shape())
-            start = [0] * len(shape)
-            if stacked:
-                start[0] = number
-            if dim is not None:
-                start[dim] = offset
-            pieces.append(Piece(hub_name, start, shape))
-        offset += pieces[-1].shape[dim] if dim is not None else 0
-    return pieces
+    start = [0] * len(shape)
+    for patterns, operations in ((rule.source_patterns, rule.operations) for rule in converters):
+        for operation in operations if pattern in patterns else ():
+            if isinstance(operation, MergeModulelist):
+                start, shape = [number, *start], [1, *shape]
+            else:
+                start[operation.dim] = patterns.index(pattern) * shape[operation.dim]
+    return start, shape
 
 
-def _fill(whole: Tensor, pieces: list[Piece], stored: Mapping[str, Any], *, again: bool) -> None:
-    """Read this rank's share of a tensor of ours.
+def _copy(tensor: Any, start: list[int], shape: list[int], whole: Tensor, *, compare: bool) -> bool:
+    """Read what this rank has of a stored tensor that lies in ours at `start`.
 
-    Args:
-        again: it is tied to one that is filled already, and has to be equal.
+    Returns:
+        whether it is equal to what is there, if `compare`; otherwise it is copied there.
     """
     local, first = whole.detach(), (0,) * whole.ndim
     if isinstance(local, DTensor):
         _, first = compute_local_shape_and_global_offset(whole.shape, local.device_mesh, local.placements)
         local = local.to_local()
-    for hub_name, start, shape in pieces:
-        low = list(map(max, first, start))
-        high = list(map(min, map(add, first, local.shape), map(add, start, shape)))
-        if any(map(ge, low, high)):
-            continue
-        ours, theirs = (tuple(map(slice, map(sub, low, begin), map(sub, high, begin))) for begin in (first, start))
-        values = stored[hub_name][theirs[len(shape) - len(stored[hub_name].get_shape()) :]]
-        if again and not torch.equal(local[ours], values.to(local).view_as(local[ours])):
-            raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
-        local[ours].copy_(values)
+    low = list(map(max, first, start))
+    high = list(map(min, map(add, first, local.shape), map(add, start, shape)))
+    if any(map(ge, low, high)):
+        return True
+    ours, theirs = (tuple(map(slice, map(sub, low, begin), map(sub, high, begin))) for begin in (first, start))
+    place, values = local[ours], tensor[theirs[len(shape) - len(tensor.get_shape()) :]]
+    if compare:
+        return torch.equal(place, values.to(place).view_as(place))
+    place.copy_(values)
+    return True
 
 
 def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]:
     """A function that turns a tensor of ours into the hub's: a parameter in this dtype, a buffer as it is.
 
     A weight that is tied to another gives none.
-
-    Raises:
-        ValueError: several tensors of ours are one there.
     """
     shadow = on_meta(transformers_config(args))
     # A prefix would be that of a model with images.
@@ -206,7 +185,7 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
     return to_hub
 
 
-def settings(args: HuggingFaceArgs, length: int, rope: Mapping[str, Any] | None) -> dict[str, Any]:
+def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config.json.
 
     Args:
@@ -216,10 +195,7 @@ def settings(args: HuggingFaceArgs, length: int, rope: Mapping[str, Any] | None)
     Raises:
         ValueError: the format cannot express them.
     """
-    causal = on_meta(transformers_config(args))
-    _rules(causal, legacy=False)
-    sizes = {"vocab_size": args.vocab_size or args.config["vocab_size"]}
-    values = copy.deepcopy(args.config) | sizes | {"architectures": [type(causal).__name__]}
+    values = copy.deepcopy(args.config) | {"architectures": [args.look.model_class], "vocab_size": args.look.vocab_size}
     own = values.get("rope_parameters") or {}
     # Layers with windows keep rotary embeddings of their own.
     full = own.get("full_attention", own) or {}
@@ -227,9 +203,10 @@ def settings(args: HuggingFaceArgs, length: int, rope: Mapping[str, Any] | None)
     if rope:
         if kind is None or (kind == "proportional" and rope["rope_type"] != "default"):
             raise ValueError(f"it has a rotary embedding of type {kind}, and a stage's is {rope['rope_type']}")
-        partial = {"partial_rotary_factor": full["partial_rotary_factor"]} if "partial_rotary_factor" in full else {}
+        kept = {"rope_type": kind} if kind == "proportional" else {}
+        kept |= {key: full[key] for key in ("partial_rotary_factor",) if key in full}
         full.clear()
-        full.update(rope, **partial, **({"rope_type": kind} if kind == "proportional" else {}))
+        full.update(rope, **kept)
         if values.get("original_max_position_embeddings"):
             values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings", length)
     # Where these follow the length, it stays; without a rotary embedding, it is that of a weight.

@@ -259,7 +259,7 @@ LINEAR: Keys = {
 }
 SPARSE: Keys = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
 
-# model_type, keys beside SIZES, and what the message says: the class at fault, or the reason.
+# model_type, and keys beside SIZES.
 _REFUSED: dict[str, tuple[str, Keys]] = {
     # The mask alone knows the window, or the model counts positions of its shard.
     "PhiMoE": ("phimoe", {**LOCAL, "sliding_window": WINDOW, "router_jitter_noise": 0.0}),
@@ -335,10 +335,17 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
     "Mamba": ("mamba", {"state_size": 8}),
     "Mamba 2": ("mamba2", {"state_size": 8, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "RWKV": ("rwkv", {"attention_hidden_size": 48, "context_length": 512}),
-    "GPT-NeoX Japanese": ("gpt_neox_japanese", {"intermediate_multiple_size": 2, "hidden_dropout": 0.0}),
+    "GPT-NeoX Japanese": (
+        "gpt_neox_japanese",
+        {"intermediate_multiple_size": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
     # Masks or sparse indices of their own.
     "DeepSeek-V3.2": ("deepseek_v32", {**LATENT, **GROUPED, **SPARSE, "first_k_dense_replace": 1}),
     "DeepSeek-V4": ("deepseek_v4", {**HEAD, **GROUPED, **SPARSE}),
+    "DeepSeek-V4, sparse": (
+        "deepseek_v4",
+        {**HEAD, **GROUPED, **SPARSE, "layer_types": ["sliding_attention", "compressed_sparse_attention"]},
+    ),
     "GLM-DSA": ("glm_moe_dsa", {**LATENT, **ROUTED, **SPARSE, "first_k_dense_replace": 1}),
     "Doge": ("doge", {"keep_window_size": 8}),
     "Inkling": (
@@ -346,10 +353,9 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         {**HEAD, **ROUTED, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
         | {"sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 32},
     ),
-    # Dropout, a bias of the output, learned positions with a stage's rope.
+    # Dropout; a bias of the output layer.
     "OPT": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 48, "dropout": 0.1}),
     "Phi": ("phi", {}),
-    "GPT-J": ("gptj", {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
 }
 REFUSED: dict[str, Keys] = {
     name: {**SIZES, **keys, "model_type": model_type} for name, (model_type, keys) in _REFUSED.items()

@@ -86,13 +86,17 @@ SEQ_LEN = 128
 DOCUMENTS = (5, 70, 1, SEQ_LEN - 76)
 
 
-def write_family(folder: Path, family: str, stage: str = "") -> Path:
-    """A config of ours that trains a family, with these lines in its stage."""
-    (folder / "config.json").write_text(json.dumps(FAMILIES[family]))
+def write_config(folder: Path, config: dict[str, Any], stage: str = "") -> Path:
+    """A config of ours that trains the model of a config.json, with these lines in its stage."""
+    (folder / "config.json").write_text(json.dumps(config))
     lines = [line for line in TINY.splitlines() if not line.startswith(("overrides", "flavor"))]
     model = f'[model]\narchitecture = "huggingface"\nconfig = "{folder}/config.json"'
     text = "\n".join(lines).replace("[model]", model).replace("global_batch_tokens = 512", "global_batch_tokens = 256")
     return write_run(folder, f"{text}\n{stage}\n")
+
+
+def write_family(folder: Path, family: str, stage: str = "") -> Path:
+    return write_config(folder, FAMILIES[family], stage)
 
 
 def compare_on_ranks(path: Path, family: str, *overrides: str) -> Comparison | None:

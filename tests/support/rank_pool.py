@@ -21,7 +21,13 @@ from torchtitan_cp.runtime.gloo import use_one_thread
 # Imported once by the fork server; every rank starts from there in a fraction of a second.
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan_cp.training.trainer"]
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torchtitan_cp.training.trainer",
+        "models.huggingface.model",
+    ]
 )
 # A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up:
 # twenty idle groups of eight ranks take a core.

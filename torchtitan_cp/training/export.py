@@ -148,8 +148,8 @@ def _write_settings(
     start = hub_folder(saved.config.model) if saved.config.model.hub_checkpoint else None
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
-    if hub.settings:
-        config = hub.settings(args, length, rope and rope_parameters(rope, args.rotary_dim))
+    if hub.load:
+        config = hub.config(args, length, rope and rope_parameters(rope, args.rotary_dim))
         values = {**config, **({} if start else own), "dtype": dtype}
     else:
         if start:

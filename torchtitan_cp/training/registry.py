@@ -161,11 +161,13 @@ def _args_of_config(model: Model) -> Any:
             fix="set model.hub_checkpoint, or for fresh weights model.config, and leave out model.flavor",
         )
     try:
-        return architecture(model).args_of(hub_config(model), model.overrides)
+        args = architecture(model).args_of(hub_config(model), model.overrides)
+        problem = args.problem()
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{_config_path(model)}: {error}", fix="use another model, or change model.overrides"
-        ) from error
+        problem = str(error)
+    if problem:
+        raise ConfigError(f"{_config_path(model)}: {problem}", fix="use another model, or change model.overrides")
+    return args
 
 
 def _hub_sizes(model: Model) -> dict[str, Any]:

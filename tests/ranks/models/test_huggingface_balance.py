@@ -1,4 +1,4 @@
-"""The balance loss of transformers' mixtures: shares counted over all ranks of a sequence, as one process counts them."""
+"""The balance loss of transformers' mixtures: shares counted over all ranks of a sequence, as on one process."""
 
 import json
 from collections.abc import Callable

@@ -1,0 +1,163 @@
+"""Weights of Hugging Face models in and out, with transformers as the judge; each rank reads its share alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.deep import deep_rows
+from tests.support.huggingface_families import FAMILIES, eager_model
+from tests.support.rank_pool import RankPool
+from tests.support.runs import TINY, prepared, run_to_end, write_run
+from torchtitan_cp.checkpoint import hub as hub_module
+from torchtitan_cp.data.batches.loader import read_step
+from torchtitan_cp.training.export import export
+
+# (family, keys of its config, ranks, overrides)
+ROUND_TRIPS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
+    "Llama": ("Llama", {}, 2, []),
+    "Llama, tied": ("Llama, tied", {}, 2, []),
+    "Gemma 3": ("Gemma 3", {}, 2, ["--curriculum.stages[0].rope={theta = 2e6, kind = 'linear', factor = 2.0}"]),
+    "gpt-oss": ("gpt-oss", {}, 2, []),
+    "Mixtral": ("Mixtral", {}, 2, []),
+    "Mixtral, fewer experts than ranks": ("Mixtral", {"num_local_experts": 3}, 4, ["--parallel.cp=2"]),
+    "Qwen3-MoE, replicated": ("Qwen3-MoE", {}, 4, ["--parallel.dp_replicate=2"]),
+    "DeepSeek-V3": ("DeepSeek-V3", {}, 2, []),
+    "MiniMax-M2": ("MiniMax-M2", {}, 2, []),
+    "Phi-3, longrope": ("Phi-3, longrope", {}, 2, []),
+    "OLMo 3": ("OLMo 3", {}, 2, []),
+}
+
+
+def write_start(folder: Path, config: dict[str, Any]) -> Path:
+    """A model with random weights and persistent buffers, and a config of ours that starts from it."""
+    model = eager_model(config)
+    with torch.no_grad():
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                buffer.uniform_(0.5, 0.6)
+    model.save_pretrained(folder / "hub", max_shard_size="100KB")
+    lines = [line for line in TINY.splitlines() if not line.startswith("overrides")]
+    ours = f'architecture = "huggingface"\nhub_checkpoint = "{folder}/hub"'
+    return write_run(folder, "\n".join(lines).replace('flavor = "debug"', ours))
+
+
+class Watched:
+    """A tensor in a file that counts what is read of it."""
+
+    read_bytes = 0
+
+    def __init__(self, stored: Any) -> None:
+        self.stored, self.get_shape, self.get_dtype = stored, stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, where: Any) -> Tensor:
+        values: Tensor = self.stored[where]
+        Watched.read_bytes += values.nbytes
+        return values
+
+
+class WatchedFile:
+    def __init__(self, file: Any) -> None:
+        self.file, self.keys = file, file.keys
+
+    def get_slice(self, name: str) -> Watched:
+        return Watched(self.file.get_slice(name))
+
+
+def whole_state(trainer: Any) -> dict[str, Tensor]:
+    state = trainer.model.parts[0].state_dict()
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for name, x in state.items()}
+
+
+class Trained(NamedTuple):
+    """Of one rank: whole weights as loaded, bytes read for them, whole weights at the end, logits of a sequence."""
+
+    loaded: dict[str, Tensor]
+    read_bytes: int
+    trained: dict[str, Tensor]
+    tokens: Tensor
+    logits: Tensor
+
+
+def loaded_and_trained(path: Path, *overrides: str) -> Trained:
+    trainer = prepared(path, *overrides)
+    Watched.read_bytes, open_plain = 0, hub_module._open
+    hub_module._open = lambda file: WatchedFile(open_plain(file))
+    try:
+        trainer._start_from_hub()
+    finally:
+        hub_module._open = open_plain
+    (model,) = trainer.model.parts
+    loaded, read_bytes = whole_state(trainer), Watched.read_bytes
+    names = {name for name, _ in model.named_parameters()}
+    assert not names & model.causal.all_tied_weights_keys.keys(), "one parameter, which is updated once"
+    run_to_end(trainer)
+    shape = trainer.enter_stage(trainer.stages[0])
+    batch = read_step(trainer.data_pipeline.samples, shape, 0)[0]
+    with torch.no_grad():
+        logits = model(batch.tokens, batch.positions, batch.plans)
+    return Trained(loaded, read_bytes, whole_state(trainer), batch.tokens, logits)
+
+
+def resumed(path: Path, *overrides: str) -> dict[str, Tensor]:
+    """On a rank: whole weights of the newest checkpoint."""
+    trainer = prepared(path, *overrides)
+    trainer._resume()
+    return whole_state(trainer)
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
+
+
+@deep_rows("case", ROUND_TRIPS, default=["Gemma 3", "Mixtral, fewer experts than ranks"])
+def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
+    ranks: Callable[[int], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    family, keys, size, overrides = ROUND_TRIPS[case]
+    path = write_start(tmp_path, {**FAMILIES[family], **keys})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype=torch.float32)
+    whole_bytes = sum(x.nbytes for file in (tmp_path / "hub").glob("*.safetensors") for x in load_file(file).values())
+    overrides = ["--curriculum.stages[0].steps=2", *overrides]
+    found = ranks(size)(loaded_and_trained, path, *overrides)
+    for rank in found:
+        assert rank.loaded.keys() == theirs.state_dict().keys()
+        for name, values in theirs.state_dict().items():
+            assert torch.equal(rank.loaded[name], values), name
+        shards = 2 if "replicated" in case else size
+        assert rank.read_bytes <= 1.1 * whole_bytes / shards, "norms and biases may be cut unevenly"
+
+    monkeypatch.setattr(hub_module, "MAX_FILE_BYTES", 100_000)
+    export(tmp_path / "run", tmp_path / "out")
+    back = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    assert type(back) is type(theirs)
+    assert back.config.max_position_embeddings == (512 if "longrope" in case else 128)
+    for name, values in back.state_dict().items():
+        assert torch.equal(found[0].trained[name], values), name
+    for rank in found if "--parallel.cp=2" not in overrides else ():
+        with torch.no_grad():
+            assert close(back(rank.tokens).logits, rank.logits)
+            assert not close(theirs(rank.tokens).logits, rank.logits), "it was trained"
+
+
+@pytest.mark.deep
+def test_persistent_buffers_are_in_checkpoints_that_other_numbers_of_ranks_resume(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_start(tmp_path, FAMILIES["DeepSeek-V3"])
+    trained = ranks(2)(loaded_and_trained, path, "--curriculum.stages[0].steps=2")[0].trained
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert bias in trained
+    for size in (1, 4):
+        state = ranks(size)(resumed, path, "--curriculum.stages[0].steps=3")[0]
+        assert state.keys() == trained.keys()
+        for name, values in state.items():
+            assert torch.equal(values, trained[name]), name

@@ -1,0 +1,183 @@
+"""Weights of every family go in and out as transformers saves them; files that do not fit are refused by name."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+from models.huggingface.args import args_from_config, transformers_config
+from models.huggingface.hub import load_weights, settings, writer
+from models.huggingface.init import Initializer, on_meta
+from tests.support.deep import deep_rows
+from tests.support.huggingface_families import FAMILIES, eager_model
+
+CPU = torch.device("cpu")
+# transformers itself does not read its embedding back: it draws the tied output again.
+READ_BACK = [name for name in FAMILIES if name != "Youtu"]
+
+
+def stored_in(folder: Path) -> dict[str, Any]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in slices(file).items()}
+
+
+def slices(path: Path) -> dict[str, Any]:
+    file = safe_open(path, framework="pt")
+    names: list[str] = file.keys()
+    return {name: file.get_slice(name) for name in names}
+
+
+def empty_model(config: dict[str, Any]) -> Any:
+    """Real memory and no weights."""
+    described = transformers_config(args_from_config(config, {}))
+    model = on_meta(described).to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    for name, buffer in Initializer(described).buffers(CPU).items():
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, buffer)
+    return model
+
+
+@deep_rows("family", READ_BACK, default=["gpt-oss", "Gemma 4", "MiniMax-M2"])
+def test_all_tensors_of_a_family_go_in_and_out_unchanged(tmp_path: Path, family: str) -> None:
+    config, args = FAMILIES[family], args_from_config(FAMILIES[family], {})
+    theirs = eager_model(config)
+    state = theirs.state_dict()
+    for name, buffer in theirs.named_buffers():
+        if name in state and buffer.is_floating_point():
+            buffer.uniform_(0.5, 0.6)
+    theirs.save_pretrained(tmp_path / "in", max_shard_size="100KB")
+    ours = empty_model(config)
+    load_weights(ours, stored_in(tmp_path / "in"))
+    for name, values in state.items():
+        assert torch.equal(ours.state_dict()[name], values), name
+
+    to_hub = writer(args)
+    tensors: dict[str, Tensor] = {}
+    for name, values in ours.state_dict().items():
+        tensors |= {hub_name: x.clone() for hub_name, x in to_hub(name, values, torch.float32).items()}
+    assert tensors.keys() == stored_in(tmp_path / "in").keys()
+    (tmp_path / "out").mkdir()
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    values = args.config | {"dtype": "float32"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(values))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, buffer in back.state_dict().items():
+        assert torch.equal(state[name], buffer), name
+
+
+def edited(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Any]:
+    """The tensors of a folder after a change."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: values.contiguous() for name, values in tensors.items()}, folder / "changed.safetensors")
+    return slices(folder / "changed.safetensors")
+
+
+EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (lambda x: x.pop("model.norm.weight"), "has not all of model.norm.weight of the model"),
+    "an expert is missing": (lambda x: x.pop(EXPERT), "has not all of model.layers.1.mlp.experts.gate_up_proj"),
+    "a layer is missing": (
+        lambda x: [x.pop(name) for name in list(x) if ".layers.1." in name],
+        r"model.layers.1.self_attn.q_proj.weight, .* of the model \(11 such tensors\)",
+    ),
+    "another shape": (
+        lambda x: x.update({"model.norm.weight": torch.zeros(47)}),
+        r"has model.norm.weight of \[47\], and the model's model.norm.weight is \[48\]",
+    ),
+    "an expert of another shape": (
+        lambda x: x.update({EXPERT: torch.zeros(25, 48)}),
+        r"experts.4.up_proj.weight of \[25, 48\], and the model's .*gate_up_proj is \[6, 48, 48\]",
+    ),
+    "no place": (
+        lambda x: x.update({"model.layers.0.mlp.gate.bias": torch.zeros(6)}),
+        "has model.layers.0.mlp.gate.bias, which the model has no place for",
+    ),
+    "quantized": (
+        lambda x: x.update({"lm_head.weight": x["lm_head.weight"].to(torch.float8_e4m3fn)}),
+        "is quantized: lm_head.weight is F8_E4M3; save it in bfloat16 first",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, damage: str) -> None:
+    change, message = DAMAGES[damage]
+    eager_model(FAMILIES["Qwen3-MoE"]).save_pretrained(tmp_path)
+    stored = edited(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load_weights(empty_model(FAMILIES["Qwen3-MoE"]), stored)
+
+
+def test_a_tied_output_that_differs_is_refused_and_one_that_is_equal_is_taken(tmp_path: Path) -> None:
+    config = FAMILIES["Llama, tied"]
+    eager_model(config).save_pretrained(tmp_path)
+    embedding = "model.embed_tokens.weight"
+    load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding].clone()})))
+    load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x.pop(embedding)})))
+    with pytest.raises(ValueError, match=r"has other values in model.embed_tokens.weight than in the weight"):
+        load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding] + 1})))
+
+
+def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = FAMILIES["DeepSeek-V3"]
+    eager_model(config).save_pretrained(tmp_path)
+    more = {
+        "model.layers.2.eh_proj.weight": torch.zeros(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    with caplog.at_level(logging.WARNING):
+        load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)))
+    assert "1 weights of heads that predict further tokens are left out, as model.layers.2.eh_proj" in caplog.text
+
+
+@pytest.mark.deep
+def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path) -> None:
+    text = FAMILIES["Gemma 3"]
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    described = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    model = Gemma3ForConditionalGeneration(described)
+    model.save_pretrained(tmp_path)
+    ours = empty_model(json.loads((tmp_path / "config.json").read_text()))
+    load_weights(ours, stored_in(tmp_path))
+    theirs = model.model.language_model.state_dict()
+    for name, values in ours.model.state_dict().items():
+        assert torch.equal(values, theirs[name]), name
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 512}
+
+
+def test_a_stage_changes_the_rotary_embedding_of_full_attention_alone() -> None:
+    args = args_from_config(FAMILIES["Gemma 3"], {})
+    config = settings(args, 4096, YARN)
+    before = args.config["rope_parameters"]["sliding_attention"]
+    assert config["rope_parameters"] == {"full_attention": YARN, "sliding_attention": before}
+    assert config["max_position_embeddings"] == 4096
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert args.config["max_position_embeddings"] == 512
+    partly = settings(args_from_config(FAMILIES["GLM-4"], {}), 4096, YARN)["rope_parameters"]
+    assert partly == {**YARN, "partial_rotary_factor": 0.5}
+
+
+def test_a_config_keeps_a_length_that_its_rotary_embedding_follows_and_refuses_what_it_cannot_say() -> None:
+    phi = args_from_config(FAMILIES["Phi-3, longrope"], {})
+    assert settings(phi, 4096, None)["max_position_embeddings"] == 512
+    yarn = settings(phi, 4096, YARN)
+    assert (yarn["max_position_embeddings"], yarn["original_max_position_embeddings"]) == (4096, 512)
+    gemma = args_from_config({**FAMILIES["Gemma 4"], "num_kv_shared_layers": 0}, {})
+    with pytest.raises(ValueError, match="a rotary embedding of type proportional, and a stage's is yarn"):
+        settings(gemma, 4096, YARN)
+    plain = settings(gemma, 4096, {"rope_type": "default", "rope_theta": 5e6})["rope_parameters"]["full_attention"]
+    assert plain == {"rope_type": "proportional", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
