@@ -7,7 +7,6 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -70,11 +69,14 @@ def main(arguments: list[str]) -> int:
             return 0
         with name_lost_ranks():
             world = start_ranks(config.job.startup_timeout_seconds)
-        compare = ((verify_parity, options.verify_parity), (run_doctor, options.doctor))
-        asked = [partial(comparison, config, world, length) for comparison, length in compare if length is not None]
-        if not asked:
+        if options.verify_parity is not None:
+            healthy = verify_parity(config, world, options.verify_parity)
+        elif options.doctor is not None:
+            healthy = run_doctor(config, world, options.doctor)
+        else:
+            healthy = True
             run(config, world)
-        elif not all(holds() for holds in asked):
+        if not healthy:
             return end_job("", PARITY_BROKEN)
         stop_ranks()
     except (UserError, ContextParallelError) as error:

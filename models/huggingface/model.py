@@ -8,14 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    causal_mask_function,
-    eager_mask,
-    packed_sequence_mask_function,
-)
+from transformers import AutoModelForCausalLM, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.huggingface.args import HuggingFaceArgs, transformers_config
@@ -192,17 +185,17 @@ class HuggingFaceModel(nn.Module):
 
         Not all families see from the positions that documents are packed.
         """
-        apart = packed_sequence_mask_function(documents)
+        masks, apart = masking_utils, masking_utils.packed_sequence_mask_function(documents)
 
-        def mask(*sizes: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
-            return eager_mask(*sizes, mask_function=and_masks(mask_function, apart), **options)
+        def mask(*, mask_function: Any = masks.causal_mask_function, **options: Any) -> Any:
+            return masks.eager_mask(mask_function=masks.and_masks(mask_function, apart), **options)
 
         self.causal.set_attn_implementation("eager")
-        ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
+        masks.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
         try:
             yield
         finally:
-            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = eager_mask
+            masks.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = masks.eager_mask
             self.causal.set_attn_implementation(ATTENTION)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:

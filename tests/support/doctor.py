@@ -1,14 +1,124 @@
-"""The doctor of a config on a rank."""
+"""The doctor of a config on a rank, and ten ways to break what stands between a model and its ranks."""
 
+import dataclasses
+import json
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from models import ARCHITECTURES
+from models.huggingface.model import HuggingFaceModel
+from tests.support.huggingface_families import FAMILIES
+from tests.support.runs import TINY, write_run
+from torchtitan_cp.attention import attend
 from torchtitan_cp.config import load_config
 from torchtitan_cp.runtime.device import start_ranks
+from torchtitan_cp.training import model as training_model
 from torchtitan_cp.training.doctor import run_doctor
+from torchtitan_cp.training.model import LayerAttention, ParallelModel
 from torchtitan_cp.training.registry import register
 
+MODEL = 'architecture = "huggingface"\nconfig = "{folder}/config.json"'
+HUGGING_FACE = TINY.replace(TINY[TINY.index('flavor = "debug"') : TINY.index("\n\n[tokenizer]")], MODEL)
 
-def diagnose(path: Path, *overrides: str) -> bool:
+
+def write_family(folder: Path, family: str) -> Path:
+    """A config that trains a tiny model of a family of transformers."""
+    (folder / "config.json").write_text(json.dumps(FAMILIES[family]))
+    return write_run(folder, HUGGING_FACE)
+
+
+def diagnose(path: Path, fault: str = "", *overrides: str) -> tuple[bool, str]:
+    """On a rank: whether the model is safe, and what is printed."""
     register(ARCHITECTURES)
-    return run_doctor(load_config(path, overrides), start_ranks(60.0), 0)
+    printed = StringIO()
+    with FAULTS[fault]() if fault else nullcontext(), redirect_stdout(printed):
+        return run_doctor(load_config(path, overrides), start_ranks(60.0), 0), printed.getvalue()
+
+
+def _attention(change: Callable[..., Any]) -> Any:
+    """`change` gets (plan of the layer, window, options) and may change the options; it returns the plan."""
+
+    def attention(self: Any, q: Tensor, k: Tensor, v: Tensor, plans: Any, window: int, **options: Any) -> Tensor:
+        plan = change(plans, window, options)
+        return attend(q, k, v, plan, **options)
+
+    return patch.object(LayerAttention, "__call__", attention)
+
+
+def _lose(option: str) -> Any:
+    def lose(plans: Any, window: int, options: Any) -> Any:
+        options.pop(option, None)
+        return plans[window]
+
+    return _attention(lose)
+
+
+def _mix_documents(plans: Any, window: int, options: Any) -> Any:
+    plan = plans[window]
+    return dataclasses.replace(plan, mask=dataclasses.replace(plan.mask, document_lengths=None))
+
+
+def _built(change: Callable[[HuggingFaceModel], None]) -> Any:
+    """Every model is changed after it is built."""
+    build = HuggingFaceModel.__init__
+
+    def built(self: HuggingFaceModel, *arguments: Any) -> None:
+        build(self, *arguments)
+        change(self)
+
+    return patch.object(HuggingFaceModel, "__init__", built)
+
+
+def _mix_neighbours(model: HuggingFaceModel) -> None:
+    mlp: Any = model.layers["1"].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def _attend_within_shards(model: HuggingFaceModel) -> None:
+    def own(q: Tensor, k: Tensor, v: Tensor, *plans: Any, **options: Any) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    model.layers["1"].self_attn.attend = own  # type: ignore[union-attr]
+
+
+def _count_positions() -> Any:
+    forward = HuggingFaceModel.forward
+
+    def counted(self: Any, tokens: Tensor, positions: Tensor, *others: Any) -> Any:
+        return forward(self, tokens, torch.arange(tokens.shape[1]), *others)
+
+    return patch.object(HuggingFaceModel, "forward", counted)
+
+
+def _shard_twice() -> Any:
+    forward = ParallelModel._forward
+
+    def halved(self: Any, part: Any, state: Any, batch: Any, *measure: Any, **named: Any) -> Any:
+        cut = {name: getattr(batch, name)[..., ::2] for name in ("tokens", "labels", "positions")}
+        return forward(self, part, state, dataclasses.replace(batch, **cut), *measure, **named)
+
+    return patch.object(ParallelModel, "_forward", halved)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "window": lambda: _attention(lambda plans, window, options: plans[0]),
+    "sink": lambda: _lose("sinks"),
+    "cap": lambda: _lose("softcap"),
+    "scale": lambda: _lose("scale"),
+    "documents": lambda: _attention(_mix_documents),
+    "positions": _count_positions,
+    "recurrence": lambda: _built(_mix_neighbours),
+    "twice": _shard_twice,
+    "average": lambda: patch.object(training_model.dist, "all_reduce", lambda tokens: tokens),
+    "unreached": lambda: _built(_attend_within_shards),
+}

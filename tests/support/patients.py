@@ -127,3 +127,48 @@ def examined(fault: str, strategy: str = "ring") -> tuple[str, str, bool]:
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": positions}
     report = doctor(model, cp, batch, mask=MASK, step=step)
     return report.fault, report.text, all(map(torch.equal, before, model.parameters()))
+
+
+class SdpaAttention(nn.Module):
+    """Calls scaled_dot_product_attention, or computes the same by hand."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.qkv, self.by_hand = nn.Linear(DIM, 3 * DIM), by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        if not self.by_hand:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        hidden = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+        weights = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class SdpaDecoder(nn.Module):
+    """Gives the sum of its losses over `count`."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.embed, self.places = nn.Embedding(50, DIM), nn.Embedding(LENGTH, DIM)
+        self.attention = SdpaAttention(by_hand=fault == "by hand")
+        self.conv = nn.Conv1d(DIM, DIM, 2) if fault == "recurrence" else nn.Identity()
+
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        if self.fault == "positions":
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        x = self.embed(tokens) + self.places(positions)
+        x = x + self.attention(x)
+        if self.fault == "recurrence":
+            x = x + self.conv(F.pad(x.mT, (1, 0))).mT
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
+
+
+def intercepted(fault: str) -> str:
+    """On a rank: the report's text on a module whose SDPA calls are intercepted."""
+    torch.manual_seed(0)
+    cp = ContextParallel(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), "ring")
+    tokens = torch.randint(50, (1, LENGTH))
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": torch.arange(LENGTH)[None]}
+    return doctor(SdpaDecoder(fault), cp, batch).text

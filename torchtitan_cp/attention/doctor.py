@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -152,12 +152,8 @@ class _Recorder(TorchDispatchMode):
 
 def sketch(rows: Tensor) -> Tensor:
     """`[.., F] -> [.., 8]`: random combinations of the features, the same everywhere, which keep differences."""
-    return rows.float() @ _combinations(rows.shape[-1]).to(rows.device)
-
-
-@lru_cache
-def _combinations(features: int) -> Tensor:
-    return torch.randn(features, SKETCH, generator=torch.Generator().manual_seed(features))
+    generator = torch.Generator().manual_seed(rows.shape[-1])
+    return rows.float() @ torch.randn(rows.shape[-1], SKETCH, generator=generator).to(rows.device)
 
 
 def record(side: Side, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
@@ -189,17 +185,11 @@ def _gather(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
     # The model's own plans decide what lies where; a wrong mask may give another layout.
     plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
     order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
-    return replace(
-        trace,
-        events={
-            key: torch.cat([shard.events[key] for shard in shards], 1)[:, order]
-            for key in trace.events
-            if all(key in shard.events for shard in shards)
-        },
-        loss=sum(shard.loss for shard in shards),
-        peak_bytes=max(shard.peak_bytes for shard in shards),
-        error=next((shard.error for shard in shards if shard.error), ""),
-    )
+    common = [key for key in trace.events if all(key in shard.events for shard in shards)]
+    trace.events = {key: torch.cat([shard.events[key] for shard in shards], 1)[:, order] for key in common}
+    trace.loss, trace.peak_bytes = sum(shard.loss for shard in shards), max(shard.peak_bytes for shard in shards)
+    trace.error = next((shard.error for shard in shards if shard.error), "")
+    return trace
 
 
 def examine(
@@ -227,20 +217,14 @@ def examine(
             traces |= {"ranks, own values": on_ranks(own_values=True)}
             traces |= {f"ranks, {token}": on_ranks(changed=token) for token in changes}
     if dist.get_rank() == 0:
-        try:
-            plain, alone = single()
-            traces["plain"] = record(plain, sequences, length)
-            want = plain.gradients()
-            with torch.no_grad():
-                traces["alone"] = record(alone, sequences, length, own_values=True)
-                traces["alone, changed"] = record(alone, sequences, length, start, own_values=True)
-                traces |= {f"plain, {token}": record(plain, sequences, length, token) for token in changes}
-            found = [_Comparison(plan, plain.model, traces, changes, gradients, want).report()]
-        except Exception as error:
-            found = [error]
+        plain, alone = single()
+        traces["plain"], want = record(plain, sequences, length), plain.gradients()
+        with torch.no_grad():
+            traces["alone"] = record(alone, sequences, length, own_values=True)
+            traces["alone, changed"] = record(alone, sequences, length, start, own_values=True)
+            traces |= {f"plain, {token}": record(plain, sequences, length, token) for token in changes}
+        found = [_Comparison(plan, plain.model, traces, changes, gradients, want).report()]
     dist.broadcast_object_list(found)
-    if isinstance(found[0], Exception):
-        raise found[0]
     return found[0]
 
 
@@ -432,11 +416,10 @@ def _describe(positions: Tensor) -> str:
 def louder(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Raise small weights by powers of two, which are taken back exactly."""
     raised: list[tuple[Tensor, float]] = []
-    for p in (p for p in parameters if p.ndim > 1):
-        norm, loud = p.detach().float().norm(), LOUDNESS * p.shape[-1] ** -0.5
-        rms = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / math.sqrt(p.numel())
-        if 0 < rms < loud:
-            raised.append((local_tensor(p.detach()), 2.0 ** round(math.log2(loud / rms))))
+    for p in (p.detach() for p in parameters if p.ndim > 1):
+        own, loud = local_tensor(p), LOUDNESS * p.shape[-1] ** -0.5
+        rms = max(own.float().norm().item(), 1e-9) / max(own.numel(), 1) ** 0.5
+        raised.append((own, 2.0 ** max(0, round(math.log2(loud / rms)))))
     for weight, factor in raised:
         weight.mul_(factor)
     try:
@@ -453,7 +436,6 @@ def doctor(
     model: nn.Module,
     cp: ContextParallel,
     batch: Mapping[str, Tensor],
-    *,
     mask: AttentionMask | None = None,
     step: Step | None = None,
 ) -> Report:

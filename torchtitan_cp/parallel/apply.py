@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
-from torchtitan_cp.config import Config
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
 from torchtitan_cp.parallel.float8 import convert_linears
@@ -46,7 +46,7 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
     apply_fsdp(model, meshes.fsdp, config, on_host)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
-    init_weights(model, config.training.seed)
+    init_weights(model, config.training.seed, loads=bool(config.model.hub_checkpoint and config.model.load_weights))
 
 
 def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, device_type: str) -> None:
@@ -126,15 +126,26 @@ def prefetch(model: nn.Module, blocks: int) -> None:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
     """Draw each parameter from its own generator, seeded by its name; each rank keeps its shard.
 
     So the weights depend on the seed and the device type alone, not on the number of ranks. Values are normal,
     truncated at three standard deviations.
+
+    Args:
+        loads: weights are loaded later, in place of these.
+
+    Raises:
+        ConfigError: the model has no first values for a parameter, and nothing is loaded.
     """
     for name, parameter in model.named_parameters():
         if hasattr(model, "init_parameter"):
             own = model.init_parameter(name, seed, parameter.device)  # type: ignore[operator]
+            if not loads and own.isnan().any():
+                raise ConfigError(
+                    f"transformers has no first values for {name}",
+                    fix="start from trained weights: set model.hub_checkpoint, with model.load_weights = true",
+                )
             local_tensor(parameter).copy_(own[shard_slices(parameter)])
             continue
         std = model.init_std(name)  # type: ignore[operator]

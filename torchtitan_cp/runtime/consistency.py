@@ -1,10 +1,11 @@
-"""Refuses ranks whose config, code or versions differ, before they begin."""
+"""Refuses ranks that would not run the same: before they begin, and as they enter a stage."""
 
 import dataclasses
 import hashlib
 import platform
 import socket
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,41 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
                 f"rank {rank} on {host} differs from rank 0 on {first_host}: {'; '.join(lines)}{more}",
                 fix="start every node from the same files and with the same arguments",
             )
+
+
+def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
+    """Compare what ranks are about to do, so that a difference is an error instead of a hang. Collective.
+
+    Args:
+        where: the ranks stand, for the message.
+        facts: by name. Each is compared over the ranks that have one of this name.
+
+    Raises:
+        ConfigError: on every rank, naming what differs and the ranks that have each value, the fewest first.
+    """
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {name: str(fact) for name, fact in facts.items()})
+    lines = []
+    for name in dict.fromkeys(name for other in every for name in other):
+        ranks = defaultdict(list)
+        for rank, other in enumerate(every):
+            if name in other:
+                ranks[other[name]].append(rank)
+        first, *others = sorted(ranks.items(), key=lambda found: len(found[1]))
+        if others:
+            shown = [f"{_name_ranks(first[1])} {name} {first[0]}"]
+            lines.append(", ".join(shown + [f"{_name_ranks(found)} {value}" for value, found in others]))
+    if lines:
+        more = f"; and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
+        raise ConfigError(
+            f"the ranks differ in {where}: {'; '.join(lines[:MOST_SHOWN])}{more}",
+            fix="start every node from the same files, checkpoints and text",
+        )
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + f" and {len(ranks) - MOST_SHOWN} more" * (len(ranks) > MOST_SHOWN)
+    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
 
 def code_version(sources: Iterable[Path]) -> str:

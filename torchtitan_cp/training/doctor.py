@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,9 +66,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     mask = AttentionMask(document_lengths=(lengths,))
     samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
     trainer.data_pipeline.samples = samples  # type: ignore[assignment]
-    whole_plans = replace(layout, make_plan=make_plan).plans(mask)
 
-    def run(changed: int | None) -> float:
+    def step(changed: int | None) -> float:
         samples.changed = changed
         (batch,) = read_step(samples, layout, 0)
         if torch.is_grad_enabled():
@@ -75,35 +75,31 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         trainer.model.measure(batch, trainer.model.token_loss)
         return 0.0
 
-    def gradients() -> dict[str, torch.Tensor]:
-        found = parity.gather(trainer, lambda p: p.grad)
-        trainer.model.zero_grad()
-        return found
-
     def measure_peak() -> Callable[[], int]:
         device.reset_peak_memory()
         before = device.peak_memory_bytes()
         return lambda: device.peak_memory_bytes() - before
 
-    def single(*, through_ours: bool) -> Side:
-        model = parity.single_model(
-            trainer, stage, weights, LayerAttention() if through_ours else parity.plain_attention
-        )
-        own_attention = nullcontext if through_ours else getattr(model, "own_attention", nullcontext)
+    def single(plans: Any = None) -> Side:
+        model = parity.single_model(trainer, stage, weights, LayerAttention() if plans else parity.plain_attention)
+        own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
 
-        def run(changed: int | None) -> float:
+        def step(changed: int | None) -> float:
             samples.changed = changed
             tokens, labels, positions, documents = (device.move(x) for x in parity.all_sequences(trainer, layout))
             with own_attention(documents):
-                return parity.single_loss(model, tokens, labels, positions, whole_plans if through_ours else documents)
+                return parity.single_loss(model, tokens, labels, positions, plans or documents)
 
-        return Side(model, run, lambda: parity.gradients_of(model), measure_peak)
+        return Side(model, step, lambda: parity.gradients_of(model), measure_peak)
 
     with louder(trainer.model.parts.parameters()):
         weights = parity.gather(trainer, lambda p: p)
-        ranks = Side(trainer.model.parts[0], run, gradients, measure_peak)
-        singles = lambda: (single(through_ours=False), single(through_ours=True))  # noqa: E731
-        report = examine(layout.plans(mask)[0], ranks, singles, 1, list(range(world.size)))
+        ranks = Side(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), measure_peak)
+        sides = lambda: (single(), single(replace(layout, make_plan=make_plan).plans(mask)))  # noqa: E731
+        report = examine(layout.plans(mask)[0], ranks, sides, 1, list(range(world.size)))
     if world.rank == 0:
+        if look := getattr(trainer.model.args, "look", None):
+            print(f"{look.model_class}: {len(look.layers)} layers, rotary embeddings {dict(look.rotaries)}, routers "
+                  f"{len(look.routers)}, logits x {look.logit_scale:g}, soft cap {look.logit_softcap:g}")  # fmt: skip
         print(report.text)
     return not report.fault

@@ -15,7 +15,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
+from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
 from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
@@ -25,6 +25,7 @@ from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
 from torchtitan_cp.optim.schedule import LearningRates
 from torchtitan_cp.parallel.mesh import Meshes
+from torchtitan_cp.runtime.consistency import check_agreement
 from torchtitan_cp.runtime.device import World, seed_step, use_deterministic_kernels
 from torchtitan_cp.runtime.signals import StopSignals, any_rank
 from torchtitan_cp.runtime.watchdog import set_activity
@@ -259,6 +260,7 @@ class Trainer:
         pin = self.device.device.type == "cuda"
         batches = self.data_pipeline.steps(self.progress.text_step, left, batch_layout, pin=pin)
         first = next(batches)
+        check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first))
         if self.announced_stage != stage.index:
             self.announced_stage = stage.index
             exchange = self.model.resolve_strategy(batch_layout)
@@ -303,7 +305,13 @@ class Trainer:
 
         Returns:
             which sequences of its steps this rank reads.
+
+        Raises:
+            ConfigError: the ranks would not run the same stage.
         """
+        done = {name: getattr(self.progress, name) for name in ("step", "text_step")}
+        # The keys of its data are compared one by one.
+        check_agreement(f"stage {stage.index + 1}", vars(stage) | vars(stage.data) | done | {"data": ""})
         self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.skipped_steps(stage.index))
         return self.model.configure_stage(stage)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "Llama": ("Llama", {}, 2, []),
     "Llama, tied": ("Llama, tied", {}, 2, []),
     "Gemma 3": ("Gemma 3", {}, 2, ["--curriculum.stages[0].rope={theta = 2e6, kind = 'linear', factor = 2.0}"]),
-    "Gemma 4, persistent scalars": ("Gemma 4", {"num_kv_shared_layers": 0}, 2, []),
     "gpt-oss": ("gpt-oss", {}, 2, []),
     "Mixtral": ("Mixtral", {}, 2, []),
     "Mixtral, fewer experts than ranks": ("Mixtral", {"num_local_experts": 3}, 4, ["--parallel.cp=2"]),
@@ -71,8 +70,22 @@ class WatchedFile:
         return Watched(self.file.get_slice(name))
 
 
-def loaded_and_trained(path: Path, *overrides: str) -> tuple[dict[str, Tensor], int, Tensor, Tensor]:
-    """On a rank: whole weights as loaded, bytes read of files; after training the tokens and logits of a sequence."""
+def whole_state(trainer: Any) -> dict[str, Tensor]:
+    state = trainer.model.parts[0].state_dict()
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for name, x in state.items()}
+
+
+class Trained(NamedTuple):
+    """Of one rank: whole weights as loaded, bytes read for them, whole weights at the end, logits of a sequence."""
+
+    loaded: dict[str, Tensor]
+    read_bytes: int
+    trained: dict[str, Tensor]
+    tokens: Tensor
+    logits: Tensor
+
+
+def loaded_and_trained(path: Path, *overrides: str) -> Trained:
     trainer = prepared(path, *overrides)
     Watched.read_bytes, open_plain = 0, hub_module._open
     hub_module._open = lambda file: WatchedFile(open_plain(file))
@@ -81,15 +94,22 @@ def loaded_and_trained(path: Path, *overrides: str) -> tuple[dict[str, Tensor], 
     finally:
         hub_module._open = open_plain
     (model,) = trainer.model.parts
-    read_bytes = Watched.read_bytes
-    state = {n: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for n, x in model.state_dict().items()}
+    loaded, read_bytes = whole_state(trainer), Watched.read_bytes
     names = {name for name, _ in model.named_parameters()}
     assert not names & model.causal.all_tied_weights_keys.keys(), "one parameter, which is updated once"
     run_to_end(trainer)
     shape = trainer.enter_stage(trainer.stages[0])
     batch = read_step(trainer.data_pipeline.samples, shape, 0)[0]
     with torch.no_grad():
-        return state, read_bytes, batch.tokens, model(batch.tokens, batch.positions, batch.plans)
+        logits = model(batch.tokens, batch.positions, batch.plans)
+    return Trained(loaded, read_bytes, whole_state(trainer), batch.tokens, logits)
+
+
+def resumed(path: Path, *overrides: str) -> dict[str, Tensor]:
+    """On a rank: whole weights of the newest checkpoint."""
+    trainer = prepared(path, *overrides)
+    trainer._resume()
+    return whole_state(trainer)
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -106,12 +126,12 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
     whole_bytes = sum(x.nbytes for file in (tmp_path / "hub").glob("*.safetensors") for x in load_file(file).values())
     overrides = ["--curriculum.stages[0].steps=2", *overrides]
     found = ranks(size)(loaded_and_trained, path, *overrides)
-    for state, read_bytes, _, _ in found:
-        assert state.keys() == theirs.state_dict().keys()
+    for rank in found:
+        assert rank.loaded.keys() == theirs.state_dict().keys()
         for name, values in theirs.state_dict().items():
-            assert torch.equal(state[name], values), name
+            assert torch.equal(rank.loaded[name], values), name
         shards = 2 if "replicated" in case else size
-        assert read_bytes <= 1.1 * whole_bytes / shards, "norms and biases may be cut unevenly"
+        assert rank.read_bytes <= 1.1 * whole_bytes / shards, "norms and biases may be cut unevenly"
 
     monkeypatch.setattr(hub_module, "MAX_FILE_BYTES", 100_000)
     export(tmp_path / "run", tmp_path / "out")
@@ -120,9 +140,24 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
     ).eval()
     assert type(back) is type(theirs)
     assert back.config.max_position_embeddings == (512 if "longrope" in case else 128)
-    if "--parallel.cp=2" in overrides:
-        return
-    for _, _, tokens, logits in found:
+    for name, values in back.state_dict().items():
+        assert torch.equal(found[0].trained[name], values), name
+    for rank in found if "--parallel.cp=2" not in overrides else ():
         with torch.no_grad():
-            assert close(back(tokens).logits, logits)
-            assert not close(theirs(tokens).logits, logits), "it was trained"
+            assert close(back(rank.tokens).logits, rank.logits)
+            assert not close(theirs(rank.tokens).logits, rank.logits), "it was trained"
+
+
+@pytest.mark.deep
+def test_persistent_buffers_are_in_checkpoints_that_other_numbers_of_ranks_resume(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_start(tmp_path, FAMILIES["DeepSeek-V3"])
+    trained = ranks(2)(loaded_and_trained, path, "--curriculum.stages[0].steps=2")[0].trained
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert bias in trained
+    for size in (1, 4):
+        state = ranks(size)(resumed, path, "--curriculum.stages[0].steps=3")[0]
+        assert state.keys() == trained.keys()
+        for name, values in state.items():
+            assert torch.equal(values, trained[name]), name

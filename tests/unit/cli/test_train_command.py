@@ -13,6 +13,7 @@ import train
 from tests.support.runs import write_run
 from torchtitan_cp.__main__ import COMMANDS, main
 from torchtitan_cp.cli import train as command
+from torchtitan_cp.cli.check import main as check_config
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime import job_notes, launcher
@@ -105,6 +106,32 @@ def test_parity_is_asked_of_the_ranks_and_not_of_the_check(
     check, job = started(monkeypatch, [config, "--nproc", "2", "--training.seed=3", "--verify-parity", *given])
     assert job[0] == [str(command.TRAIN), config, "--training.seed=3", "--verify-parity", length]
     assert check[-1] == "--training.seed=3"
+
+
+def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = str(write_run(tmp_path))
+    check, job = started(monkeypatch, [config, "--nproc", "4", "--doctor"])
+    assert check[-3:] == ["--ranks", "4", "--doctor"]
+    assert job[:2] == ([str(command.TRAIN), config, "--doctor", "0"], 4)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command, "main", lambda arguments: asked.append(arguments) or 5)
+    assert main(["doctor", config, "--ranks", "2", "--length", "512", "--training.seed=3"]) == 5
+    assert asked == [[config, "--nproc", "2", "--doctor", "512", "--training.seed=3"]]
+    assert check_config([config, "--ranks", "3", "--doctor", "--parallel.tp=5"]) == 2
+    assert check_config([config, "--ranks", "4", "--doctor", "--parallel.tp=5", "--compile.enable=true"]) == 0
+
+
+def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
+    monkeypatch.setattr(train, "run_doctor", lambda config, world, length: length == 0)
+    config = str(write_run(tmp_path))
+    assert train.main([config, "--doctor"]) == 0
+    assert train.main([config, "--doctor", "512"]) == 5
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

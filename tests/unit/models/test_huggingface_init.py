@@ -3,14 +3,18 @@
 import pytest
 import torch
 from transformers import (
-    ApertusConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
     PreTrainedConfig,
 )
 
+from models.huggingface.args import args_from_config
 from models.huggingface.init import Initializer
+from models.huggingface.model import HuggingFaceModel
+from tests.support.huggingface_families import FAMILIES
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.parallel.apply import init_weights
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -72,7 +76,10 @@ def test_a_weight_depends_on_its_name_and_the_seed_alone() -> None:
 
 
 def test_a_weight_that_its_class_leaves_to_a_checkpoint_is_refused_by_name() -> None:
-    initializer = Initializer(ApertusConfig(**SIZES, num_key_value_heads=2))
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.act_fn.alpha_p of ApertusForCausalLM has no first"):
-        initializer.parameter("model.layers.1.mlp.act_fn.alpha_p", 0, CPU)
-    assert initializer.buffers(CPU)["model.layers.1.mlp.act_fn.beta"].isnan()
+    with torch.device("meta"):
+        model = HuggingFaceModel(args_from_config(FAMILIES["Apertus"], {}), lambda *_: torch.zeros(()))
+    model.to_empty(device="cpu")
+    with pytest.raises(ConfigError, match=r"no first values for model.layers.0.mlp.act_fn.alpha_p\n.*hub_checkpoint"):
+        init_weights(model, 0)
+    init_weights(model, 0, loads=True)
+    assert model.get_buffer("model.layers.1.mlp.act_fn.beta").isnan()

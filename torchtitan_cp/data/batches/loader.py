@@ -4,6 +4,7 @@ Ranks are integers here. The number of a step decides its sequences; their work 
 of them a rank reads; the plan made from their documents decides which tokens of those.
 """
 
+import hashlib
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,24 @@ class MicroBatch:
     def pin_memory(self) -> "MicroBatch":
         """A copy with what the device fetches in pinned memory; torch's loader calls this method."""
         return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
+
+
+def batch_facts(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    """What ranks must agree on before they exchange the messages of a step, by name.
+
+    Data-parallel ranks have different documents; their names say whose they are.
+    """
+    plan, of = micro_batches[0].plan, f"of the first batch of data-parallel rank {batch_layout.dp_rank}"
+    facts = {name: value for name, value in vars(batch_layout).items() if name not in ("dp_rank", "make_plan")}
+    facts |= {name: getattr(plan, name) for name in ("strategy", "kernel", "all_to_all_ranks", "kv_transfer", "ranks")}
+    plans = [plan for batch in micro_batches for _, plan in sorted(batch.plans.items())]
+    for name, values in (
+        ("sequences", [batch.numbers for batch in micro_batches]),
+        ("documents", [plan.mask for plan in plans]),
+        ("layout", [plan.layout for plan in plans]),
+    ):
+        facts[f"the {name} {of}"] = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+    return facts
 
 
 def attention_work(document_lengths: Sequence[int]) -> int:

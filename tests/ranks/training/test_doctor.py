@@ -1,0 +1,57 @@
+"""The doctor of a config: safe where the program is right, and each of ten faults named where it is broken."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.deep import deep_rows
+from tests.support.doctor import diagnose, write_family
+from tests.support.rank_pool import RankPool
+from tests.support.runs import EXPERTS, TINY, write_run
+
+WINDOWS = TINY.replace("ffn_dim = 96", "ffn_dim = 96, windows = [40, 0], sinks = true")
+
+
+@deep_rows("text", [WINDOWS, EXPERTS], default=[EXPERTS])
+def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_path: Path, text: str) -> None:
+    (safe, printed), (other, nothing) = ranks(2)(diagnose, write_run(tmp_path, text))
+    assert (safe, other, nothing) == (True, True, "")
+    lines = printed.splitlines()
+    assert lines[1].split()[:4] == ["layers.0.attention", "Attention", "4/2", "16/16"]
+    assert any(line.startswith("gradients, layers.1: relative difference") for line in lines)
+    assert "MiB on one process" in lines[-2]
+    assert lines[-1] == "safe: nothing differs"
+
+
+FOUND = {
+    ("window", "Gemma 3"): "a window lost: model.layers.0.self_attn (Gemma3Attention): one process has 20, the ranks 0",
+    ("sink", "gpt-oss"): "a sink lost: model.layers.0.self_attn (GptOssAttention)",
+    ("cap", "Gemma 2"): "a soft cap lost: model.layers.0.self_attn (Gemma2Attention): one process has 5, the ranks 0",
+    (
+        "scale",
+        "Gemma 3",
+    ): "a dropped attention scale: model.layers.0.self_attn (Gemma3Attention): one process has 0.204",
+    ("documents", "gpt-oss"): "documents leaking: model.layers.0.self_attn (GptOssAttention)",
+    ("positions", "Llama"): "positions counted by the model itself: model.",
+    ("recurrence", "Qwen3"): "a recurrence or convolution: model.layers.1.mlp (Qwen3MLP)",
+    ("twice", "Llama"): "a sequence sharded twice: model.embed_tokens (Embedding)",
+    ("average", "Llama"): "a loss averaged by shard: HuggingFaceModel: no layer differs",
+    ("unreached", "OLMo 3"): "an attention that never reaches us: model.layers.1.self_attn (Olmo3Attention)",
+}
+
+
+@deep_rows(("fault", "family"), FOUND, default=[])
+def test_a_fault_under_a_model_of_transformers_is_named(
+    ranks: Callable[[int], RankPool], tmp_path: Path, fault: str, family: str
+) -> None:
+    safe, printed = ranks(2)(diagnose, write_family(tmp_path, family), fault)[0]
+    assert not safe
+    assert f"NOT SAFE: {FOUND[fault, family]}" in printed
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek-V3"])
+def test_a_family_of_transformers_is_safe(ranks: Callable[[int], RankPool], tmp_path: Path, family: str) -> None:
+    safe, printed = ranks(2)(diagnose, write_family(tmp_path, family))[0]
+    assert safe, printed
