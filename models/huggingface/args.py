@@ -36,79 +36,58 @@ class HuggingFaceArgs:
         """Raises ValueError: the model cannot be trained as it is."""
         return _look(json.dumps(self.config, sort_keys=True), self.vocab_size)
 
-    @property
-    def _widest(self) -> LayerLook:
-        return max(self.look.layers, key=lambda layer: layer.n_heads * (layer.qk_dim + layer.v_dim))
+    @cached_property
+    def _sizes(self) -> dict[str, Any]:
+        """What the trainer and the planner ask for by name; where layers differ, the widest, or their mean."""
+        look, layers = self.look, self.look.layers
+        turned = sorted(
+            (layer.window > 0, look.rotaries[layer.rotary]) for layer in layers if layer.rotary in look.rotaries
+        )
+        n_heads, n_kv_heads, head_dim = max(map(_heads, layers), key=lambda heads: heads[0] * heads[2])
+        ffn_dim = sum(layer.token_mlp_matrices for layer in layers) // (3 * look.dim * len(layers))
+        return {
+            "dim": look.dim,
+            "n_layers": len(layers),
+            "n_heads": n_heads,
+            "n_kv_heads": n_kv_heads,
+            "head_dim": head_dim,
+            "ffn_dim": ffn_dim,
+            "token_ffn_dim": ffn_dim,
+            "token_copies": max(layer.experts_per_token for layer in layers),
+            "rotary_dim": turned[0][1] if turned else 0,  # of full attention, if it has one
+            "windows": tuple(layer.window for layer in layers),
+            "layer_windows": tuple(layer.window for layer in layers),
+            "attention_widths": tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in layers),
+            "tie_embeddings": look.tie_embeddings,
+            "logit_scale": look.logit_scale,
+            "logit_softcap": look.logit_softcap,
+        }
 
-    @property
-    def dim(self) -> int:
-        return self.look.dim
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._sizes:
+            raise AttributeError(name)
+        return self._sizes[name]
 
-    @property
-    def n_layers(self) -> int:
-        return len(self.look.layers)
-
-    @property
-    def n_heads(self) -> int:
-        return self._widest.n_heads
-
-    @property
-    def n_kv_heads(self) -> int:
-        return max(layer.n_kv_heads for layer in self.look.layers)
-
-    @property
-    def head_dim(self) -> int:
-        return self._widest.qk_dim
-
-    @property
-    def layer_windows(self) -> tuple[int, ...]:
-        """The window of each layer, 0 for none."""
-        return tuple(layer.window for layer in self.look.layers)
-
-    windows = layer_windows
-
-    @property
-    def tie_embeddings(self) -> bool:
-        return self.look.tie_embeddings
-
-    @property
-    def logit_scale(self) -> float:
-        return self.look.logit_scale
-
-    @property
-    def logit_softcap(self) -> float:
-        return self.look.logit_softcap
-
-    @property
-    def rotary_dim(self) -> int:
-        """Dims that the rotary embedding of full attention turns; 0 without one."""
-        layers = [layer for layer in self.look.layers if layer.rotary in self.look.rotaries]
-        full = [layer for layer in layers if not layer.window] or layers
-        return self.look.rotaries[full[0].rotary] if full else 0
-
-    @property
-    def sinks(self) -> bool:
-        return any(layer.sinks for layer in self.look.layers)
-
-    @property
-    def token_copies(self) -> int:
-        """Copies that the MLP makes of a token's hidden state: one for each expert of the token."""
-        return max(layer.experts_per_token for layer in self.look.layers)
-
-    @property
-    def token_ffn_dim(self) -> int:
-        """Width of the MLP for one token, as if it had three matrices; the mean over layers."""
-        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.dim * self.n_layers)
-
-    ffn_dim = token_ffn_dim
+    def heads_of(self, window: int) -> tuple[int, int, int]:
+        """See LlamaArgs."""
+        return next(_heads(layer) for layer in self.look.layers if layer.window == window)
 
     def linear_parameters(self) -> int:
-        """Weights that multiply each token once: blocks and output, without the embedding look-up."""
+        """See LlamaArgs."""
         return sum(layer.token_matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
 
     def matrix_parameters(self) -> int:
-        """Weights of the same matrices, including those that a token does not use."""
+        """See LlamaArgs."""
         return sum(layer.matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+
+    def small_parameters(self, tp: int) -> int:
+        """See LlamaArgs; the mean over layers, which no tp divides."""
+        return sum(layer.parameters - layer.matrices for layer in self.look.layers) // self.n_layers
+
+    def embedding_parameters(self, tp: int) -> int:
+        """See LlamaArgs; with all else that is in no layer, but for the output layer and one norm."""
+        outside = self.look.parameters - sum(layer.parameters for layer in self.look.layers)
+        return outside - self.dim - (0 if self.tie_embeddings else self.dim * self.look.vocab_size)
 
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""
@@ -125,10 +104,14 @@ class HuggingFaceArgs:
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
         try:
-            self.look
-            return None
+            return None if self.look.layers else "it has no layers"
         except ValueError as error:
             return str(error)
+
+
+def _heads(layer: LayerLook) -> tuple[int, int, int]:
+    """Hq, Hkv, and the mean of Dqk and Dv, on which work and messages depend."""
+    return layer.n_heads, layer.n_kv_heads, (layer.qk_dim + layer.v_dim) // 2
 
 
 @lru_cache(maxsize=8)
@@ -171,7 +154,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
 
 
 def _parse(config: Mapping[str, Any]) -> PreTrainedConfig:
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         why = "and code from a checkpoint is not run" if config.get("auto_map") else "in this version"
         raise ValueError(f"model_type is {kind!r}, which transformers does not have, {why}")

@@ -44,7 +44,7 @@ class LayerLook:
 
     Attributes:
         name: of its module, "model.layers.3".
-        attention: name of the module that calls the attention function; attention_class: its class.
+        attention: name of the module that calls the attention function.
         n_heads, n_kv_heads: Hq, Hkv; qk_dim: of q and k; v_dim: of v.
         scale: that multiplies the scores.
         window: keys that a query sees, itself included; 0: all.
@@ -60,7 +60,6 @@ class LayerLook:
 
     name: str
     attention: str
-    attention_class: str
     n_heads: int
     n_kv_heads: int
     qk_dim: int
@@ -82,10 +81,8 @@ class Look:
     """A model.
 
     Attributes:
-        embeddings, output: names of the input embedding and of the output layer.
         parameters: all, tied ones once.
         logit_scale, logit_softcap: what is done to the output layer's product: a factor, then a soft cap (0: none).
-        passes_keywords: `plans=` handed to the model reaches every call of the attention function.
         learned_positions: positions change more than q and k.
         scale_follows_rope: YaRN in the config changes the scale of attention.
         rotaries: buffer of frequencies -> dims of a head that they turn.
@@ -94,15 +91,12 @@ class Look:
 
     model_class: str
     layers: tuple[LayerLook, ...]
-    embeddings: str
-    output: str
     tie_embeddings: bool
     dim: int
     vocab_size: int
     parameters: int
     logit_scale: float
     logit_softcap: float
-    passes_keywords: bool
     learned_positions: bool
     scale_follows_rope: bool
     rotaries: Mapping[str, int]
@@ -148,7 +142,7 @@ class _Run(TorchFunctionMode):
         shift: is added to positions that the model counts by itself.
 
     Attributes:
-        calls: (module, facts for a LayerLook, whether `plans` arrived) of each call of the attention function.
+        calls: (module, facts for a LayerLook) of each call of the attention function.
         seen: module, or what it hands to attention -> a number for each token, `[tokens]`.
         experts: module -> experts of a token.
         active: modules that are running.
@@ -157,7 +151,7 @@ class _Run(TorchFunctionMode):
     def __init__(self, names: Mapping[nn.Module, str], tokens: int, masks: bool, shift: int) -> None:
         super().__init__()
         self.names, self.tokens, self.masks, self.shift = names, tokens, masks, shift
-        self.calls: list[tuple[nn.Module, dict[str, Any], bool]] = []
+        self.calls: list[tuple[nn.Module, dict[str, Any]]] = []
         self.seen: dict[str, Tensor] = {}
         self.experts: dict[nn.Module, int] = {}
         self.active: list[nn.Module] = []
@@ -194,8 +188,8 @@ class _Run(TorchFunctionMode):
         if {k.shape[2], v.shape[2]} != {self.tokens} or (sinks is not None and sinks.dim() != 1):
             raise _Refusal(f"{name} has sinks for each token, or keys that are not one a token")
         facts = {"n_heads": q.shape[1], "n_kv_heads": k.shape[1], "qk_dim": q.shape[3], "v_dim": v.shape[3]}
-        facts |= {"scale": float(scale), "window": window, "softcap": float(given.get("softcap", 0.0))}
-        self.calls.append((module, facts | {"sinks": sinks is not None}, given.get("plans") is self))
+        own = {"scale": float(scale), "softcap": float(given.get("softcap", 0.0)), "sinks": sinks is not None}
+        self.calls.append((module, {**facts, **own, "window": window}))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
     def run_experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -268,13 +262,13 @@ class _Probe:
 
     def __init__(self, model: Any) -> None:
         self.model, self.names = model, {module: name for name, module in model.named_modules()}
-        self.output, self.embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        self.output = model.get_output_embeddings()
         count = getattr(model.config, "num_hidden_layers", 0)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if self.output is None or not lists:
             raise _Refusal(f"{type(model).__name__} has no output layer, or no list of {count} layers")
         self.layers = list(lists[0])
-        self.tied = self.output.weight is self.embeddings.weight
+        self.tied = self.output.weight is model.get_input_embeddings().weight
         self.parameters = sum(p.numel() for p in model.parameters())
         self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
         self.ramp[0] = 1e-3
@@ -304,6 +298,8 @@ class _Probe:
         for name, buffer in Initializer(self.model.config).buffers(_CPU).items():
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer.nan_to_num(0.5)
+        named, not_used = self.model.named_buffers(), "original_inv_freq"
+        self.frequencies = {n: x for n, x in named if n.endswith("inv_freq") and not n.endswith(not_used)}
         self.output.forward = self._make_ramp
 
     def _make_ramp(self, hidden: Tensor) -> Tensor:
@@ -341,22 +337,21 @@ class _Probe:
         if mixed := whole.differences(part, _SHARD):
             raise _Refusal(f"{mixed[0]} is not the same among a shard's tokens: it mixes them, or counts positions")
         moved = whole.differences(self.run(tokens, 2 * positions + 1))
-        rotaries = self._rotaries(tokens, positions, whole, moved)
+        for buffer in self.frequencies.values():
+            buffer *= 1.5
+        rotaries = self._rotaries(whole, moved, whole.differences(self.run(tokens, positions)))
         return Look(
             model_class=type(self.model).__name__,
-            layers=tuple(LayerLook(**one, rotary=rotaries[one["attention"]]) for one in facts),
-            embeddings=self.names[self.embeddings],
-            output=self.names[self.output],
+            layers=tuple(LayerLook(**one, rotary=rotary) for one, rotary in zip(facts, rotaries, strict=True)),
             tie_embeddings=self.tied,
             dim=self.dim,
             vocab_size=len(self.ramp),
             parameters=self.parameters,
             logit_scale=scale,
             logit_softcap=softcap,
-            passes_keywords=all(passed for _, _, passed in whole.calls),
             learned_positions=any(name.startswith("v of ") for name in moved),
-            scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _, _ in whole.calls),
-            rotaries={n: 2 * self.model.get_buffer(n).numel() for n in {*rotaries.values()} - {"", FIXED}},
+            scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _ in whole.calls),
+            rotaries={name: 2 * len(buffer) for name, buffer in self.frequencies.items() if name in rotaries},
             routers=self._routers(),
         )
 
@@ -378,39 +373,30 @@ class _Probe:
             if len(calls) != 1:
                 name = _name(layer, self.names)
                 raise _Refusal(f"{name} calls the attention function {len(calls)} times, where it must do so once")
-            module, facts, _ = calls[0]
-            matrices = _matrices(layer, run.experts)
-            facts |= {"name": self.names[layer], "attention": self.names[module]}
-            facts |= {"attention_class": type(module).__name__, "token_matrices": matrices}
-            facts |= {"token_mlp_matrices": matrices - _matrices(module, run.experts), "matrices": _matrices(layer, {})}
+            module, facts = calls[0]
+            used, in_attention = _matrices(layer, run.experts), _matrices(module, run.experts)
+            facts |= {"name": self.names[layer], "attention": self.names[module], "matrices": _matrices(layer, {})}
+            facts |= {"token_matrices": used, "token_mlp_matrices": used - in_attention}
             facts |= {"parameters": sum(p.numel() for p in layer.parameters())}
             facts |= {"experts_per_token": max(run.experts.get(one, 0) for one in inside)}
             found.append(facts)
         return found
 
-    def _rotaries(self, tokens: Tensor, positions: Tensor, whole: _Run, moved: list[str]) -> dict[str, str]:
-        """Attention module -> its layer's `rotary`: what its keys change with."""
-        keys = {self.names[module]: f"k of {_name(module, self.names)}" for module, _, _ in whole.calls}
-        found = {name: FIXED if key in moved else "" for name, key in keys.items()}
-        groups: dict[str, list[str]] = {}  # layers may have each their own
-        for name in dict(self.model.named_buffers()):
-            if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
-                own = [layer for layer in self.layers if name.startswith(self.names[layer] + ".")]
-                groups.setdefault(name.removeprefix(self.names[own[0]]) if own else name, []).append(name)
-        for group in groups.values():
-            for name in group:
-                self.model.get_buffer(name).mul_(1.5)
-            turned = whole.differences(self.run(tokens, positions))
-            for name in group:
-                self.model.get_buffer(name).div_(1.5)
-            for name in (name for name, key in keys.items() if key in turned):
-                found[name] = next((one for one in group if one.startswith(name + ".")), group[0])
+    def _rotaries(self, whole: _Run, moved: list[str], turned: list[str]) -> list[str]:
+        """LayerLook.rotary of each layer, from what changes with positions, and with frequencies."""
+        kinds, found = getattr(self.model.config, "layer_types", None) or [""] * len(self.layers), []
+        for layer, kind, (module, _) in zip(self.layers, kinds, whole.calls, strict=True):
+            key = f"k of {_name(module, self.names)}"
+            own = [name for name in self.frequencies if name.startswith(self.names[layer] + ".")]
+            own = own or [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]
+            name = (own or [*self.frequencies, FIXED])[0]
+            found.append("" if key not in moved else name if key in turned else FIXED)
         return found
 
     def _routers(self) -> tuple[str, ...]:
-        recorded = [getattr(m, "_can_record_outputs", None) or {} for m in self.names]
-        found = next((one["router_logits"] for one in recorded if "router_logits" in one), [])
-        kinds = tuple(getattr(one, "target_class", one) for one in (found if isinstance(found, list) else [found]))
+        recorded: list[dict[str, Any]] = [getattr(m, "_can_record_outputs", None) or {} for m in self.names]
+        found: Any = next((one["router_logits"] for one in recorded if "router_logits" in one), [])
+        kinds: Any = tuple(getattr(one, "target_class", one) for one in (found if isinstance(found, list) else [found]))
         return tuple(name for module, name in self.names.items() if isinstance(module, kinds))
 
 

@@ -53,6 +53,15 @@ class LlamaArgs:
         return tuple(self.windows[number % len(self.windows)] for number in range(self.n_layers))
 
     @property
+    def attention_widths(self) -> tuple[int, ...]:
+        """Hq times the sum of the dims of a key and a value, of each layer."""
+        return (2 * self.n_heads * self.head_dim,) * self.n_layers
+
+    def heads_of(self, window: int) -> tuple[int, int, int]:
+        """Hq, Hkv and D of the layers with this window."""
+        return self.n_heads, self.n_kv_heads, self.head_dim
+
+    @property
     def rotary_dim(self) -> int:
         """Entries of a head that RoPE turns."""
         return self.head_dim
@@ -69,6 +78,15 @@ class LlamaArgs:
     def matrix_parameters(self) -> int:
         """Weights of the same matrices, including those that a token does not use."""
         return self.linear_parameters()
+
+    def small_parameters(self, tp: int) -> int:
+        """Parameters of a layer that are no matrices, on one of `tp` ranks."""
+        biases = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim // tp * self.qkv_bias
+        return 2 * self.dim + 2 * self.head_dim * self.qk_norm + biases + self.n_heads // tp * self.sinks
+
+    def embedding_parameters(self, tp: int) -> int:
+        """Of the input embedding, on one of `tp` ranks."""
+        return -(-self.vocab_size // tp) * self.dim
 
     @property
     def token_ffn_dim(self) -> int:

@@ -129,10 +129,11 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
 def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
     """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
 
-    6 a weight, and 12 Hq D for each allowed pair of each layer: two products forward, four backward.
+    6 a weight, and 6 Hq (Dqk + Dv) for each allowed pair of each layer: two products forward, four backward.
     """
-    pairs = sum(mask_pairs(seq_len, window, AttentionMask()) for window in args.layer_windows)
-    return 6.0 * args.linear_parameters(), 12.0 * args.n_heads * args.head_dim * pairs
+    pairs = {window: mask_pairs(seq_len, window, AttentionMask()) for window in set(args.layer_windows)}
+    widths = zip(args.layer_windows, args.attention_widths, strict=True)
+    return 6.0 * args.linear_parameters(), 6.0 * sum(width * pairs[window] for window, width in widths)
 
 
 def mask_pairs(seq_len: int, window: int, mask: AttentionMask) -> int:
@@ -147,8 +148,8 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     parts = [_ends_seconds(planned, own)]
     for window in set(own.windows):
         attention = planned.attention(planned.strategy, planned.all_to_all_ranks, window)
-        times = own.windows.count(window) * stage.micro_batches
-        parts.append({name: times * value for name, value in _layer_seconds(planned, attention).items()})
+        times, dim = own.windows.count(window) * stage.micro_batches, planned.args.heads_of(window)[2]
+        parts.append({name: times * value for name, value in _layer_seconds(planned, attention, dim).items()})
     total = add_up(*parts)
     if degrees.pp > 1:
         share = bubble_fraction(config.parallel, degrees.pp, own.pipeline_stages, stage.micro_batches)
@@ -159,7 +160,7 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     return total
 
 
-def _layer_seconds(planned: PlannedStage, attention: LayerCost) -> dict[str, float]:
+def _layer_seconds(planned: PlannedStage, attention: LayerCost, head_dim: int) -> dict[str, float]:
     """Seconds of one layer and micro-batch, forward, backward and recomputation."""
     config, args, cluster, rates = planned.config, planned.args, planned.cluster, planned.rates
     tokens, tp, sequences = planned.tokens, planned.degrees.tp, planned.stage.micro_batch_sequences
@@ -171,7 +172,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost) -> dict[str, flo
     in_tiles = 0.0 if tiles == 1 else mlp
     again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
     linear_backward = 2 * forward + again + in_tiles
-    scores = args.head_dim * attention.pairs * sequences
+    scores = head_dim * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward
     attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
     moved = cluster.memory_seconds(_elementwise_bytes(planned))

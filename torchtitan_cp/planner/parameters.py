@@ -13,10 +13,10 @@ class Parameters:
     """Parameters of a model on one tensor-parallel rank.
 
     Attributes:
-        block: of one layer.
+        block: of one layer; the mean, where they differ.
         muon: of these, those of 2-D parameters that are no norm, bias or sink; experts are one 3-D tensor.
         token_matrices: of its matrices, those that a token uses: only some experts.
-        embedding: V E; output: V E, 0 where it is tied to the embedding.
+        embedding: V E, and what else is outside the layers; output: V E, 0 where it is tied to the embedding.
         last_norm: E.
     """
 
@@ -35,18 +35,15 @@ class Parameters:
 
 def count_parameters(args: Any, tp: int = 1) -> Parameters:
     """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
-    vocabulary = -(-args.vocab_size // tp) * args.dim
     output = args.dim * args.vocab_size
     matrices, met = (
         (count - output) // args.n_layers // tp for count in (args.matrix_parameters(), args.linear_parameters())
     )
-    small = 2 * args.dim + 2 * args.head_dim * args.qk_norm
-    small += (args.n_heads + 2 * args.n_kv_heads) * args.head_dim // tp * args.qkv_bias
-    small += args.n_heads // tp * args.sinks
     # Experts lie in one tensor of three dims.
     alone = met - 3 * args.dim * args.token_ffn_dim // tp if args.token_copies else matrices
-    untied = 0 if args.tie_embeddings else vocabulary
-    return Parameters(matrices + small, alone, met, vocabulary, untied, args.dim)
+    untied = 0 if args.tie_embeddings else -(-args.vocab_size // tp) * args.dim
+    block, embedding = matrices + args.small_parameters(tp), args.embedding_parameters(tp)
+    return Parameters(block, alone, met, embedding, untied, args.dim)
 
 
 def total_parameters(args: Any) -> int:

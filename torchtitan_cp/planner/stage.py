@@ -125,9 +125,12 @@ class PlannedStage:
 
     @cached_property
     def heads(self) -> Heads:
-        """Heads of a tensor-parallel rank."""
-        args, tp, float8 = self.args, self.degrees.tp, self.config.context_parallel.kv_transfer == "float8"
-        return Heads(args.n_heads // tp, args.n_kv_heads // tp, args.head_dim, self.element_bytes, float8)
+        """Heads of a tensor-parallel rank, in the layers that have most."""
+        return self._heads(self.args.n_heads, self.args.n_kv_heads, self.args.head_dim)
+
+    def _heads(self, query: int, key: int, dim: int) -> Heads:
+        tp, float8 = self.degrees.tp, self.config.context_parallel.kv_transfer == "float8"
+        return Heads(query // tp, key // tp, dim, self.element_bytes, float8)
 
     @cached_property
     def rates(self) -> Rates:
@@ -141,7 +144,8 @@ class PlannedStage:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
         layout, stage = self.config.context_parallel.layout, self.stage
         group = (stage.seq_len, stage.cp, strategy, all_to_all_ranks)
-        return busiest_layer(*group, window, layout, AttentionMask(), self.heads, self.rates)
+        heads = self._heads(*self.args.heads_of(window))
+        return busiest_layer(*group, window, layout, AttentionMask(), heads, self.rates)
 
 
 @lru_cache(maxsize=512)

@@ -13,9 +13,7 @@ def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
     return SimpleNamespace(
         linear_parameters=lambda: linear_parameters,
         layer_windows=windows,
-        n_heads=4,
-        head_dim=64,
-        n_layers=len(windows),
+        attention_widths=[4 * (64 + 64)] * len(windows),
     )
 
 

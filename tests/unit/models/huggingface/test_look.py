@@ -1,0 +1,147 @@
+"""What the look finds in a model, and that it is quick where the model is large."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from models.huggingface.args import HuggingFaceArgs, args_from_config
+from models.huggingface.look import FIXED
+from models.llama import FLAVORS
+from tests.support.deep import deep_rows
+from tests.support.huggingface_families import FAMILIES, WINDOW
+from tests.support.huggingface_full_size import PUBLISHED
+from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
+from torchtitan_cp.planner.estimate import model_flops
+from torchtitan_cp.planner.parameters import count_parameters, total_parameters
+
+LLAMA3_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+QWEN3_06B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def tiny(family: str, **overrides: Any) -> HuggingFaceArgs:
+    return args_from_config(FAMILIES[family], overrides)
+
+
+def test_windows_and_the_frequencies_of_each_layer_are_found() -> None:
+    args = tiny("Gemma 3")
+    local, full = args.look.layers
+    assert (local.window, full.window) == (WINDOW, 0) == args.layer_windows
+    assert local.rotary == "model.rotary_emb.sliding_attention_inv_freq"
+    assert full.rotary == "model.rotary_emb.full_attention_inv_freq"
+    assert (local.name, local.attention) == ("model.layers.0", "model.layers.0.self_attn")
+    assert local.scale == pytest.approx(24**-0.5)  # query_pre_attn_scalar
+    assert args.rotary_dim == 16
+
+
+def test_sinks_experts_and_routers_are_found() -> None:
+    args = tiny("gpt-oss")
+    assert all(layer.sinks for layer in args.look.layers)
+    assert args.token_copies == 2
+    assert args.look.routers == ("model.layers.0.mlp.router", "model.layers.1.mlp.router")
+    layer = args.look.layers[0]
+    experts = 6 * 3 * 48 * 64
+    assert layer.matrices - layer.token_matrices == experts * 4 // 6
+    assert layer.token_mlp_matrices == experts * 2 // 6 + 6 * 48
+
+
+def test_values_narrower_than_keys_and_a_scale_that_follows_yarn_are_found() -> None:
+    args = tiny("DeepSeek-V3")
+    layer = args.look.layers[0]
+    assert (layer.qk_dim, layer.v_dim, args.head_dim) == (24, 12, 18)
+    assert args.look.scale_follows_rope
+    assert "scale its attention scores" in str(args.rope_problem("yarn"))
+    assert args.rope_problem("linear") is None
+    assert not tiny("Gemma 3").look.scale_follows_rope
+
+
+def test_soft_caps_and_the_factor_of_the_logits_are_found() -> None:
+    assert [layer.softcap for layer in tiny("Gemma 2").look.layers] == [5.0, 5.0]
+    assert tiny("Gemma 2").logit_softcap == pytest.approx(3.0)
+    assert tiny("Granite").logit_scale == pytest.approx(1 / 4.0)
+
+
+def test_layers_without_rotary_embedding_and_models_with_learned_positions_are_found() -> None:
+    assert [bool(layer.rotary) for layer in tiny("SmolLM3").look.layers] == [True, False]
+    zero = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    args = args_from_config({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2, "vocab_size": 288}, zero)
+    assert args.look.learned_positions
+    assert {layer.rotary for layer in args.look.layers} == {FIXED}
+    assert "no rotary embedding" in str(args.rope_problem("none"))
+
+
+@pytest.mark.parametrize(("flavor", "config"), [("8B", LLAMA3_8B), ("qwen3-0.6B", QWEN3_06B)])
+def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, config: dict[str, Any]) -> None:
+    theirs, ours = args_from_config(config, {"num_hidden_layers": 2}), replace(FLAVORS[flavor], n_layers=2)
+    assert count_parameters(theirs) == count_parameters(ours)
+    assert total_parameters(theirs) == total_parameters(ours) == theirs.look.parameters
+    assert flops_per_token(theirs, 4096) == flops_per_token(ours, 4096)
+    assert layer_costs(theirs, 4096) == layer_costs(ours, 4096)
+    assert model_flops(theirs, 4096) == model_flops(ours, 4096)
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "token_ffn_dim", "rotary_dim"):
+        assert getattr(theirs, name) == getattr(ours, name), name
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "says"),
+    [
+        ({"model_type": "mine"}, {}, "'mine', which transformers does not have"),
+        ({"model_type": "llama"}, {"hidden": 1}, "LlamaConfig has no 'hidden'"),
+        ({"model_type": "llama"}, {"hidden_size": 50}, "refuses this config of 'llama'"),
+        ({"model_type": "t5"}, {}, "no causal language model of type 't5'"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(config: dict[str, Any], overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        args_from_config(config, overrides)
+
+
+def test_a_multimodal_config_gives_its_text_model_with_overrides() -> None:
+    text = {key: value for key, value in FAMILIES["Gemma 3"].items() if key != "model_type"}
+    args = args_from_config({"model_type": "gemma3", "text_config": text}, {"vocab_size": 0})
+    assert args.config["model_type"] == "gemma3_text"
+    assert (args.vocab_size, args.look.vocab_size) == (0, 288)
+    assert args == HuggingFaceArgs(json.loads(json.dumps(args.config)), 0)
+
+
+LOOK = """
+import json, resource, sys, time
+from models.huggingface.args import args_from_config
+config, begun = json.loads(sys.argv[1]), time.process_time()
+args = args_from_config(config, {})
+sizes = args.look.parameters, args.linear_parameters()
+print(*sizes, time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@deep_rows("name", PUBLISHED, default=[])
+def test_a_large_model_is_looked_at_in_10_seconds_and_4_gib(name: str) -> None:
+    config, billions, billions_met = PUBLISHED[name]
+    command = [sys.executable, "-c", LOOK, json.dumps(config)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parameters, met, seconds, kilobytes = map(float, out.split())
+    assert parameters / 1e9 == pytest.approx(billions, abs=0.006)
+    assert met / 1e9 == pytest.approx(billions_met, rel=0.06)
+    assert seconds < 10
+    assert kilobytes / 2**20 < 4
