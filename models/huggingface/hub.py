@@ -13,21 +13,12 @@ from operator import add, ge, sub
 from typing import Any
 
 import torch
+import transformers.core_model_loading as loading
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from models.huggingface.args import HuggingFaceArgs, transformers_config
 from models.huggingface.init import on_meta
@@ -39,7 +30,7 @@ PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 # Of the text model in files with images or sound, newer and older.
 TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 # With these, stored tensors of one shape lie side by side in ours, so that a rank can read its share alone.
-SIDE_BY_SIDE: tuple[list[type], ...] = ([], [MergeModulelist], [MergeModulelist, Concatenate])
+SIDE_BY_SIDE: tuple[list[type], ...] = ([], [loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate])
 
 
 @torch.no_grad()
@@ -55,16 +46,16 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any]) -> None:
     """
     own, stored = causal.state_dict(keep_vars=True), _text_part(stored)
     rules = _rules(causal, legacy=True)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     unknown = []
     # How many tensors of a pattern our tensor has had, and how many of its values.
     numbers, counts = Counter[tuple[str, str | None]](), Counter[Tensor]()
-    for hub_name in sorted(stored, key=dot_natural_key):
+    for hub_name in sorted(stored, key=loading.dot_natural_key):
         tensor = stored[hub_name]
         if tensor.get_dtype() not in PLAIN:
             raise ValueError(f"is quantized: {hub_name} is {tensor.get_dtype()}; save it in bfloat16 first")
-        name, pattern = rename_source_key(hub_name, renamings, converters, causal.base_model_prefix, own)
+        name, pattern = loading.rename_source_key(hub_name, renamings, converters, causal.base_model_prefix, own)
         if name not in own and hub_name in own:
             name, pattern = hub_name, None
         if name not in own:
@@ -137,7 +128,7 @@ def _box(converters: list[Any], pattern: str | None, number: int, shape: list[in
     start = [0] * len(shape)
     for patterns, operations in ((rule.source_patterns, rule.operations) for rule in converters):
         for operation in operations if pattern in patterns else ():
-            if isinstance(operation, MergeModulelist):
+            if isinstance(operation, loading.MergeModulelist):
                 start, shape = [number, *start], [1, *shape]
             else:
                 start[operation.dim] = patterns.index(pattern) * shape[operation.dim]
@@ -173,13 +164,13 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
     """
     shadow = on_meta(transformers_config(args))
     # A prefix would be that of a model with images.
-    rules = [rule for rule in _rules(shadow, legacy=False) if not isinstance(rule, PrefixChange)]
+    rules = [rule for rule in _rules(shadow, legacy=False) if not isinstance(rule, loading.PrefixChange)]
     vars(shadow)["_weight_conversions"] = rules
     parameters, tied = dict(shadow.named_parameters()), shadow.all_tied_weights_keys
 
     def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         ours = {} if name in tied else {name: tensor.to(dtype) if name in parameters else tensor}
-        hub_tensors: dict[str, Tensor] = revert_weight_conversion(shadow, ours)
+        hub_tensors: dict[str, Tensor] = loading.revert_weight_conversion(shadow, ours)
         return hub_tensors
 
     return to_hub

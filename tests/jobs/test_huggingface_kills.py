@@ -55,7 +55,7 @@ def test_a_curriculum_killed_and_resumed_on_other_ranks_has_the_losses_of_one_th
     assert job.wait() == [0, 0], job.log.read_text()
 
     draw = random.Random(0)
-    kills = [(2, Kill(3, "step")), (4, Kill(STAGE_ENDS[0] + 2, "step")), (1, Kill(STAGE_ENDS[1], "transition"))]
+    kills = [(2, Kill(STAGE_ENDS[0], "transition")), (1, Kill(STAGE_ENDS[0] + 2, "step"))]
     for size, kill in kills:
         job = ForkedJob(size, path, f"--job.dump_folder={folder}", *command)
         try:

@@ -410,7 +410,7 @@ def _row(name: str, look: Look) -> str:
         "heads of two sizes": len({layer.qk_dim for layer in layers}) > 1,
         "keys of earlier layers": bool(config.get("num_kv_shared_layers")),
     }
-    logits = {"scaled": look.logit_scale != 1, "soft cap": bool(look.logit_softcap)}
+    logits = {"scaled": abs(look.logit_scale - 1) > 1e-3, "soft cap": bool(look.logit_softcap)}
     cells = [
         f"**{name}**" if name in ON_RANKS else name,
         f"`{config['model_type']}`",

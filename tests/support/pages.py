@@ -37,5 +37,6 @@ def commands_of(page: str) -> Iterator[str]:
 COMMANDS = [(page.name, command) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))]
 
 RUN_BY_OTHERS = re.compile(
-    r"python -m benchmarks(?!\.)|sbatch|torchtitan-cp (?:train|doctor)|--verify-parity|\./run_train\.sh(?!.*--(dry-run|help))"
+    r"python -m benchmarks(?!\.)|sbatch|torchtitan-cp (?:train|doctor)|--verify-parity"
+    r"|\./run_train\.sh(?!.*--(dry-run|help))"
 )

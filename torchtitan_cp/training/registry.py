@@ -166,7 +166,8 @@ def _args_of_config(model: Model) -> Any:
     except (ValueError, TypeError, KeyError) as error:
         problem = str(error)
     if problem:
-        raise ConfigError(f"{_config_path(model)}: {problem}", fix="use another model, or change model.overrides")
+        where = f"model.{_config_key(model)}: {_config_path(model)}"
+        raise ConfigError(f"{where}: {problem}", fix="use another model, or change model.overrides")
     return args
 
 
@@ -175,10 +176,10 @@ def _hub_sizes(model: Model) -> dict[str, Any]:
     try:
         return hub_of(model).sizes(hub_config(model))
     except KeyError as error:
-        problem, fix = f"has no {error}", "give a complete config.json"
+        problem, fix = f" has no {error}", "give a complete config.json"
     except (ValueError, TypeError) as error:
-        problem, fix = str(error), "use another checkpoint"
-    raise ConfigError(f"{_config_path(model)}: {problem}", fix=fix)
+        problem, fix = f": {error}", "use another checkpoint"
+    raise ConfigError(f"model.{_config_key(model)}: {_config_path(model)}{problem}", fix=fix)
 
 
 def hub_config(model: Model) -> dict[str, Any]:
@@ -191,11 +192,14 @@ def hub_config(model: Model) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        key = "hub_checkpoint" if model.hub_checkpoint else "config"
         raise ConfigError(
-            f"model.{key}: {path} cannot be read: {getattr(error, 'strerror', error)}",
+            f"model.{_config_key(model)}: {path} cannot be read: {getattr(error, 'strerror', error)}",
             fix="give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it",
         ) from None
+
+
+def _config_key(model: Model) -> str:
+    return "hub_checkpoint" if model.hub_checkpoint else "config"
 
 
 def _config_path(model: Model) -> Path:

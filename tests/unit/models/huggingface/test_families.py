@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from models.huggingface.args import args_from_config
@@ -44,6 +45,7 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str) -
     compare(eager, rows, loss.item(), gradients).check()
 
 
+@pytest.mark.deep
 def test_the_page_has_the_table_of_these_families() -> None:
     page = (Path(__file__).parents[4] / "docs" / "huggingface.md").read_text(encoding="utf-8")
     assert as_markdown() in page, "python -m tests.support.huggingface_families prints it"
