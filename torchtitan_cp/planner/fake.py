@@ -159,7 +159,8 @@ class StepTracker(TorchDispatchMode):
             self._count_message(func, args)
         result = self._run_operator(func, args, kwargs) if func in OPERATORS else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
-            if isinstance(x, FakeTensor):
+            # A model keeps a copy of itself on the meta device, which has no memory.
+            if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
                 self._track(x.untyped_storage())
         return result
 
