@@ -179,6 +179,7 @@ def test_every_mask_head_shape_and_dim_equals_the_full_sequence(
         for mask, dtype in itertools.product(MASKS, DTYPES)
         for heads, dims in shapes(dtype)
         if ((strategy, layout, size, mask, heads, dims, dtype) in default_runs()) == (chosen == "default")
+        and (chosen == "default" or dtype == torch.float64)  # fp32 runs the same code
     ]
     answers = ranks(size)(run_cases, strategy, layout, cases)[0]
     for case, answer in zip(cases, answers, strict=True):
