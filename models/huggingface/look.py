@@ -292,6 +292,8 @@ class _Probe:
             for name, p in module._parameters.items():
                 if p is not None and p.numel() <= _LARGE:
                     values = torch.rand(p.shape, generator=generator, device="cpu") + 0.5
+                    if p.dim() > 1:  # keeps the size of its input, so that rounding stays small
+                        values = (values - 1) * (12 / p.shape[-1]) ** 0.5
                     module._parameters[name] = nn.Parameter(values, requires_grad=False)
             if kinds := getattr(module, "rope_type", None):  # others choose frequencies by the positions of a run
                 module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
