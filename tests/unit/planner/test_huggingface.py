@@ -1,0 +1,86 @@
+"""The planner and the dry run give a model of transformers what they give the same model of ours."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from models import ARCHITECTURES
+from models.huggingface.args import args_from_config
+from tests.support.huggingface_full_size import GEMMA3_27B, GPT_OSS_120B
+from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.planner.devices import make_cluster
+from torchtitan_cp.planner.dry_run import dry_run
+from torchtitan_cp.planner.estimate import plan_config
+from torchtitan_cp.training.registry import register
+
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+NATIVE = """flavor = "8B"
+overrides = {dim = 256, ffn_dim = 704, n_layers = 4, vocab_size = 512, n_heads = 4, n_kv_heads = 2, head_dim = 64}
+"""
+STAGES = """
+[tokenizer]
+vocab_size = 512
+[training]
+compute_dtype = "bfloat16"
+[activation]
+checkpoint = "full"
+[[curriculum.stages]]
+seq_len = 16384
+steps = 20
+global_batch_tokens = 65536
+cp = 4
+rope = {theta = 10000.0}
+"""
+LARGE = STAGES.replace("16384", "524288").replace("65536", "8388608").replace("cp = 4", "cp = 64")
+
+
+def write(folder: Path, model: str, stages: str = STAGES) -> Config:
+    register(ARCHITECTURES)
+    path = folder / "run.toml"
+    path.write_text(f'[job]\ndump_folder = "{folder}/out"\n[model]\n{model}{stages}')
+    return load_config(path, [])
+
+
+def of_config(folder: Path, config: dict[str, object]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return f'architecture = "huggingface"\nconfig = "{folder}/config.json"\n'
+
+
+def test_a_plan_is_that_of_the_same_native_model(tmp_path: Path) -> None:
+    cluster = make_cluster("h100-80g", 1, 8, 0.0, 0.0)
+    ours = plan_config(write(tmp_path, NATIVE), cluster)[0]
+    theirs = plan_config(write(tmp_path, of_config(tmp_path, {"model_type": "llama", **SIZES, **HEADS})), cluster)[0]
+    assert theirs.memory == ours.memory
+    assert theirs.seconds == ours.seconds
+    assert (theirs.linear_flops, theirs.attention_flops) == (ours.linear_flops, ours.attention_flops)
+
+
+def test_layers_with_other_heads_are_planned_by_their_own() -> None:
+    # Full attention has heads twice as wide: the work of both kinds is that of their own dims.
+    config = {"model_type": "gemma4_text", **SIZES, **HEADS, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config |= {"global_head_dim": 128, "sliding_window": 1024, "num_kv_shared_layers": 0}
+    args = args_from_config(config, {})
+    assert args.attention_widths == (2 * 4 * 64, 2 * 4 * 128) * 2
+    assert [args.heads_of(window)[2] for window in (1024, 0)] == [64, 128]
+
+
+@pytest.mark.deep
+def test_a_dry_run_takes_the_memory_of_the_same_native_model(tmp_path: Path) -> None:
+    ours = dry_run(write(tmp_path, NATIVE), 8)[0]
+    theirs = dry_run(write(tmp_path, of_config(tmp_path, {"model_type": "llama", **SIZES, **HEADS})), 8)[0]
+    assert theirs.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.05)
+    for kind in ("weights", "gradients", "optimizer"):
+        assert theirs.by_kind[kind] == pytest.approx(ours.by_kind[kind], rel=1e-3)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("config", [GPT_OSS_120B, GEMMA3_27B], ids=["gpt-oss-120b", "Gemma 3 27B"])
+def test_large_models_are_planned_on_256_ranks(config: dict[str, object], tmp_path: Path) -> None:
+    cluster = make_cluster("h100-80g", 32, 8, 0.0, 0.0)
+    estimate = plan_config(
+        write(tmp_path, of_config(tmp_path, config), LARGE.replace("vocab_size = 512", "")), cluster
+    )[0]
+    assert estimate.fits
+    assert 0.1 < estimate.mfu < 0.6
