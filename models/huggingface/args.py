@@ -61,6 +61,7 @@ class HuggingFaceArgs:
             "tie_embeddings": look.tie_embeddings,
             "logit_scale": look.logit_scale,
             "logit_softcap": look.logit_softcap,
+            "shares_keys": bool(self.config.get("num_kv_shared_layers")),  # Gemma 3n and 4
         }
 
     def __getattr__(self, name: str) -> Any:

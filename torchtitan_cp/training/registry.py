@@ -58,6 +58,20 @@ def check_support(config: Config, stage: Any) -> None:
             )
 
 
+def check_compile(config: Config, stage: Any, args: Any) -> None:
+    """Refuse to compile recomputed layers that hand keys on to later ones, as torch.compile does.
+
+    Raises:
+        ConfigError: a stage recomputes them.
+    """
+    if config.compile.enable and stage.activation.checkpoint != "none" and args.shares_keys:
+        raise ConfigError(
+            f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
+            "layers of this model hand their keys on to later ones",
+            fix="leave one of them out",
+        )
+
+
 def check_rope(stage: Any, args: Any) -> None:
     """Refuse a stage's `rope` that the model of these args cannot follow.
 

@@ -80,6 +80,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         registry.check_support(config, stage)
+        registry.check_compile(config, stage, model_args)
         registry.check_rope(stage, model_args)
         check_tensor_parallel(model_args, stage.tp)
         plan_pipeline(config.parallel, stage.pp, costs)

@@ -49,3 +49,12 @@ def test_check_refuses_by_name_what_these_models_lack(
     path = write_config(tmp_path, FAMILIES["Llama"])
     assert main([str(path), "--ranks=2", f"--{key}={value}"]) == 2
     assert key in capsys.readouterr().err
+
+
+def test_check_refuses_to_compile_recomputed_layers_that_hand_keys_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path, FAMILIES["Gemma 4"])
+    assert main([str(path), "--compile.enable=true", "--activation.checkpoint=full"]) == 2
+    assert "compile.enable and activation.checkpoint = 'full' exclude each other" in capsys.readouterr().err
+    assert main([str(path), "--activation.checkpoint=full"]) == 0
