@@ -37,13 +37,13 @@ class Architecture:
 
     Attributes:
         flavors: sizes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
-            `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `linear_parameters()` and
-            `problem()`; for the planner also
-            `matrix_parameters()`, `token_ffn_dim` and `token_copies` (see LlamaArgs).
+            `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `logit_scale`, `logit_softcap`,
+            `shares_keys`, `linear_parameters()` and `problem()`; for the planner also `matrix_parameters()`,
+            `token_ffn_dim` and `token_copies` (see LlamaArgs).
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
-            plan, window) and may be given `sinks=`; `attend.sum_ranks(x, plan)` sums a tensor without gradient
+            plan, window) and may be given `sinks=`, `scale=` and `softcap=`; `attend.sum_ranks(x, plan)` sums a tensor without gradient
             over the ranks that share each sequence; it is missing if no rank shares one.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
         published_rope: flavor -> keys of a stage's `rope` with which it was published.
