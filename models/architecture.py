@@ -43,8 +43,8 @@ class Architecture:
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
-            plan, window) and may be given `sinks=`, `scale=` and `softcap=`; `attend.sum_ranks(x, plan)` sums a tensor without gradient
-            over the ranks that share each sequence; it is missing if no rank shares one.
+            plan, window) and may be given `sinks=`, `scale=` and `softcap=`; `attend.sum_ranks(x, plan)` sums a tensor
+            without gradient over the ranks that share each sequence; it is missing if no rank shares one.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
         published_rope: flavor -> keys of a stage's `rope` with which it was published.
         hub: names and sizes in Hugging Face's format; None if it has none.
