@@ -62,11 +62,11 @@ class StepSums(NamedTuple):
 
 
 def set_rope(model: Any, args: Any, rope: Rope | None, seq_len: int, device: torch.device) -> None:
-    """Give a model the rotary embedding of a stage of `seq_len` tokens; None: the model's own."""
-    if rope:
-        model.set_rope(*rope_frequencies(rope, args.rotary_dim, seq_len), device)
-    else:
+    """Give a model the rotary embedding of a stage of `seq_len` tokens; None: its own, or the default."""
+    if rope is None and hasattr(model, "reset_rope"):
         model.reset_rope(seq_len, device)
+    else:
+        model.set_rope(*rope_frequencies(rope or Rope(), args.rotary_dim, seq_len), device)
 
 
 class ParallelModel:
