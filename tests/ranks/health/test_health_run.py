@@ -179,7 +179,7 @@ def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     assert found["reproduces"]
 
 
-@deep_rows("layout", LAYOUTS, default=["pp 2", "cp 2"])
+@deep_rows("layout", LAYOUTS, default=["cp 2"])
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:

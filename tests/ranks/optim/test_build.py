@@ -124,6 +124,7 @@ def steps_in_8_bits(settings: Optimizer, folder: str, load: bool) -> list[Tensor
     return weights(model)
 
 
+@pytest.mark.deep
 def test_moments_in_8_bits_step_nearly_alike_and_resume_on_other_ranks(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
