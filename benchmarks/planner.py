@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from benchmarks.benchmark import Benchmark, Row
-from benchmarks.end_to_end import CONFIG, PATIENCE_SECONDS, VOCABULARY, reset_peak
+from benchmarks.end_to_end import CONFIG, OURS, PATIENCE_SECONDS, reset_peak
 from benchmarks.ranks import Run, start_ranks
 from benchmarks.training_memory import M_MMAP_THRESHOLD
 from models import ARCHITECTURES
@@ -59,7 +59,7 @@ def train(length: int, steps: int, mode: str, cache: str) -> Run:
     folder = Path(paths[0])
     path = folder / f"{dist.get_rank()}.toml"
     sizes = {"length": length, "steps": steps, "cache": cache, "strategy": "ring", "cp": ranks, "tokens": length}
-    path.write_text(CONFIG.format(folder=folder / "run", vocabulary=VOCABULARY, sequences=1, compiled="false", **sizes))
+    path.write_text(CONFIG.format(folder=folder / "run", model=OURS, sequences=1, compiled="false", **sizes))
     config = load_config(path, [*MODES[mode], *([WINDOWS] if length >= WINDOWS_FROM else [])])
 
     def plan() -> Estimate:
