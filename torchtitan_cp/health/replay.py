@@ -259,8 +259,10 @@ def _argument(bundle: Bundle, entry: Any) -> Any:
 
 def _fault_again(module: nn.Module, report: dict[str, Any]) -> AbstractContextManager[None]:
     """The fault that the run made on purpose, if it made one in this module."""
-    modules = dict(module.named_modules(prefix=report["unit"]))
+    # A library may have its own names around those of layers.
+    modules = module.named_modules(prefix=report["unit"])
+    struck = next((found for name, found in modules if f".{name}".endswith(f".{report['struck']}")), None)
     settings = Inject(**report["inject"])
-    if not report["injected"] or report["struck"] not in modules or settings.where == "weight":
+    if not report["injected"] or struck is None or settings.where == "weight":
         return nullcontext()
-    return fault_in(modules[report["struck"]], settings)
+    return fault_in(struck, settings)
