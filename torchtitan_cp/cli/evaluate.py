@@ -63,7 +63,7 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
     def without_training(stage: Stage) -> Stage:
         return replace(
             stage,
-            **dict.fromkeys(("cp", "strategy", "tp", "pp")),  # type: ignore[arg-type]
+            **dict.fromkeys(("cp", "strategy", "tp", "pp", "lr")),  # type: ignore[arg-type]
             activation=StageActivation(),
             steps=1,
             tokens=0,
@@ -81,6 +81,7 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
         context_parallel=replace(default.context_parallel, kernel=config.context_parallel.kernel),
         training=replace(config.training, float8="none"),
         optimizer=default.optimizer,
+        lr_scheduler=default.lr_scheduler,
         activation=default.activation,
         compile=default.compile,
         health=default.health,
