@@ -254,7 +254,10 @@ def plain_attention(
     mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
     if softcap:
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
-        weights = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf).softmax(-1)
+        capped = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            capped = torch.cat([capped, sinks.to(q.dtype)[:, None, None].expand(*capped.shape[:-1], 1)], -1)
+        weights = capped.softmax(-1)[..., : k.shape[2]]
         return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2)
     if sinks is not None:
         # One more key and value of zeros, whose score is the sink.

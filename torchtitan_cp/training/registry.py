@@ -59,7 +59,7 @@ def check_support(config: Config, stage: Any) -> None:
 
 
 def check_compile(config: Config, stage: Any, args: Any) -> None:
-    """Refuse to compile recomputed layers that hand keys on to later ones, as torch.compile does.
+    """Refuse what torch.compile cannot: recomputed layers that hand keys on to later ones.
 
     Raises:
         ConfigError: a stage recomputes them.
