@@ -36,38 +36,75 @@ class HuggingFaceArgs:
         """Raises ValueError: the model cannot be trained as it is."""
         return _look(json.dumps(self.config, sort_keys=True), self.vocab_size)
 
-    @cached_property
-    def _sizes(self) -> dict[str, Any]:
-        """What the trainer and the planner ask for by name; where layers differ, the widest, or their mean."""
-        look, layers = self.look, self.look.layers
-        turned = sorted(
-            (layer.window > 0, look.rotaries[layer.rotary]) for layer in layers if layer.rotary in look.rotaries
-        )
-        n_heads, n_kv_heads, head_dim = max(map(_heads, layers), key=lambda heads: heads[0] * heads[2])
-        ffn_dim = sum(layer.token_mlp_matrices for layer in layers) // (3 * look.dim * len(layers))
-        return {
-            "dim": look.dim,
-            "n_layers": len(layers),
-            "n_heads": n_heads,
-            "n_kv_heads": n_kv_heads,
-            "head_dim": head_dim,
-            "ffn_dim": ffn_dim,
-            "token_ffn_dim": ffn_dim,
-            "token_copies": max(layer.experts_per_token for layer in layers),
-            "rotary_dim": turned[0][1] if turned else 0,  # of full attention, if it has one
-            "windows": tuple(layer.window for layer in layers),
-            "layer_windows": tuple(layer.window for layer in layers),
-            "attention_widths": tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in layers),
-            "tie_embeddings": look.tie_embeddings,
-            "logit_scale": look.logit_scale,
-            "logit_softcap": look.logit_softcap,
-            "shares_keys": bool(self.config.get("num_kv_shared_layers")),  # Gemma 3n and 4
-        }
+    @property
+    def dim(self) -> int:
+        return self.look.dim
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._sizes:
-            raise AttributeError(name)
-        return self._sizes[name]
+    @property
+    def n_layers(self) -> int:
+        return len(self.look.layers)
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return self.look.tie_embeddings
+
+    @property
+    def logit_scale(self) -> float:
+        return self.look.logit_scale
+
+    @property
+    def logit_softcap(self) -> float:
+        return self.look.logit_softcap
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether some layers attend to the keys of others, as in Gemma 3n and 4."""
+        return bool(self.config.get("num_kv_shared_layers"))
+
+    @cached_property
+    def _widest(self) -> tuple[int, int, int]:
+        return max(map(_heads, self.look.layers), key=lambda heads: heads[0] * heads[2])
+
+    @property
+    def n_heads(self) -> int:
+        """Of the layer with the widest attention, like `n_kv_heads` and `head_dim`."""
+        return self._widest[0]
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self._widest[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self._widest[2]
+
+    @property
+    def ffn_dim(self) -> int:
+        """Of a gated feed-forward with as many weights for a token as the mean layer has outside attention."""
+        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.dim * self.n_layers)
+
+    @property
+    def token_ffn_dim(self) -> int:
+        return self.ffn_dim
+
+    @property
+    def token_copies(self) -> int:
+        return max(layer.experts_per_token for layer in self.look.layers)
+
+    @cached_property
+    def rotary_dim(self) -> int:
+        """Of the layers of full attention if they turn, else of those with a window; 0 if no buffer turns a layer."""
+        rotaries = self.look.rotaries
+        turned = [layer for layer in self.look.layers if layer.rotary in rotaries]
+        return min(((layer.window > 0, rotaries[layer.rotary]) for layer in turned), default=(False, 0))[1]
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        return tuple(layer.window for layer in self.look.layers)
+
+    @property
+    def attention_widths(self) -> tuple[int, ...]:
+        return tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in self.look.layers)
 
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.attention.doctor import Side, examine, louder
+from torchtitan_cp.attention.doctor import examine, louder
+from torchtitan_cp.attention.recording import Side
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import Samples, read_step

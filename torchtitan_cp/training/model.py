@@ -154,7 +154,7 @@ class ParallelModel:
             stage.dp,
             mesh.get_local_rank("dp"),
             context_parallel.make_plan,
-            tuple(sorted({0, *self.args.windows})),
+            tuple(sorted({0, *self.args.layer_windows})),
         )
 
     def _wrap_blocks(self, compiling: Compile) -> None:
