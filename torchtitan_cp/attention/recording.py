@@ -1,0 +1,163 @@
+"""What a model does in one step: what its modules take and give, and the attentions that reach us."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_cp.attention.operator import OPERATOR
+from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan_registry import find_plan
+
+SKETCH = 8  # random combinations of features that stand for them
+Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of its attention
+
+
+class Call(NamedTuple):
+    """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events."""
+
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    plan: Plan
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+
+
+@dataclass
+class Trace:
+    """What one forward did.
+
+    Attributes:
+        events: what modules take and give, in order, as sketches `[B, S/P, 8]`; q, k, v `[B, S/P, H, D]`.
+        calls: attentions that reached us, by module; the first of each.
+        attending: modules that computed a softmax or another attention.
+        first: the first module, and how many tokens of a sequence it gave.
+        loss: this rank's share; peak_bytes: what the step adds; error: what it raised.
+    """
+
+    events: dict[Event, Tensor] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    attending: set[str] = field(default_factory=set)
+    first: tuple[str, float] | None = None
+    loss: float = 0.0
+    peak_bytes: int = 0
+    error: str = ""
+
+
+class Side(NamedTuple):
+    """A way to run the model.
+
+    Attributes:
+        step: (position whose token is changed in the first sequence, or None) -> share of the loss. A forward, and a
+            backward where gradients are enabled.
+        gradients: full gradients by name on the host; the model's are then freed. Collective on ranks.
+        measure_peak: begins to measure; the function that it returns says what memory was needed on top, in bytes.
+    """
+
+    model: nn.Module
+    step: Callable[[int | None], Any]
+    gradients: Callable[[], dict[str, Tensor]]
+    measure_peak: Callable[[], Callable[[], int]]
+
+
+class _Recorder(TorchDispatchMode):
+    """Fills a trace while it is entered; see `record`."""
+
+    def __init__(self, model: nn.Module, trace: Trace, sequences: int, tokens: int, own_values: bool) -> None:
+        super().__init__()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.trace, self.sequences, self.tokens, self.own_values = trace, sequences, tokens, own_values
+        self.entered = [""]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        layer = self.entered[-1]
+        if func is OPERATOR:
+            q, k, v, sinks, _, handle, scale, softcap, _ = args
+            heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
+            sinks = None if sinks is None else sinks.detach().cpu().clone()  # FSDP frees a weight after its layer
+            self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, softcap, sinks))
+            for name, x in zip("qkv", (q, k, v), strict=True):
+                self.note(layer, name, x)
+            if self.own_values:
+                return v.repeat_interleave(q.shape[2] // v.shape[2], 2), q.new_zeros(q.shape[:3]), []
+        elif "softmax" in str(func) or "attention" in str(func):
+            self.trace.attending.add(layer)
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if module in self.names:
+            self.entered.append(self.names[module])
+
+    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module in self.names:
+            name = self.entered.pop()
+            if name in self.entered:  # a head that calls the output layer
+                return
+            if not any(module.children()):
+                self.note(name, "in", args)
+            self.note(name, "out", out)
+
+    @torch.no_grad()
+    def note(self, name: str, side: str, value: Any) -> None:
+        found = (x.detach() for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
+        x = next((x for x in found if x.ndim > 1), None)
+        if x is None or (name, side) in self.trace.events:
+            return
+        if self.trace.first is None:
+            self.trace.first = (name, x.shape[1] if x.ndim > 2 else len(x) / self.sequences)
+        if len(x) == self.sequences * self.tokens:
+            x = x.unflatten(0, (self.sequences, self.tokens))
+        dim = next((dim for dim in (1, 2) if x.ndim > dim and x.shape[dim] == self.tokens), None)
+        if dim:
+            x = x.movedim(dim, 1)
+            self.trace.events[name, side] = (x if side in "qkv" else sketch(x.reshape(*x.shape[:2], -1))).cpu()
+
+
+def sketch(rows: Tensor) -> Tensor:
+    """`[.., F] -> [.., 8]`: random combinations of the features, the same everywhere, which keep differences."""
+    generator = torch.Generator().manual_seed(rows.shape[-1])
+    return rows.float() @ torch.randn(rows.shape[-1], SKETCH, generator=generator).to(rows.device)
+
+
+def record(side: Side, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
+    """Run a step and record it.
+
+    Args:
+        sequences: B; tokens: of each on this rank.
+        own_values: every attention that reaches us returns its v; without gradients.
+    """
+    trace, peak_bytes = Trace(), side.measure_peak()
+    recorder = _Recorder(side.model, trace, sequences, tokens, own_values)
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(recorder.enter).remove)
+        stack.callback(register_module_forward_hook(recorder.leave).remove)
+        stack.enter_context(recorder)
+        try:
+            trace.loss = float(side.step(changed))
+        except Exception as error:
+            trace.error = f"{type(error).__name__}: {error}"
+    trace.peak_bytes = peak_bytes()
+    return trace
+
+
+def gather_trace(trace: Trace, plan: Plan, ranks: list[int]) -> Trace:
+    """The trace of the whole sequence from those of its ranks. Collective over all ranks of the job."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, trace)
+    shards: list[Trace] = [everyone[rank] for rank in ranks]
+    # The model's own plans decide what lies where; a wrong mask may give another layout.
+    plans = [call.plan for call in trace.calls.values() if call.plan.sequence_length == plan.sequence_length]
+    order = torch.cat([[*plans, plan][0].layout.positions(rank) for rank in range(plan.ranks)]).argsort()
+    common = [key for key in trace.events if all(key in shard.events for shard in shards)]
+    trace.events = {key: torch.cat([shard.events[key] for shard in shards], 1)[:, order] for key in common}
+    trace.loss, trace.peak_bytes = sum(shard.loss for shard in shards), max(shard.peak_bytes for shard in shards)
+    trace.error = next((shard.error for shard in shards if shard.error), "")
+    return trace
