@@ -7,7 +7,6 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -123,8 +122,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     use_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    # Runs of the same degrees share their groups.
-    mesh.init_device_mesh = cache(mesh.init_device_mesh)
+    mesh.init_device_mesh = _made_once(mesh.init_device_mesh)
     while True:
         try:
             function, arguments = pickle.loads(pipe.recv_bytes())
@@ -135,3 +133,16 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         except BaseException:
             answer = (True, traceback.format_exc())
         pipe.send_bytes(pickle.dumps((*answer, len(distributed_c10d._world.pg_map))))
+
+
+def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_device_mesh`, with which runs of the same degrees share their groups."""
+    made: dict[str, Any] = {}
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        key = repr((arguments, options))  # before the call, which empties the overrides
+        if key not in made:
+            made[key] = make(*arguments, **options)
+        return made[key]
+
+    return once
