@@ -1,7 +1,7 @@
 """A pool of ranks that outlives a test: started once for each size, and given functions to run.
 
-The ranks are on gloo and see no GPU. With TEST_DEVICE=cuda in the environment those of a pool that is no larger than the
-number of GPUs are on NCCL, each with a GPU of its own; the conformance and parity suites run there too.
+The ranks are on gloo and see no GPU. With TEST_DEVICE=cuda in the environment and a GPU for each they are on NCCL,
+where the conformance and parity suites run too.
 """
 
 import faulthandler

@@ -178,7 +178,7 @@ class Watchdog:
         Args:
             waited: seconds since the last call; most_silent: seconds that a rank may be silent for.
         """
-        if self._ask(lambda store: store.check(["ended"]), False):
+        if self._ask(lambda store: store.check(["ended"]), False, most_silent):
             return "another rank ended the job"
         listened_to = self._next if self._reachable else STORE_HOST
         beat, heard_before = self._known.get(listened_to), self._heard

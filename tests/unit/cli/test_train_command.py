@@ -123,6 +123,17 @@ def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
     assert check_config([config, "--ranks", "4", "--doctor", "--parallel.tp=5", "--compile.enable=true"]) == 0
 
 
+@pytest.mark.parametrize("key", ["job.timeout_seconds", "job.startup_timeout_seconds", "checkpoint.timeout_seconds"])
+def test_no_collective_gives_up_before_the_longest_limit_of_the_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(train, "start_ranks", limits.append)
+    monkeypatch.setattr(train, "run_doctor", lambda config, world, length: True)
+    assert train.main([str(write_run(tmp_path)), "--doctor", f"--{key}=5000"]) == 0
+    assert limits == [5000.0]
+
+
 def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
