@@ -123,6 +123,17 @@ def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
     assert check_config([config, "--ranks", "4", "--doctor", "--parallel.tp=5", "--compile.enable=true"]) == 0
 
 
+@pytest.mark.parametrize("key", ["job.timeout_seconds", "job.startup_timeout_seconds", "checkpoint.timeout_seconds"])
+def test_no_collective_gives_up_before_the_longest_limit_of_the_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(train, "start_ranks", limits.append)
+    monkeypatch.setattr(train, "run_doctor", lambda config, world, length: True)
+    assert train.main([str(write_run(tmp_path)), "--doctor", f"--{key}=5000"]) == 0
+    assert limits == [5000.0]
+
+
 def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -132,6 +143,18 @@ def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
     config = str(write_run(tmp_path))
     assert train.main([config, "--doctor"]) == 0
     assert train.main([config, "--doctor", "512"]) == 5
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("1", 1), ("", 2)])
+def test_torch_is_asked_for_the_gpus_where_no_tool_of_the_driver_is_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, ranks: int
+) -> None:
+    stand_in = "import os, types\nseen = os.environ['CUDA_VISIBLE_DEVICES'].split(',')\n"
+    stand_in += "cuda = types.SimpleNamespace(device_count=lambda: len([gpu for gpu in seen if gpu]))\n"
+    (tmp_path / "torch.py").write_text(stand_in)
+    for name, value in (("PATH", str(tmp_path)), ("PYTHONPATH", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value)
+    assert command.default_ranks() == ranks
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
