@@ -1,7 +1,8 @@
 """The interface of a kernel: two functions, and what it can do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,7 @@ class Kernel:
     head_dims: range = range(1, WIDEST)
     pads_dims: bool = False
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
+    kind: Callable[[int, int, Band], Hashable] | None = None
     whole_steps: bool = False
     wide_forward: Forward | None = None
     any_scores: bool = False
@@ -134,6 +136,28 @@ class Kernel:
                 parts = dense_parts(queries, keys, tile.band)
                 plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
         return plain
+
+    def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
+        """(kind, tiles) of each call; the tiles of one ascend and share no row of queries or keys."""
+        return _group_tiles(self, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _group_tiles(kernel: Kernel, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
+    if kernel.whole_steps:
+        return ((None, tiles),) if tiles else ()
+    groups: dict[Any, list[list[Tile]]] = {}
+    for number, tile in enumerate(kernel.plain_tiles(tiles)):
+        kind: Any = number  # like no other
+        if kernel.kind and not tile.flipped:
+            kind = kernel.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+        alike = groups.setdefault(kind, [])
+        group = next((group for group in alike if group[-1].precedes(tile)), None)
+        if group is None:
+            alike.append([tile])
+        else:
+            group.append(tile)
+    return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:
