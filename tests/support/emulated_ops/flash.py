@@ -1,4 +1,4 @@
-"""`_flash_attention_forward` and `_backward`: FlashAttention-2's mha_fwd, mha_varlen_fwd, mha_bwd and mha_varlen_bwd."""
+"""`_flash_attention_forward` and `_backward`: FlashAttention-2's mha_fwd and mha_bwd, dense and varlen."""
 
 from itertools import pairwise
 from typing import NamedTuple

@@ -24,7 +24,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tupl
         return flash.forward(q, k, v, band, scores)
     if os.environ.get(OTHER_LSE_LAYOUT) == "1":
         raise PlanError(
-            f"{OTHER_LSE_LAYOUT} = 1 changes the layout of cuDNN's log-sum-exp, and its merge over steps would be wrong",
+            f"{OTHER_LSE_LAYOUT} = 1 changes the layout of cuDNN's log-sum-exp: gradients would be wrong",
             fix="unset it, or use kernel = 'flash'",
         )
     rows = [x.transpose(1, 2) for x in (q, k, v)]
