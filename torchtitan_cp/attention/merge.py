@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-Rows = tuple[slice, slice]
+Rows = tuple[slice | Tensor, slice | Tensor]  # an index of (batch rows, local rows); of `[n]` int64, gathered
 ALL: Rows = (slice(None), slice(None))
 
 
@@ -28,7 +28,7 @@ class RunningSoftmax:
         self.sums: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Merge a tile: out `[b, n, Hq, Dv]` and lse `[b, n, Hq]` of rows [batch, local row]."""
+        """Merge tiles that share no row: out `[b, n, Hq, Dv]` (`[n, Hq, Dv]` of gathered batch rows) and lse."""
         if self.sums is None and out.shape == self.shape:
             self.sums = out, lse
             return
@@ -36,7 +36,7 @@ class RunningSoftmax:
         merged = torch.logaddexp(total_lse[rows], lse)
         # Where neither side has a key, exp(-inf - -inf) is NaN and the weight must be 0.
         weight = torch.exp(lse - merged).nan_to_num_(0.0)
-        total[rows].lerp_(out.to(total.dtype), weight.unsqueeze(-1))
+        total[rows] = total[rows].lerp_(out.to(total.dtype), weight.unsqueeze(-1))  # a slice is not copied
         total_lse[rows] = merged
 
     def _totals(self) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,11 @@ class Tile(NamedTuple):
         """Allowed (query, key) pairs."""
         return count_pairs(self.q_stop - self.q_start, self.k_stop - self.k_start, self.band)
 
+    def precedes(self, other: "Tile") -> bool:
+        """Whether its last queries and its last keys lie before the first ones of another tile."""
+        before = self.q_stop <= other.q_start and self.k_stop <= other.k_start
+        return self.row < other.row or (self.row == other.row and before)
+
     def moved(self, queries: int, keys: int) -> "Tile":
         """The tile so many rows further."""
         return self._replace(

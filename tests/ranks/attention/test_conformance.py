@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.deep import deep_rows
+from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
 from tests.support.rank_pool import RankPool, rank_device
 from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError
@@ -183,16 +185,56 @@ def test_every_mask_head_shape_and_dim_equals_the_full_sequence(
     ]
     answers = ranks(size)(run_cases, strategy, layout, cases)[0]
     for case, answer in zip(cases, answers, strict=True):
-        l2, largest = (1e-10, 1e-10) if case[3] == torch.float64 else (1e-5, 2e-5)
-        for name, got, want in zip(NAMES, answer, expected(*case), strict=True):
-            assert got.isfinite().all(), (case, name)
-            # Documents of length 1: the true dq and dk are 0, and what is left is rounding of their terms.
-            if case[0] == "documents of length 1" and name in ("dq", "dk"):
-                assert got.abs().max() < l2, (case, name)
-                continue
-            error = worst(got, want)
-            assert error[0] < l2, (case, name, error)
-            assert error[1] < largest, (case, name, error)
+        check_answer(case, answer)
+
+
+def check_answer(case: Case, answer: list[Tensor]) -> None:
+    l2, largest = (1e-10, 1e-10) if case[3] == torch.float64 else (1e-5, 2e-5)
+    for name, got, want in zip(NAMES, answer, expected(*case), strict=True):
+        assert got.isfinite().all(), (case, name)
+        # Documents of length 1: the true dq and dk are 0, and what is left is rounding of their terms.
+        if case[0] == "documents of length 1" and name in ("dq", "dk"):
+            assert got.abs().max() < l2, (case, name)
+            continue
+        error = worst(got, want)
+        assert error[0] < l2, (case, name, error)
+        assert error[1] < largest, (case, name, error)
+
+
+@cache
+def emulated_runs(size: int) -> tuple[tuple[str, str, Case], ...]:
+    """(strategy, layout, case) of the default runs, all in fp64.
+
+    Most of the default runs are of one rank, which merges little. On several, a third of these are run as well.
+    """
+    runs = {
+        ranks: sorted(
+            {(run[0], run[1], (*run[3:6], torch.float64)) for run in default_runs() if run[2] == ranks}, key=repr
+        )
+        for ranks in (1, size)
+    }
+    return tuple(runs[1]) if size == 1 else (*runs[size], *runs[1][size - 2 :: 3])
+
+
+def run_emulated(kernel: str) -> tuple[list[list[Tensor]], int]:
+    """The answers of a CUDA kernel's own code over emulated operators, and how many calls these had."""
+    with emulate() as calls:
+        answers = []
+        for strategy, layout, case in emulated_runs(dist.get_world_size()):
+            answers += run_cases(strategy, layout, [case], kernel)
+    return answers, calls.total()
+
+
+@deep_rows(
+    ("kernel", "size"), itertools.product(EMULATED, SIZES), default=[("flash", 2), ("cudnn", 3), ("efficient", 3)]
+)
+def test_the_code_of_cuda_kernels_over_emulated_operators_equals_the_full_sequence(
+    ranks: Callable[[int], RankPool], kernel: str, size: int
+) -> None:
+    results = ranks(size)(run_emulated, kernel)
+    assert all(calls for _, calls in results)
+    for (_, _, case), answer in zip(emulated_runs(size), results[0][0], strict=True):
+        check_answer(case, answer)
 
 
 def run_extreme(strategy: str) -> list[Tensor]:

@@ -1,35 +1,48 @@
-"""FlashAttention-2 on CUDA, through the aten ops that take a window."""
+"""FlashAttention-2 on CUDA, through the aten ops that take a window, and many tiles at once.
+
+Packed rows are `[T, H, D]`, with int32 lengths; the log-sum-exp is `[H, T]`. A window is aligned at the last query and
+key of each tile by itself; its sides are compared with the longest tile's keys. Source: mha_varlen_fwd and
+mha_varlen_bwd of ATen's flash_api.cpp.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, Scores, same_dims
+from torchtitan_cp.attention.kernels.packed import Packed
 from torchtitan_cp.attention.mask import Band
 
 _FORWARD = torch.ops.aten._flash_attention_forward
 _BACKWARD = torch.ops.aten._flash_attention_backward
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, shape: Band | Packed, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v_padded = same_dims(q, k, v)
-    window = _window(q.shape[1], k.shape[1], band)
-    lengths = (None, None, q.shape[1], k.shape[1])  # not packed
+    lengths, window = _arguments(q, k, shape)
     out, lse, *_ = _FORWARD(q, k, v_padded, *lengths, 0.0, False, False, scale=scores.scale, **window)
-    return out[..., : v.shape[-1]], lse.transpose(1, 2)
+    return out[..., : v.shape[-1]], lse.mT
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Band | Packed, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, dout, out = same_dims(q, k, v, dout, out)
     # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    lengths = (None, None, q.shape[1], k.shape[1])  # not packed
-    window = _window(q.shape[1], k.shape[1], band)
-    rows = (dout.contiguous(), q, k, v, out.contiguous(), lse.transpose(1, 2).contiguous())
+    lengths, window = _arguments(q, k, shape)
+    rows = (dout.contiguous(), q, k, v, out.contiguous(), lse.mT.contiguous())
     dq, dk, dv = _BACKWARD(*rows, *lengths, 0.0, False, seed, offset, scale=scores.scale, **window)
     return dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim]
+
+
+def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """The (lengths, window) of one tile, whose rows have a batch dim, or of many."""
+    if isinstance(shape, Packed):
+        return shape[1:], dict(shape.kind)
+    return (None, None, q.shape[1], k.shape[1]), _window(q.shape[1], k.shape[1], shape)
 
 
 def _window(queries: int, keys: int, band: Band) -> dict[str, int]:
@@ -54,4 +67,10 @@ def takes_band(queries: int, keys: int, band: Band) -> bool:
     return 0 <= right < keys and (band.low is None or left >= 0)
 
 
-KERNEL = Kernel(forward, backward, "cuda", HALF, range(8, 257, 8), pads_dims=True, takes_band=takes_band)
+def kind(queries: int, keys: int, band: Band) -> tuple[tuple[str, int], ...]:
+    """The window, for tiles of one call: without a left side that hides nothing here, but might beside longer tiles."""
+    low = Band(band.low).shifted(0, queries, keys).low
+    return tuple(_window(queries, keys, band._replace(low=low)).items())
+
+
+KERNEL = Kernel(forward, backward, "cuda", HALF, range(8, 257, 8), pads_dims=True, takes_band=takes_band, kind=kind)

@@ -1,7 +1,8 @@
 """The interface of a kernel: two functions, and what it can do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ class Case(NamedTuple):
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
         softcap: whether scores are capped; alibi: whether they have linear biases.
+        dense: whether all tiles are full or causal, of a few lengths: no window and no packed documents.
+        capability: (major, minor) compute capability of a CUDA device; None: unknown, or another device.
     """
 
     device: str
@@ -32,6 +35,8 @@ class Case(NamedTuple):
     v_dim: int
     softcap: bool = False
     alibi: bool = False
+    dense: bool = True
+    capability: tuple[int, int] | None = None
 
 
 class Alibi(NamedTuple):
@@ -92,6 +97,7 @@ class Kernel:
         wide_forward: forward with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
             returns q's dtype only.
         any_scores: whether it takes a soft-cap or linear biases.
+        prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
     """
 
     forward: Forward
@@ -101,9 +107,11 @@ class Kernel:
     head_dims: range = range(1, WIDEST)
     pads_dims: bool = False
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
+    kind: Callable[[int, int, Band], Hashable] | None = None
     whole_steps: bool = False
     wide_forward: Forward | None = None
     any_scores: bool = False
+    prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
@@ -134,6 +142,28 @@ class Kernel:
                 parts = dense_parts(queries, keys, tile.band)
                 plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
         return plain
+
+    def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
+        """(kind, tiles) of each call; the tiles of one ascend and share no row of queries or keys."""
+        return _group_tiles(self, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _group_tiles(kernel: Kernel, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
+    if kernel.whole_steps:
+        return ((None, tiles),) if tiles else ()
+    groups: dict[Any, list[list[Tile]]] = {}
+    for number, tile in enumerate(kernel.plain_tiles(tiles)):
+        kind: Any = number  # like no other
+        if kernel.kind and not tile.flipped:
+            kind = kernel.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+        alike = groups.setdefault(kind, [])
+        group = next((group for group in alike if group[-1].precedes(tile)), None)
+        if group is None:
+            alike.append([tile])
+        else:
+            group.append(tile)
+    return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:

@@ -131,7 +131,7 @@ def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
     """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
     rows = tuple((segment.rank, *segment.rows) for segment in plan.layout.segments)
     in_order = Gathered(plan.gathered_tiles, rows)
-    if kernel.whole_steps or plan.ranks > (calls := len(kernel.plain_tiles(in_order.tiles))):
+    if kernel.whole_steps or plan.ranks > (calls := len(kernel.calls(in_order.tiles))):
         return [in_order]
     by_shard = [Gathered(step.tiles, step.key_rows) for step in plan.steps if step.receive]
-    return by_shard if sum(len(kernel.plain_tiles(part.tiles)) for part in by_shard) <= calls else [in_order]
+    return by_shard if sum(len(kernel.calls(part.tiles)) for part in by_shard) <= calls else [in_order]

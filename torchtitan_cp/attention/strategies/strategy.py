@@ -1,6 +1,6 @@
 """The interface of a strategy, attention over the shards of a group, and what a rank computes in each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
 from torchtitan_cp.attention.kernels import Alibi, Kernel, Scores
+from torchtitan_cp.attention.kernels.packed import Packed, pack
 from torchtitan_cp.attention.merge import ALL, GradientSum, Rows, RunningSoftmax
 from torchtitan_cp.attention.plan import KeyRows, Plan
 from torchtitan_cp.attention.tiles import Tile, rows_of
@@ -93,7 +94,7 @@ def add_outputs(
     softmax: RunningSoftmax, tiles: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scores: Scores
 ) -> None:
     """Attend `q` to the keys of a step, and merge the outputs."""
-    for call in _kernel_calls(tiles, kernel, scores):
+    for call in _kernel_calls(tiles, kernel, scores, q):
         softmax.add(call.queries, *call.run(kernel.forward, q[call.queries], k[call.keys], v[call.keys]))
 
 
@@ -112,7 +113,7 @@ def add_gradients(
         sums: of q's rows, and of the step's k and v.
         residuals: dout, q, out, lse of all local rows.
     """
-    for call in _kernel_calls(tiles, kernel, scores):
+    for call in _kernel_calls(tiles, kernel, scores, residuals[1]):
         dout, q, out, lse = (x[call.queries] for x in residuals)
         gradients = call.run(kernel.backward, dout, q, k[call.keys], v[call.keys], out, lse)
         for total, rows, gradient in zip(sums, (call.queries, call.keys, call.keys), gradients, strict=True):
@@ -120,7 +121,7 @@ def add_gradients(
 
 
 class _KernelCall(NamedTuple):
-    """What one call of a kernel computes: rows, and their tile's band or the tiles of a whole step."""
+    """What one call of a kernel computes: rows, and a tile's band, packed tiles or the tiles of a whole step."""
 
     queries: Rows
     keys: Rows
@@ -129,14 +130,21 @@ class _KernelCall(NamedTuple):
     flipped: bool = False
 
     def run(self, function: Callable[..., Any], *rows: Tensor) -> Any:
-        """Call a kernel's forward or backward, on reversed rows if flipped."""
-        if not self.flipped:
+        """Call a kernel's forward or backward: on reversed rows if flipped, and without a batch dim if packed."""
+        if self.flipped:
+            return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), self.shape, self.scores))
+        if not isinstance(self.shape, Packed) or rows[0].ndim == 3:
             return function(*rows, self.shape, self.scores)
-        return tuple(x.flip(1) for x in function(*(x.flip(1) for x in rows), self.shape, self.scores))
+        results = function(*(x.flatten(0, 1) for x in rows), self.shape, self.scores)
+        return tuple(x.unflatten(0, (len(rows[0]), -1)) for x in results)
 
 
-def _kernel_calls(tiles: tuple[Tile, ...], kernel: Kernel, scores: Scores) -> list[_KernelCall]:
-    if kernel.whole_steps:
-        return [_KernelCall(ALL, ALL, tiles, scores)] if tiles else []
-    plain = kernel.plain_tiles(tiles)
-    return [_KernelCall(*rows_of(tile), tile.band, scores.of_tile(tile), tile.flipped) for tile in plain]
+def _kernel_calls(tiles: tuple[Tile, ...], kernel: Kernel, scores: Scores, q: Tensor) -> Iterator[_KernelCall]:
+    for kind, group in kernel.calls(tiles):
+        if kernel.whole_steps:
+            yield _KernelCall(ALL, ALL, group, scores)
+        elif len(group) > 1:
+            yield _KernelCall(*pack(group, kind, q), scores)
+        else:
+            (tile,) = group
+            yield _KernelCall(*rows_of(tile), tile.band, scores.of_tile(tile), tile.flipped)
