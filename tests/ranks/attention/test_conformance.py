@@ -226,7 +226,7 @@ def run_emulated(kernel: str) -> tuple[list[list[Tensor]], int]:
 
 
 @deep_rows(
-    ("kernel", "size"), itertools.product(EMULATED, SIZES), default=[("flash", 2), ("cudnn", 3), ("efficient", 3)]
+    ("kernel", "size"), itertools.product(EMULATED, SIZES), default=[("flash", 2), ("cudnn", 3), ("efficient", 4)]
 )
 def test_the_code_of_cuda_kernels_over_emulated_operators_equals_the_full_sequence(
     ranks: Callable[[int], RankPool], kernel: str, size: int
