@@ -105,7 +105,8 @@ class MicroBatch:
 
     def pin_memory(self) -> "MicroBatch":
         """A copy with what the device fetches in pinned memory; torch's loader calls this method."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
+        fetched = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "document_positions")}
+        return replace(self, **{name: x.pin_memory() for name, x in fetched.items() if x is not None})
 
 
 def batch_facts(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
