@@ -19,7 +19,9 @@ from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.health import NonFiniteError
+from torchtitan_cp.planner.devices import ACCELERATORS
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
+from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
@@ -53,9 +55,16 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--world-size", type=int, help="with --dry-run: ranks of the job (default 1)")
     parser.add_argument("--rank", type=int, default=0, help="with --dry-run: which of them to be")
+    parser.add_argument(
+        "--device",
+        choices=[name for name in ACCELERATORS if name != "cpu"],
+        help="with --dry-run: the GPU whose kernels the step is walked with, on any machine (default: the CPU's)",
+    )
     options, overrides = parser.parse_known_args(arguments)
     if options.world_size is not None and not options.dry_run:
         parser.error("--world-size needs --dry-run; set NPROC for the ranks of a node")
+    if options.device and not options.dry_run:
+        parser.error("--device needs --dry-run")
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
     register(ARCHITECTURES)
@@ -65,7 +74,10 @@ def main(arguments: list[str]) -> int:
             logging.getLogger("torchtitan_cp").setLevel(config.job.log_level.upper())
         if options.dry_run:
             ranks = options.world_size or 1
-            print_walks(Console(), dry_run(config, ranks, options.rank), ranks, options.rank)
+            if options.device:
+                use_fake_cuda(options.device, ACCELERATORS[options.device].memory_bytes)
+            walks = dry_run(config, ranks, options.rank, "cuda" if options.device else "cpu")
+            print_walks(Console(), walks, ranks, options.rank)
             return 0
         longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)
         with name_lost_ranks():

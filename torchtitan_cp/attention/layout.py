@@ -93,9 +93,9 @@ class Layout:
         tokens = math.gcd(*(segment.start for segment in self.segments))
         return "balanced" if tokens * ranks * MOST_CHUNKS >= length else "documents"
 
-    def positions(self, rank: int) -> Tensor:
-        """Global position of each local token, `[S/P]` int64."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.spans[rank]])
+    def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
+        """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many of a rank's rows lie before a global position."""

@@ -1,45 +1,91 @@
-"""Optimizer state in host memory while it is not used: during forward and backward, where activations need the room."""
+"""Optimizer state in host memory; in a step it is on the device for a few parameters at a time."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+# The parameters of one call of the optimizer's own step, as parameter groups of these alone.
+Part = list[dict[str, Any]]
+
 
 def keep_state_on_host(optimizer: Optimizer) -> None:
-    """Copy the state to the parameters' device before each step and to pinned host memory after it."""
+    """Hold the state in pinned host memory. A step takes one parameter after the other, with the next one's state on
+    its way, and writes what a step of all of them would.
+
+    Of Muon's matrices it takes as many at a time as ranks share them, since each of these orthogonalises one.
+    """
     device = optimizer.param_groups[0]["params"][0].device
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    step_all = optimizer.step
 
-    def to_device(*_: object) -> None:
-        for tensor in _plain_state(optimizer):
-            tensor.data = tensor.to(device, non_blocking=True)
+    def to_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
 
-    def to_host(*_: object) -> None:
-        for tensor in _plain_state(optimizer):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=device.type == "cuda")
-            tensor.data = host.copy_(tensor, non_blocking=True)
-        if device.type == "cuda":
-            # A checkpoint may read the copies next.
-            torch.cuda.synchronize(device)
+    def to_host(tensor: Tensor) -> Tensor:
+        if stream:
+            tensor.record_stream(stream)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+        return host.copy_(tensor, non_blocking=True)
 
-    optimizer.register_step_pre_hook(to_device)
-    optimizer.register_step_post_hook(to_host)
+    def move(part: Part, moved: Callable[[Tensor], Tensor]) -> None:
+        """Replace the state of these parameters; step counters stay where they are."""
+        with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+            for parameter in (parameter for group in part for parameter in group["params"]):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if value.ndim:
+                        optimizer.state[parameter][name] = _map_plain(value, moved)
+
+    def step(closure: Callable[[], float] | None = None) -> None:
+        assert closure is None, "gradients exist before a step"
+        groups, parts = optimizer.param_groups, _parts(optimizer.param_groups)
+        move(parts[0], to_device)
+        try:
+            for part, following in zip(parts, [*parts[1:], []], strict=True):
+                if stream:
+                    torch.cuda.current_stream(device).wait_stream(stream)
+                move(following, to_device)
+                optimizer.param_groups = part
+                step_all()
+                if stream:
+                    stream.wait_stream(torch.cuda.current_stream(device))
+                move(part, to_host)
+        finally:
+            optimizer.param_groups = groups
+        if stream:
+            stream.synchronize()  # a checkpoint may read the copies next
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
-def _plain_state(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The plain tensors inside the state's DTensors and quantised tensors; step counters stay where they are."""
-    for state in optimizer.state.values():
-        for tensor in state.values():
-            if tensor.ndim:
-                yield from _plain_tensors(tensor)
+def _parts(groups: list[dict[str, Any]]) -> list[Part]:
+    """One parameter each; of Muon's matrices one for each rank of their mesh, largest first, as it takes them."""
+    parts: list[Part] = []
+    matrices: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for group in groups:
+        for parameter in group["params"]:
+            alone = {**group, "params": [parameter]}
+            if group.get("muon"):
+                matrices[getattr(parameter, "device_mesh", None)].append(alone)
+            else:
+                parts.append([alone])
+    for mesh, entries in matrices.items():
+        entries.sort(key=lambda entry: entry["params"][0].numel(), reverse=True)
+        ranks = mesh.size() if mesh else 1
+        parts += [entries[start : start + ranks] for start in range(0, len(entries), ranks)]
+    return parts
 
 
-def _plain_tensors(value: object) -> Iterator[Tensor]:
+def _map_plain(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor with the plain tensors inside it, of a DTensor or a quantised tensor, replaced."""
     if is_traceable_wrapper_subclass(value):
         # Since torch 2.13 a DTensor's parts are not only tensors: its mesh is one.
-        for name in value.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(value, name))
-    elif isinstance(value, Tensor):
-        yield value
+        names, context = value.__tensor_flatten__()
+        inner = {name: _map_plain(getattr(value, name), function) for name in names}
+        return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+    return function(value) if isinstance(value, Tensor) else value

@@ -62,7 +62,7 @@ def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, de
         apply_compile(model, compiling.mode)
     if host:
         for layer in model.layers.values():  # type: ignore[operator]
-            layer.forward = host.offload_saved(layer.forward)
+            layer.forward = host.offload_saved(layer.forward, layer)
 
 
 def host_memory(device_type: str) -> HostMemory | None:

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,6 +28,7 @@ class OffloadedTensor:
 
     Attributes:
         previous: the tensor offloaded just before this one, if it is still needed.
+        uses: how often it was saved and is not yet restored.
     """
 
     def __init__(self, memory: "HostMemory", tensor: Tensor, previous: "OffloadedTensor | None") -> None:
@@ -34,6 +36,7 @@ class OffloadedTensor:
         self.previous = weakref.ref(previous) if previous else None
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self.back: Tensor | None = None
+        self.uses = 1
         with memory.copy_stream(tensor):
             self.host.copy_(tensor, non_blocking=True)
 
@@ -47,8 +50,11 @@ class OffloadedTensor:
     def restore(self) -> Tensor:
         """The tensor on its device again; also starts to fetch the one offloaded before it."""
         self.fetch()
-        back, self.back = self.back, None
+        back = self.back
         assert back is not None
+        self.uses -= 1
+        if self.uses <= 0:
+            self.back = None
         self.memory.wait_for(back)
         previous = self.previous() if self.previous else None
         if previous is not None:
@@ -97,18 +103,29 @@ class HostMemory:
         self.offloaded_bytes += tensor.nbytes
         return offloaded
 
-    def offload_saved(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward (hidden `[B, s, E]`, others) that offloads what autograd saves of it.
+    def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
+        """The block's forward (hidden `[B, s, E]`, others) that offloads what autograd saves of it.
 
-        Tensors of fewer than three dims are weights, and stay; so do the other inputs, which all blocks share.
+        The block's weights, gathered by now, stay on the device; so do the other inputs, which all blocks share. A
+        tensor that several operations save, as linear layers beside each other do, is copied once.
         """
 
         def run(hidden: Tensor, *others: Any, **named: Any) -> Any:
-            shared = {x.data_ptr() for x in tree_leaves((others, named)) if isinstance(x, Tensor)}
+            given = (*block.parameters(), *tree_leaves((others, named)))
+            stay = {_storage(x)._cdata for x in given if isinstance(x, Tensor)}
+            saved: dict[Any, tuple[StorageWeakRef, Any]] = {}
 
             def pack(tensor: Tensor) -> Any:
-                stays = tensor.ndim < 3 or tensor.data_ptr() in shared
-                return tensor if stays else self.offload(tensor.detach())
+                storage = _storage(tensor)
+                if storage._cdata in stay:
+                    return tensor
+                # While the weak reference is held no other storage has this number.
+                key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
+                if key in saved and not saved[key][0].expired() and isinstance(saved[key][1], OffloadedTensor):
+                    saved[key][1].uses += 1
+                else:
+                    saved[key] = StorageWeakRef(storage), self.offload(tensor.detach())
+                return saved[key][1]
 
             with saved_tensors_hooks(pack, restore):
                 return forward(hidden, *others, **named)
@@ -129,6 +146,10 @@ class HostMemory:
             return _Intercept(operator, save), _Intercept(operator, lambda _: tree_map(restore, outputs.pop(0)))
 
         return contexts
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return local_tensor(tensor).untyped_storage()
 
 
 def restore(offloaded: Any) -> Any:

@@ -101,29 +101,29 @@ class DryModel(ParallelModel):
         self.tracker.update_storage(local_tensor(x).untyped_storage(), kind)
 
 
-def dry_run(config: Config, ranks: int, rank: int = 0) -> list[StageWalk]:
+def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> list[StageWalk]:
     """Build the model as one rank of a job and run one step of each stage with fake tensors, without a device.
 
-    Attention takes the CPU kernel's path, and blocks are not compiled. A step too small for so many ranks is made
-    larger, and the log says so.
+    On the CPU attention takes the CPU kernel's path. Blocks are not compiled. A step too small for so many ranks is
+    made larger, and the log says so.
 
     Args:
         ranks: of the job; rank: the one to be.
+        device: that tensors claim to be on: "cpu", or "cuda" after `use_fake_cuda`.
 
     Raises:
         UserError, ContextParallelError: what a run would refuse, or a rank outside the job.
     """
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
-    config = dataclasses.replace(
-        config,
-        compile=dataclasses.replace(config.compile, enable=False),
-        context_parallel=dataclasses.replace(config.context_parallel, kernel="auto"),
-    )
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
+    if device == "cpu":
+        context_parallel = dataclasses.replace(config.context_parallel, kernel="auto")
+        config = dataclasses.replace(config, context_parallel=context_parallel)
     run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
     processes = min(usable_cores(), len(run.stages))
     forked = multiprocessing.get_context("fork")
-    with stage_walker(run, rank) as walk:
+    with stage_walker(run, rank, device) as walk:
         if processes == 1:
             return [walk(stage) for stage in run.stages]
         # Each forked process is the rank too. The bar starts a thread, so it comes after them.
@@ -154,19 +154,21 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
 
 
 @contextmanager
-def stage_walker(run: ResolvedRun, rank: int) -> Iterator[Callable[[StagePlan], StageWalk]]:
+def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[Callable[[StagePlan], StageWalk]]:
     """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same."""
-    tracker, models = StepTracker(), list[DryModel]()
+    tracker, models = StepTracker(device), list[DryModel]()
 
     def walk(stage: StagePlan) -> StageWalk:
         if models and models[0].tp_and_pp != (stage.tp, stage.pp):
             models.clear()  # frees its memory first, as a relaunch does
         if not models:
-            world = World(rank, run.ranks, Device(torch.device("cpu"), "fake"))
+            world = World(rank, run.ranks, Device(torch.device(device), "fake"))
             models.append(DryModel(run, world, tracker, stage))
         return models[0].walk(stage)
 
-    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking():
+    # torchao compiles its optimizers.
+    eager = torch.compiler.set_stance("force_eager")
+    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking(), eager:
         yield walk
         models.clear()
 

@@ -6,7 +6,7 @@ It uses internals of torch that torch's own tests and tools use too; no other fi
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -33,8 +33,12 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
 }
 WORKING = "activations and buffers"
 
-# A context in which tensors have data: meshes and plans, which the host reads.
-real_tensors = _disable_current_modes
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Tensors on the CPU have data here, as the host reads meshes and plans; those on a GPU have none still."""
+    with _disable_current_modes() as modes, _FakeOnGpu([mode for mode in modes if isinstance(mode, FakeMode)]):
+        yield
 
 
 @contextmanager
@@ -52,6 +56,8 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
 class FakeMode(FakeTensorMode):
     """New tensors have a shape and no data. Operations on real tensors alone run as usual: meshes, labels, handles."""
 
+    avoid_device_init = True  # numbers are copied to a GPU by an operation, which is seen
+
     def __init__(self) -> None:
         # A real tensor may be an argument beside fake ones.
         super().__init__(allow_non_fake_inputs=True)
@@ -61,14 +67,34 @@ class FakeMode(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
             return False if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten._pin_memory.default:
+            return torch.empty_like(args[0])
         if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
             return _even_counts(args[0].numel(), *args[2:], **kwargs)
         # The first argument usually suffices; flattening all of them costs more than many operations.
         if not (args and isinstance(args[0], FakeTensor)):
             tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-            if tensors and not any(isinstance(x, FakeTensor) for x in tensors):
+            if tensors and not _on_gpu(kwargs) and not any(isinstance(x, FakeTensor) for x in tensors):
                 return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _FakeOnGpu(TorchDispatchMode):
+    """Runs an operation in a FakeMode if it makes a tensor on a GPU, or takes a fake one."""
+
+    def __init__(self, modes: list[FakeMode]) -> None:
+        super().__init__()
+        self.modes = modes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self.modes[-1] if self.modes and (_on_gpu(kwargs) or FakeTensor in types) else nullcontext():
+            return func(*args, **kwargs)
+
+
+def _on_gpu(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"
 
 
 def _even_counts(count: int, minlength: int) -> Tensor:
@@ -98,6 +124,9 @@ class StepTracker(TorchDispatchMode):
     The attention operator runs its own code, tile by tile as on a device. Its memory and messages are cached, and
     counted again for each call with the same plan and sizes.
 
+    Args:
+        device: type of the device whose memory is counted.
+
     Attributes:
         held: kind and bytes of each live storage.
         now, peak: bytes; by_kind, at_peak: the same by kind.
@@ -105,8 +134,9 @@ class StepTracker(TorchDispatchMode):
         operator_costs: bytes beside its results, and messages, of each call of the attention operator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
         self.held: dict[int, tuple[str, int]] = {}
         self.by_kind: Counter[str] = Counter()
         self.now = self.local_peak = 0
@@ -159,8 +189,8 @@ class StepTracker(TorchDispatchMode):
             self._count_message(func, args)
         result = self._run_operator(func, args, kwargs) if func in OPERATORS else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
-            # A model keeps a copy of itself on the meta device, which has no memory.
-            if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
+            # A model keeps a copy of itself on the meta device, which has no memory; offloaded tensors are on the host.
+            if isinstance(x, FakeTensor) and x.fake_device.type == self.device:
                 self._track(x.untyped_storage())
         return result
 
@@ -202,7 +232,7 @@ class StepTracker(TorchDispatchMode):
             return result
 
         def propagate_untracked(*arguments: Any) -> Any:
-            with real_tensors():
+            with _disable_current_modes():
                 return propagate(*arguments)
 
         with (

@@ -170,7 +170,8 @@ class Evaluator:
                 if result is None or not self.model.meshes.owns_loss:
                     continue
                 losses = result[1]
-                positions, counted = batch.plan.positions.to(device), batch.labels.to(device) != IGNORED
+                positions = batch.plan.layout.positions(batch.plan.rank, device)
+                counted = batch.labels.to(device) != IGNORED
                 for row, source in enumerate(batch.sources):
                     sums[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
                 if compared:

@@ -145,8 +145,8 @@ class RunRecorder:
     def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
         if self.step_losses and self.model.meshes.owns_loss:
             assert batch.document_positions is not None
-            tensors = (batch.labels, batch.plan.positions, batch.document_positions)
-            labels, positions, document_positions = map(self.world.device.move, tensors)
+            labels, document_positions = map(self.world.device.move, (batch.labels, batch.document_positions))
+            positions = batch.plan.layout.positions(batch.plan.rank, self.model.device)
             self.step_losses.add(losses, labels != IGNORED, positions, document_positions, batch.sources)
 
     def record_step(

@@ -53,7 +53,7 @@ def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) 
     if compiled:
         apply.apply_compile(model, "default")
     for layer in model.layers.values():
-        layer.forward = host.offload_saved(layer.forward)  # type: ignore[method-assign]
+        layer.forward = host.offload_saved(layer.forward, layer)  # type: ignore[method-assign]
     return host
 
 
@@ -145,7 +145,7 @@ def test_the_device_holds_less(kind: str) -> None:
         apply_activation_checkpointing(model, kind, host if offload else None)
         if offload:
             for layer in model.layers.values():
-                layer.forward = partial(host.offload_saved(layer.forward))  # type: ignore[method-assign]
+                layer.forward = partial(host.offload_saved(layer.forward, layer))  # type: ignore[method-assign]
         tokens = torch.zeros(1, 16384, dtype=torch.int64, device="cuda")
         positions = torch.arange(16384, device="cuda")
         torch.cuda.reset_peak_memory_stats()

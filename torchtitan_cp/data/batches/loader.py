@@ -110,7 +110,8 @@ class MicroBatch:
         """
         for plan in self.plans.values():
             prepare_plan(plan)
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
+        fetched = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "document_positions")}
+        return replace(self, **{name: x.pin_memory() for name, x in fetched.items() if x is not None})
 
 
 def batch_facts(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:

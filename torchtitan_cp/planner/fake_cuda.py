@@ -1,0 +1,142 @@
+"""A GPU that computes nothing, for fake tensors on `cuda` on a machine without one.
+
+Autograd asks C++ for streams and devices, whatever kernels a tensor has. A library of a page, compiled once, answers
+in a GPU's place; a CPU build of torch must find it when it is loaded. What Python asks torch.cuda is answered here.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo.trace_rules
+import torch._subclasses.fake_tensor as fake_tensor
+
+from torchtitan_cp.config import ConfigError
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
+
+
+def use_fake_cuda(device: str, memory_bytes: float) -> None:
+    """Make this process believe in one GPU; starts the program again where torch must find the library earlier.
+
+    Args:
+        device: a name of planner/devices.py, e.g. "h100-80g".
+        memory_bytes: of the GPU.
+
+    Raises:
+        ConfigError: a platform other than Linux, or the library cannot be compiled.
+    """
+    if device.partition("-")[0] not in CAPABILITIES:
+        raise ConfigError(f"a dry run cannot take {device} for a GPU", fix="leave --device out to walk on the CPU")
+    if torch.version.cuda:
+        ctypes.CDLL(str(build_library()))
+    elif torch.accelerator.current_accelerator() is None:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], preloading(build_library()))
+    _answer_for_torch_cuda(device, int(memory_bytes))
+
+
+def preloading(library: Path) -> dict[str, str]:
+    """The environment in which a process loads the library before torch."""
+    return {**os.environ, "LD_PRELOAD": str(library)}
+
+
+def build_library() -> Path:
+    """The compiled library for this torch, from the user's cache or compiled now, in about ten seconds.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or it fails.
+    """
+    on_cpu = [] if torch.version.cuda else ["-DCPU_BUILD"]
+    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = Path("~/.cache/torchtitan-cp").expanduser() / f"fake_cuda-{key}.so"
+    if library.exists():
+        return library
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if sys.platform != "linux" or not compiler:
+        raise ConfigError(
+            "a dry run on a GPU that is not there needs Linux and a C++ compiler, for a small library",
+            fix="install g++ (11 or later), or leave --device out to walk on the CPU",
+        )
+    root = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, *flags, *on_cpu, str(SOURCE), *paths, "-o", str(unfinished)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"{SOURCE.name} does not compile: {done.stderr[-500:]}", fix="use g++ 11 or later")
+    unfinished.replace(library)
+    return library
+
+
+class _Stream:
+    """Of work that nobody does; also an event in it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device, self.stream_id, self.device_index, self.device_type = torch.device("cuda", 0), 0, 0, 1
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or self
+
+    def elapsed_time(self, _: "_Stream") -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None: ...
+
+    record = synchronize = wait_stream = wait_event = wait
+
+
+class _Generator(torch.Generator):
+    """On the CPU, whatever device is asked for: nothing is drawn."""
+
+    def __new__(cls, device: Any = None) -> "_Generator":
+        return super().__new__(cls)
+
+
+def _answer_for_torch_cuda(device: str, memory_bytes: int) -> None:
+    # Made of torch's functions as they are, before some are replaced.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    chip = device.partition("-")[0]
+    capability, stream = CAPABILITIES[chip], _Stream()
+    sizes = {"total_memory": memory_bytes, "multi_processor_count": 132, "L2_cache_size": 50 << 20}
+    properties = type("Properties", (), {"name": chip.upper(), "major": capability[0], "minor": capability[1], **sizes})
+    answers = {
+        "current_stream": stream, "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
+        "set_device": None, "synchronize": None, "_lazy_init": None, "current_device": 0, "device_count": 1,
+        "is_available": True, "is_initialized": True, "get_device_name": f"NVIDIA {chip.upper()}",
+        "get_device_capability": capability, "get_device_properties": properties, "set_rng_state": None,
+    }  # fmt: skip
+    for name, value in answers.items():
+        setattr(torch.cuda, name, _answer(value))
+    for name, value in {
+        "_cuda_getDevice": 0, "_cuda_exchangeDevice": 0, "_cuda_maybeExchangeDevice": 0, "_cuda_getDeviceCount": 1,
+        "_cuda_getCurrentRawStream": 0, "_cuda_getArchFlags": "sm_90", "_cuda_setDevice": None,
+    }.items():  # fmt: skip
+        setattr(torch._C, name, _answer(value))
+    torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.Generator = _Generator  # type: ignore[misc]
+    torch.cuda.default_generators = (_Generator(),)
+    torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign]
+    fake_tensor.init_gpu_context = _answer(None)
+
+
+def _answer(value: Any) -> Any:
+    return lambda *_, **__: value
