@@ -1,17 +1,32 @@
-"""cuDNN's fused attention on CUDA, through the aten op behind scaled_dot_product_attention."""
+"""cuDNN's fused attention on CUDA, through the aten op behind scaled_dot_product_attention.
+
+It takes neither a single key nor, in its backward, a single query (pytorch issue 138529): such tiles go to flash.
+"""
+
+import os
 
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.kernels import flash
 from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, Scores
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import FULL
 
 _FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+OTHER_LSE_LAYOUT = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+    if 1 in (q.shape[1], k.shape[1]):
+        return flash.forward(q, k, v, band, scores)
+    if os.environ.get(OTHER_LSE_LAYOUT) == "1":
+        raise PlanError(
+            f"{OTHER_LSE_LAYOUT} = 1 changes the layout of cuDNN's log-sum-exp: gradients would be wrong",
+            fix="unset it, or use kernel = 'flash'",
+        )
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, False, scale=scores.scale)
     # The log-sum-exp comes as [B, H, Sq, 1].
@@ -21,7 +36,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tupl
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    if 1 in (q.shape[1], k.shape[1]):
+        return flash.backward(dout, q, k, v, out, lse, band, scores)
+    # Older revisions keep no strides of dout and out with a plan, and run it with those that it was built for.
+    rows = [x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous())]
     # Without dropout the kernel never reads the random state, but the schema requires one.
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     packed = (None, None, q.shape[1], k.shape[1])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.tiles import FULL
 
 _FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -38,7 +39,9 @@ def backward(
 def _sum_copies(gradient: Tensor, heads: int) -> Tensor:
     """Gradient of `heads` key heads from that of their copies, `[B, S, Hq, D] -> [B, S, Hkv, D]`, summed in fp32."""
     copies = gradient.shape[2] // heads
-    return gradient if copies == 1 else gradient.unflatten(2, (heads, copies)).float().sum(3)
+    if copies == 1:
+        return gradient
+    return gradient.unflatten(2, (heads, copies)).to(accumulation_dtype(gradient.dtype)).sum(3)
 
 
 KERNEL = Kernel(forward, backward, "cuda", (*HALF, torch.float32), range(8, WIDEST, 8))
