@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--within", type=float, metavar="SECONDS", help="start no part whose limit ends later")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="of each part, where it is less than its own")
     parser.add_argument("--python", default=sys.executable, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.list:
         for part in PARTS:
             print(f"{part.name:<12} {part.limit_seconds:>4} s  {part.about}{', on two GPUs' * (part.gpus > 1)}")
