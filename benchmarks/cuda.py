@@ -24,7 +24,7 @@ RESULTS, SUMMARY, LOG = "results.jsonl", "summary.md", "log.txt"
 CASES_FAILED = 4  # exit code of a part that ran to its end
 LAST_LINES, LAST_BYTES, MOST_FAILURES = 12, 20_000, 30
 ENDED = ("passed", "failed", "crashed", "stopped at its limit")
-KILL_SECONDS = 10.0
+KILL_SECONDS, REHEARSAL_FACTOR = 10.0, 3
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Line = dict[str, Any]
@@ -200,7 +200,8 @@ def summarize(lines: Sequence[Line]) -> str:
             missing = [line for line in last if "No module named" in line]
             reason = ", ".join(filter(None, (status, end.get("why"), *missing[-1:])))
             failures += [f"{part.name}: {reason}", *(f"    {line}" for line in last)]
-        failures += [f"{part.name}: {x['case']}: {x.get('why', '')}" for x in cases if x["status"] != "passed"]
+        failures += [f"{part.name}: {x['case']}: {x.get('why', '')}" for x in cases if x["status"] == "failed"]
+        absent += [f"of {part.name}: {x['case']} ({x.get('why', '')})" for x in cases if x["status"] == "not run"]
         tables += _table([case for case in cases if case.get("figures")])
     text += ["", f"Did not run: {', '.join(absent) or 'nothing, all parts ran'}."]
     text += ["", "Failed:", "", *failures[:MOST_FAILURES]] if failures else ["", "Failed: nothing."]
@@ -266,6 +267,12 @@ def gpus_of(lines: Sequence[Line]) -> int:
     return int(seen[-1]) if seen else 1
 
 
+def limit_of(part: Part, options: argparse.Namespace) -> float:
+    """Seconds; a rehearsal is not about speed, and has other work beside it."""
+    own = part.limit_seconds * (REHEARSAL_FACTOR if options.rehearsal else 1)
+    return min(own, options.limit or own)
+
+
 def _run(options: argparse.Namespace, out: Path) -> int:
     """Run the chosen parts. Returns 128 + the signal's number after one, else 0."""
     begun, results = time.monotonic(), out / RESULTS
@@ -283,7 +290,7 @@ def _run(options: argparse.Namespace, out: Path) -> int:
         chosen.insert(0, PARTS[0])
     try:
         for part in chosen:
-            gpus, limit = gpus_of(read(results)), min(part.limit_seconds, options.limit or part.limit_seconds)
+            gpus, limit = gpus_of(read(results)), limit_of(part, options)
             left = (options.within or float("inf")) - (time.monotonic() - begun)
             if part is not PARTS[0] and gpus < part.gpus:
                 why = f"needs {part.gpus} GPUs, {gpus} seen" if gpus else f"{options.python} sees no CUDA device"

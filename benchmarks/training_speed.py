@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.benchmark import Benchmark, Row
 from models.llama import FLAVORS, SHARDING, Llama, LlamaArgs
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
-from torchtitan_cp.config import Config
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
@@ -82,10 +82,10 @@ def plan_step(shape: LlamaArgs, seq_len: int, config: Config, optimize: bool) ->
     cluster = make_cluster("here", 1, 1, measured=measure_accelerator(config, shape, 1))
     (stage,) = resolve_stages(config, 1)
     estimate = Estimate(config, shape, Degrees(1, 1, 1, 1, 1), stage, cluster)
-    without = 0.0 if optimize else estimate.seconds["optimizer"]
-    return estimate.step_seconds - without, estimate.memory.total - (
-        0.0 if optimize else estimate.memory.by_kind["optimizer"]
-    )
+    if optimize:
+        return estimate.step_seconds, estimate.memory.total
+    seconds = estimate.step_seconds - estimate.seconds["optimizer"]
+    return seconds, estimate.memory.total - estimate.memory.by_kind["optimizer"]
 
 
 def measure(
@@ -128,8 +128,11 @@ def measure(
             row |= {"mfu": length / seconds * flops / peak, "peak_gib": memory / 2**30}
         except torch.OutOfMemoryError:
             row |= {"ms": "does not fit"}
-        planned_seconds, planned_bytes = plan_step(shape, length, config, bool(optimizer))
-        row |= {"planned_ms": planned_seconds * 1e3, "planned_gib": planned_bytes / 2**30}
+        try:
+            planned_seconds, planned_bytes = plan_step(shape, length, config, bool(optimizer))
+            row |= {"planned_ms": planned_seconds * 1e3, "planned_gib": planned_bytes / 2**30}
+        except ConfigError as error:  # a device that the planner does not know
+            row |= {"planned_ms": str(error)}
         gc.collect()
         if device.device.type == "cuda":
             torch.cuda.empty_cache()
