@@ -67,8 +67,9 @@ def main(arguments: list[str]) -> int:
             ranks = options.world_size or 1
             print_walks(Console(), dry_run(config, ranks, options.rank), ranks, options.rank)
             return 0
+        longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)
         with name_lost_ranks():
-            world = start_ranks(config.job.startup_timeout_seconds)
+            world = start_ranks(longest)
         if options.verify_parity is not None:
             healthy = verify_parity(config, world, options.verify_parity)
         elif options.doctor is not None:

@@ -1,4 +1,8 @@
-"""A pool of gloo ranks that outlives a test: started once for each size, and given functions to run."""
+"""A pool of ranks that outlives a test: started once for each size, and given functions to run.
+
+The ranks are on gloo and see no GPU. With TEST_DEVICE=cuda in the environment those of a pool that is no larger than the
+number of GPUs are on NCCL, each with a GPU of its own; the conformance and parity suites run there too.
+"""
 
 import faulthandler
 import multiprocessing
@@ -7,13 +11,13 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_map_only
 
 from torchtitan_cp.parallel import mesh
 from torchtitan_cp.runtime.gloo import use_one_thread
@@ -34,15 +38,28 @@ FORK.set_forkserver_preload(
 MOST_GROUPS, MOST_IDLE_GROUPS = 24, 4
 
 
+def backend_of(size: int) -> str:
+    """What a pool of `size` ranks runs on."""
+    return "nccl" if os.environ.get("TEST_DEVICE") == "cuda" and torch.cuda.device_count() >= size else "gloo"
+
+
+def rank_device() -> torch.device:
+    """Where this rank's tensors have to be; the CPU outside of a pool."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
 class RankFailure(AssertionError):
     """A function raised on a rank; the text is that rank's traceback."""
 
 
 class RankPool:
-    """`size` processes in one gloo group, one thread each.
+    """`size` processes in one group, one thread each.
 
     Args:
         size: number of ranks.
+
+    What ranks on GPUs return comes back on the CPU.
     """
 
     def __init__(self, size: int) -> None:
@@ -98,7 +115,8 @@ class RankPool:
         store = tempfile.mktemp(prefix="ranks-")
         for rank in range(self.size):
             here, there = FORK.Pipe()
-            process = FORK.Process(target=_serve, args=(rank, self.size, store, there), daemon=True)
+            place = (rank, self.size, backend_of(self.size), store)
+            process = FORK.Process(target=_serve, args=(*place, there), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
@@ -117,21 +135,40 @@ class RankPool:
         self.processes, self.pipes, self.groups = [], [], 0
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     use_one_thread()
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    # Runs of the same degrees share their groups.
-    mesh.init_device_mesh = cache(mesh.init_device_mesh)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device:
+        torch.cuda.set_device(device)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    place = {"rank": rank, "world_size": size, "device_id": device}
+    dist.init_process_group(backend, store=dist.FileStore(store, size), **place)  # type: ignore[arg-type]
+    mesh.init_device_mesh = _made_once(mesh.init_device_mesh)
     while True:
         try:
             function, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = (False, function(*arguments))
+            value = function(*arguments)
+            answer = (False, tree_map_only(torch.Tensor, torch.Tensor.cpu, value) if device else value)
         except BaseException:
             answer = (True, traceback.format_exc())
         pipe.send_bytes(pickle.dumps((*answer, len(distributed_c10d._world.pg_map))))
+
+
+def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_device_mesh`, with which runs of the same degrees share their groups."""
+    made: dict[str, Any] = {}
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        key = repr((arguments, options))  # before the call, which empties the overrides
+        if key not in made:
+            made[key] = make(*arguments, **options)
+        return made[key]
+
+    return once

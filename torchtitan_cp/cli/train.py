@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +28,7 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_ranks() -> int:
-    """One rank per GPU of this node, 2 without a GPU."""
-    if not shutil.which("nvidia-smi"):
-        return 2
+    """One rank per GPU of this node that torch sees, 2 without a GPU; asked in a process that may touch the GPUs."""
     count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(count, capture_output=True, text=True, check=True).stdout) or 2
 

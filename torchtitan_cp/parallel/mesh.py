@@ -1,8 +1,16 @@
 """Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from torchtitan_cp.config.degrees import Degrees
+
+# Axes of context parallelism. By itself torch gives an axis that spans the world the default group, as it does FSDP's.
+OWN_GROUPS = ("cp", "ring", "all_to_all")
 
 
 class Meshes:
@@ -11,6 +19,9 @@ class Meshes:
     Ranks are numbered with tensor parallelism innermost, so that its ranks share a node, then context parallelism,
     then the rest. Parameters are sharded over the flattened (dp_shard, cp) ranks, whose product no stage changes; a
     stage with another CP degree only gets other groups, made when it starts and kept.
+
+    Context parallelism shares its groups with nothing else: an NCCL group runs its messages one after another, and keys
+    and values must not wait behind the weights that FSDP2 gathers. All groups have the default group's timeout.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -65,7 +76,12 @@ class Meshes:
         axes = {"pp": self.degrees.pp, **data_axes, "tp": self.degrees.tp}
         key = tuple(axes.items())
         if key not in self._made:
-            self._made[key] = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            own: Any = {axis: dist.get_backend() for axis in OWN_GROUPS if axes.get(axis, 1) > 1}
+            mesh = init_device_mesh(
+                self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own
+            )
+            _set_timeouts(mesh)
+            self._made[key] = mesh
         return self._made[key]
 
     def summary(self) -> str:
@@ -79,3 +95,12 @@ class Meshes:
                 shown = ", ".join(map(str, peers[:8])) + " ..." * (len(peers) > 8)
                 lines.append(f"  rank {first} shares {name} with ranks {shown}")
         return "\n".join([f"mesh, outermost first: {', '.join(sizes)}", *lines])
+
+
+def _set_timeouts(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the default group's timeout; torch gives them its own, of 10 minutes under NCCL."""
+    if dist.get_backend() != "fake":  # a dry run's groups never wait
+        default: Any = dist.group.WORLD
+        timeout = default._get_backend(torch.device(mesh.device_type)).options._timeout
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)

@@ -3,6 +3,10 @@
 A rank's main thread calls `set_activity`. A second thread sends that to the other ranks through the job's store,
 several times within the time limit, and ends the process after it. The launcher then starts all ranks again, or ends
 the job.
+
+The threads also listen to each other, each to the next rank's, while the main thread stays in one activity: gloo raises
+when a peer dies, but NCCL leaves the main thread inside CUDA, where no exception reaches it, and neither raises when a
+peer is stopped. So the second thread itself reports a lost rank and ends the process.
 """
 
 import json
@@ -16,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +42,11 @@ FIRST_BEATS_SECONDS = 0.5
 STORE_HOST = 0  # the rank that holds the job's store, where each attempt has one of its own
 # torchrun polls its processes every 0.1 s and reports the first that failed: the dead one, if this rank waits.
 GRACE_SECONDS = 2.0
+# What a rank may be silent for: a tenth of its time limit, but three beats at least. A rank that computes, compiles or
+# writes beats all the same, unless a call into C holds Python's lock that long, as unpickling a large object does.
+SILENT_FRACTION, SILENT_BEATS, MOST_SILENT_SECONDS = 0.1, 3, 120.0
+# For a rank whose process on this host has ended or is stopped. It may also be about to leave, or held by a debugger.
+GONE_BEATS = 2
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -96,7 +106,11 @@ def set_activity(what: str, step: int, limit_seconds: float) -> None:
 
 
 class Watchdog:
-    """Tells the other ranks what this rank does, and ends its process when that takes too long.
+    """Tells the other ranks what this rank does, and ends its process when that takes too long or a rank is lost.
+
+    A rank is lost if its process on this host has ended or is stopped for two beats, or if it has not been heard for a
+    tenth of the limit of this rank's activity (at least three beats, at most two minutes). The rank before it notices
+    and the others hear of it from the store, so a beat is four requests to the store, however many ranks there are.
 
     Args:
         rank: this rank; world_size: ranks of the job.
@@ -106,11 +120,17 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int, beat_seconds: float, folder: str | Path) -> None:
         self.rank, self.world_size, self.beat_seconds, self.folder = rank, world_size, beat_seconds, Path(folder)
+        self._next = (rank + 1) % world_size
         # A connection of its own: the main thread may wait on the store for as long as it likes.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._reachable = True
         # The last beats of this rank and of the one that holds the store, for when that is gone.
         self._known: dict[int, Beat] = {}
+        # The last beat of the rank listened to, and the time since it was new: own waits, as all may have been stopped.
+        self._heard: Beat | None = None
+        self._unheard_seconds = 0.0
+        self._found: tuple[dict[int, Beat], set[int]] | None = None
+        self._reporting_now, self._reported = threading.Lock(), False
         self._main, self._left = threading.get_ident(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -118,34 +138,71 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._left.set()
         self._thread.join()
+        if kind is None:
+            self._ask(lambda store: store.set(f"over/{self.rank}", ""), None)
+            if self.rank == STORE_HOST:  # the store ends with it, and the others must hear that it has left
+                left = [f"over/{rank}" for rank in range(self.world_size)]
+                self._ask(lambda store: store.wait(left, timedelta(seconds=ANSWER_SECONDS)), None)
 
     def _watch(self) -> None:
+        waited = 0.0
         while True:
             activity = _now
-            self._beat()
-            if time.monotonic() - activity.since > activity.limit_seconds and activity is _now:
-                doing = f"rank {self.rank} was {activity.what}; the job is ended"
-                self.report(f"no progress in {activity.limit_seconds:g} s: {doing}")
-                sys.stderr.flush()
-                os._exit(LOST_RANK)  # no thread and no collective can delay it
+            most_silent = min(SILENT_FRACTION * activity.limit_seconds, MOST_SILENT_SECONDS)
+            most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
+            self._beat(most_silent)
+            busy_seconds = time.monotonic() - activity.since if activity is _now else 0.0
+            if busy_seconds > activity.limit_seconds:
+                self._end(f"no progress in {activity.limit_seconds:g} s", activity)
+            if busy_seconds > self.beat_seconds and not self._reported:
+                lost = self._lost_contact(waited, most_silent)
+                if lost and not self._left.wait(GRACE_SECONDS):
+                    self._end(lost, activity)
             # Often until the rank that holds the store has sent a beat: it may be the first to die.
-            known = STORE_HOST in self._known
-            if self._left.wait(self.beat_seconds if known else min(FIRST_BEATS_SECONDS, self.beat_seconds)):
+            waited = self.beat_seconds if STORE_HOST in self._known else min(FIRST_BEATS_SECONDS, self.beat_seconds)
+            if self._left.wait(waited):
                 return
 
-    def _beat(self) -> None:
-        """Tell the others what this rank does now."""
+    def _end(self, reason: str, activity: Activity) -> None:
+        """Report, and end this process: no thread, no collective and no CUDA call can delay it."""
+        self.report(f"{reason}: rank {self.rank} was {activity.what}; the job is ended")
+        sys.stderr.flush()
+        os._exit(LOST_RANK)
+
+    def _lost_contact(self, waited: float, most_silent: float) -> str:
+        """Why this rank waits in vain; "" as long as the next rank beats, or has left on purpose.
+
+        Args:
+            waited: seconds since the last call; most_silent: seconds that a rank may be silent for.
+        """
+        if self._ask(lambda store: store.check(["ended"]), False):
+            return "another rank ended the job"
+        listened_to = self._next if self._reachable else STORE_HOST
+        beat, heard_before = self._known.get(listened_to), self._heard
+        self._heard = beat
+        self._unheard_seconds = self._unheard_seconds + waited if beat == heard_before else 0.0
+        gone = not self._reachable or (beat and beat.host == socket.gethostname() and _is_gone(beat.pid))
+        if self._unheard_seconds < (GONE_BEATS * self.beat_seconds if gone else most_silent):
+            return ""
+        if listened_to == self.rank or self._reporting([listened_to]):
+            return ""
+        silence = f"no sign of life from rank {listened_to} for {self._unheard_seconds:.0f} s"
+        self._found, self._unheard_seconds = self._silent_ranks(), 0.0
+        return silence if listened_to in self._found[1] else ""
+
+    def _beat(self, answer_seconds: float = ANSWER_SECONDS) -> None:
+        """Tell the others what this rank does now, and listen to the next one."""
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
         beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
         text = json.dumps(beat)
-        self._ask(lambda store: store.set(f"beat/{self.rank}", text), None)
-        self._known = {**self._known, **self._read([STORE_HOST]), self.rank: beat}
+        self._ask(lambda store: store.set(f"beat/{self.rank}", text), None, answer_seconds)
+        self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 
-    def _ask(self, question: Callable[[Any], Any], otherwise: Any) -> Any:
+    def _ask(self, question: Callable[[Any], Any], otherwise: Any, answer_seconds: float = ANSWER_SECONDS) -> Any:
         """The store's answer, or `otherwise`. A store that is gone, or stopped with its rank, is asked once only."""
         answers: list[Any] = []
 
@@ -156,32 +213,40 @@ class Watchdog:
         if self._reachable:
             thread = threading.Thread(target=ask, daemon=True)
             thread.start()
-            thread.join(ANSWER_SECONDS)
+            thread.join(answer_seconds)
             self._reachable = bool(answers)
         return answers[0] if answers else otherwise
 
-    def _read(self, ranks: Iterable[int]) -> dict[int, Beat]:
+    def _read(self, ranks: Iterable[int], answer_seconds: float = ANSWER_SECONDS) -> dict[int, Beat]:
         """The last beat of each of these ranks that has sent one."""
-        wanted = {rank: f"beat/{rank}" for rank in ranks}
-        texts = self._ask(
-            lambda store: {rank: store.get(name) for rank, name in wanted.items() if store.check([name])}, {}
-        )
-        return {rank: Beat(*json.loads(text)) for rank, text in texts.items()}
+        wanted = {f"beat/{rank}": rank for rank in ranks}
+
+        def read(store: Any) -> list[tuple[str, bytes]]:
+            sent = list(wanted) if store.check(list(wanted)) else [name for name in wanted if store.check([name])]
+            return list(zip(sent, store.multi_get(sent), strict=True)) if sent else []
+
+        return {wanted[name]: Beat(*json.loads(text)) for name, text in self._ask(read, [], answer_seconds)}
 
     def report(self, reason: str) -> None:
         """Log which rank is to blame, on the first rank that reports, and write the flight recorder of each."""
-        self._ask(lambda store: store.set(f"over/{self.rank}", ""), None)
-        beats, silent = self._silent_ranks()
-        if self._ask(lambda store: store.add("reports", 1) == 1, True):
-            logger.error("%s.\n%s", reason, describe(beats, silent))
-        dump_flight_recorder(self.folder, self.rank)
+        with self._reporting_now:
+            if self._reported:
+                return
+            self._reported = True
+            self._ask(lambda store: store.set(f"over/{self.rank}", ""), None)
+            if not self._ask(lambda store: store.check(["ended"]), False):
+                beats, silent = self._found or self._silent_ranks()
+                if self._ask(lambda store: store.add("reports", 1) == 1, True):
+                    logger.error("%s.\n%s", reason, describe(beats, silent))
+                self._ask(lambda store: store.set("ended", ""), None)
+            dump_flight_recorder(self.folder, self.rank)
 
     def _silent_ranks(self) -> tuple[dict[int, Beat], set[int]]:
         """The last beat of each rank that has sent one, and the ranks that are dead, stopped or silent."""
         everyone = range(self.world_size)
         beats = self._read(everyone)
         silent = {rank for rank, beat in beats.items() if beat.host == socket.gethostname() and _is_gone(beat.pid)}
-        if not silent - self._reporting() and self._reachable:
+        if not silent - self._reporting(everyone) and self._reachable:
             first = beats
             for _ in range(6):
                 self._beat()
@@ -190,11 +255,10 @@ class Watchdog:
             silent = {rank for rank in everyone if rank not in beats or beats[rank] == first.get(rank)}
         if not self._reachable:
             return self._known, {STORE_HOST} - {self.rank}
-        return beats, silent - self._reporting() - {self.rank}
+        return beats, silent - self._reporting(everyone) - {self.rank}
 
-    def _reporting(self) -> set[int]:
-        """Ranks that have given up themselves, which are not to blame."""
-        ranks = range(self.world_size)
+    def _reporting(self, ranks: Iterable[int]) -> set[int]:
+        """Those of the ranks that have given up themselves or left at the end, which are not to blame."""
         found: set[int] = self._ask(lambda store: {rank for rank in ranks if store.check([f"over/{rank}"])}, set())
         return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, rank_device
 from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError
 from torchtitan_cp.attention.layout import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
@@ -52,12 +52,12 @@ Case = tuple[str, str, str, torch.dtype]
 
 
 def inputs(heads: str, dims: str, dtype: torch.dtype, seq_len: int = S, batch: int = BATCH) -> list[Tensor]:
-    """q, k, v and dout, the same on every rank."""
+    """q, k, v and dout, the same on every rank, and on its device."""
     (hq, hkv), (qk_dim, v_dim) = HEADS[heads], DIMS[dims]
     generator = torch.Generator().manual_seed(seq_len + 7 * hq + hkv + qk_dim)
     shapes = [(hq, qk_dim), (hkv, qk_dim), (hkv, v_dim), (hq, v_dim)]
     drawn = [torch.randn(batch, seq_len, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype) for x in drawn]
+    return [x.to(rank_device(), dtype) for x in drawn]
 
 
 def batch_of(mask: str, heads: str) -> int:
@@ -75,7 +75,7 @@ def mesh_axes(size: int) -> Any:
 def make_cp(strategy: str, layout: str, kernel: str = "auto", kv_transfer: str = "exact") -> ContextParallel:
     size = dist.get_world_size()
     shape = mesh_axes(size) if strategy == "hybrid" else (size,)
-    return ContextParallel(init_device_mesh("cpu", shape), strategy, kernel, layout, kv_transfer)
+    return ContextParallel(init_device_mesh(rank_device().type, shape), strategy, kernel, layout, kv_transfer)
 
 
 def run(cp: ContextParallel, tensors: list[Tensor], mask: AttentionMask, sinks: Tensor | None = None) -> list[Tensor]:
@@ -222,7 +222,7 @@ def run_sinks(strategy: str, mask: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def sink_logits() -> Tensor:
-    return torch.tensor([-4.0, 4.0, 0.0, 4.0, -1.0, 2.0], dtype=torch.float64)
+    return torch.tensor([-4.0, 4.0, 0.0, 4.0, -1.0, 2.0], dtype=torch.float64, device=rank_device())
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents with gaps", "window"])
@@ -323,12 +323,12 @@ GAPS = AttentionMask.from_cu_seqlens([0, 5, 45, 76], [0, 8, 48, 96])
 def run_garbage(strategy: str, dtype: torch.dtype) -> list[Tensor]:
     """Padding rows hold NaN in q, k, v and dout; one row in the storage that TransformerEngine calls thd."""
     tensors = inputs("GQA 4:1", "16/16", dtype)
-    padding = ~allowed(GAPS, S)[0].any(-1)
+    padding = ~allowed(GAPS, S)[0].any(-1).to(rank_device())
     q, k, v, dout = (x[0].masked_fill(padding[:, None, None], float("nan")) for x in tensors)
     cp = make_cp(strategy, "balanced")
     plan = cp.plan(S, GAPS)
     local = [plan.shard(x, dim=0).requires_grad_() for x in (q, k, v)]
-    sinks = torch.zeros(8, dtype=dtype, requires_grad=True)
+    sinks = torch.zeros(8, dtype=dtype, device=rank_device(), requires_grad=True)
     out = cp.attention(*local, plan, scale=SCALE, sinks=sinks, qkv_format="thd")
     out.backward(plan.shard(dout, dim=0))
     gradients = [x.grad for x in local]
@@ -383,7 +383,7 @@ def run_idle_rank() -> list[float]:
     cp = make_cp("ring", "contiguous")
     plan = cp.plan(64, AttentionMask(document_lengths=((16, 16, 16, 16),)))
     assert not any(step.receive or step.send for step in plan.steps[1:])
-    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    q = torch.randn(1, 16, 2, 8, device=rank_device(), requires_grad=True)
     cp.attention(q, q, q, plan).sum().backward()
     assert q.grad is not None
     return [q.grad.isfinite().all().item()]
@@ -397,7 +397,7 @@ def run_nothing_to_attend() -> list[Tensor]:
     """The last rank holds padding only."""
     cp = make_cp("ring", "contiguous")
     plan = cp.plan(64, AttentionMask.from_cu_seqlens([0, 40], [0, 64]))
-    leaf = torch.randn(1, 16, 2, 8, requires_grad=True)
+    leaf = torch.randn(1, 16, 2, 8, device=rank_device(), requires_grad=True)
     out = cp.attention(leaf, leaf, leaf, plan)
     out.sum().backward()
     return [out.detach(), leaf.grad]  # type: ignore[list-item]
@@ -456,7 +456,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
 def run_unshard_gradient() -> Tensor:
     """A loss of the full tensor, the same on every rank."""
     plan = make_cp("hybrid", "zigzag").plan(8)
-    full = torch.arange(8.0)[None]
+    full = torch.arange(8.0, device=rank_device())[None]
     local = plan.shard(full).requires_grad_()
     assert torch.equal(plan.unshard(local), full)
     (plan.unshard(local) * full).sum().backward()
@@ -480,8 +480,8 @@ def run_layers() -> list[bool]:
     same = []
     for cp, plan in zip((ring, all_to_all_group), plans, strict=True):
         assert plan.layout == packed.layout
-        out = plan.unshard(cp.attention(*(plan.shard(x) for x in tensors[:3]), plan, scale=SCALE))
-        want = attention_with_gradients(*tensors, plan.mask, SCALE)[0]
+        out = plan.unshard(cp.attention(*(plan.shard(x) for x in tensors[:3]), plan, scale=SCALE)).cpu()
+        want = attention_with_gradients(*(x.cpu() for x in tensors), plan.mask, SCALE)[0]
         same.append(((out - want).norm() < 1e-10 * want.norm()).item())
     return same
 
@@ -492,14 +492,14 @@ def test_layers_of_one_model_may_differ_in_mask_and_strategy_on_one_layout(ranks
 
 def run_other_neighbours(strategy: str) -> list[float]:
     """The same plan on pairs of neighbours, then on pairs of ranks two apart: nothing of the first may be kept."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("outer", "inner"))
     pair = dist.get_rank()
     errors = []
     for axis, number in (("inner", pair // 2), ("outer", pair % 2)):
         cp = ContextParallel(mesh[axis], strategy)
         tensors = [x + number for x in inputs("GQA 4:1", "16/16", torch.float64)]
-        got = run(cp, tensors, MASKS["causal"])[0]
-        want = attention_with_gradients(*tensors, MASKS["causal"], SCALE)[0]
+        got = run(cp, tensors, MASKS["causal"])[0].cpu()
+        want = attention_with_gradients(*(x.cpu() for x in tensors), MASKS["causal"], SCALE)[0]
         errors.append(((got - want).norm() / want.norm()).item())
     return errors
 
@@ -561,7 +561,7 @@ def run_alibi(strategy: str, mask: str, heads: str) -> list[Tensor]:
     q, k, v, dout = inputs(heads, "16/16", torch.float64)
     plan = cp.plan(S, MASKS[mask])
     local = [plan.shard(x).detach().requires_grad_() for x in (q, k, v)]
-    out = cp.attention(*local, plan, scale=SCALE, alibi_slopes=SLOPES[: q.shape[2]])
+    out = cp.attention(*local, plan, scale=SCALE, alibi_slopes=SLOPES[: q.shape[2]].to(q.device))
     out.backward(plan.shard(dout))
     return [plan.unshard(x) for x in (out.detach(), *(x.grad for x in local))]  # type: ignore[arg-type]
 

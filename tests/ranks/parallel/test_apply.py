@@ -3,12 +3,14 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from models.llama import SHARDING, Llama, LlamaArgs
 from tests.support.deep import deep_rows
@@ -145,6 +147,43 @@ def test_tensor_parallel_ranks_are_neighbours_and_context_parallel_ranks_come_ne
     answers = ranks(8)(run_meshes)
     assert answers[0] == ([[0], [0, 2], [0, 2, 4, 6], [0, 2, 4, 6]], [0, 1], True)
     assert answers[7] == ([[7], [5, 7], [1, 3, 5, 7], [1, 3, 5, 7]], [6, 7], False)
+
+
+def run_own_groups() -> list[tuple[str, ...]]:
+    """The names of groups over all four ranks: the default one, FSDP's, and those of context parallelism."""
+    meshes = Meshes("cpu", Degrees(1, 1, 4, 1, 1))
+    cp = [meshes.for_cp(degree)["cp"].get_group() for degree in (4, 2, 1)]
+    hybrid = [group for inner in (4, 2, 1) for group in meshes.for_hybrid(4, inner).get_all_groups()]
+    assert [group.size() for group in (*cp, *hybrid)] == [4, 2, 1, 1, 4, 2, 2, 4, 1]
+    whole = [group for group in (*cp, *hybrid) if group.size() > 1]
+    for number, group in enumerate(whole):
+        x = torch.full((3,), float(number))
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [number * group.size()] * 3
+    shared = [dist.group.WORLD, meshes.fsdp.get_group()]
+    return [tuple(group.group_name for group in groups) for groups in (shared, whole)]  # type: ignore[union-attr]
+
+
+def test_context_parallelism_shares_no_group_with_fsdp_nor_among_its_axes(ranks: Callable[[int], RankPool]) -> None:
+    for shared, own in ranks(4)(run_own_groups):
+        assert len({*shared, *own}) == len({*shared}) + 6, (shared, own)
+
+
+def run_timeouts(seconds: float) -> list[float]:
+    """The timeout of every group, in seconds, where the default group's is `seconds`."""
+    before = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    _set_pg_timeout(timedelta(seconds=seconds))
+    try:
+        meshes = Meshes("cpu", Degrees(1, 1, 2, 1, 2))
+        made = [meshes.parameters, *map(meshes.for_cp, (1, 2)), meshes.for_hybrid(2, 2)]
+        groups = [group for mesh in made for group in mesh.get_all_groups()]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]  # type: ignore[attr-defined]
+    finally:
+        _set_pg_timeout(before)
+
+
+def test_every_group_has_the_timeout_that_the_ranks_joined_with(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(4)(run_timeouts, 4321.0) == [[4321.0] * 14] * 4
 
 
 def overlap() -> bool:

@@ -4,12 +4,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, backend_of, rank_device
 from tests.support.runs import TINY, prepared, write_run
 
 
@@ -75,3 +76,19 @@ def test_gloo_goes_by_the_interface_that_the_environment_names(ranks: Callable[[
     assert ranks(1)(group_over, "lo") == ["made"]
     assert "nosuch0" in ranks(1)(group_over, "nosuch0")[0]
     assert ranks(1)(group_over, "") == ["made"]
+
+
+def device_of_rank() -> tuple[str, str, bool]:
+    return dist.get_backend(), rank_device().type, torch.cuda.is_available()
+
+
+def test_a_pool_is_on_nccl_where_it_is_asked_for_and_there_is_a_gpu_a_rank(
+    ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("TEST_DEVICE", raising=False)
+    assert [backend_of(size) for size in (1, 2, 3)] == ["gloo"] * 3
+    assert ranks(2)(device_of_rank) == [("gloo", "cpu", False)] * 2
+    monkeypatch.setenv("TEST_DEVICE", "cuda")
+    assert [backend_of(size) for size in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
+    assert rank_device().type == "cpu", "of pytest's own process"

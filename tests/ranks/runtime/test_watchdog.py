@@ -1,18 +1,24 @@
 """Ranks that lose each other, and ranks that would not run the same thing."""
 
+import os
 import re
+import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.rank_pool import FORK, RankFailure, RankPool
 from torchtitan_cp.config import load_config
 from torchtitan_cp.runtime import watchdog as failure
 from torchtitan_cp.runtime.consistency import check_same_job, code_version
-from torchtitan_cp.runtime.watchdog import LostRankError, Watchdog, name_lost_ranks, set_activity
+from torchtitan_cp.runtime.device import start_ranks
+from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
 
 BATCH, STEP = "waiting for its batch", "in forward, backward and update with the others"
 
@@ -68,8 +74,9 @@ def lose_the_store(folder: Path) -> tuple[list[str], int]:
             time.sleep(0.01)
         dist.barrier()
         if dist.get_rank() == 1:
-            watch._store = GoneStore()
+            store, watch._store = watch._store, GoneStore()
             watch.report("lost contact with another rank")
+            watch._store, watch._reachable = store, True
         dist.barrier()
     return lines, GoneStore.asked
 
@@ -83,6 +90,109 @@ def test_the_rank_that_held_the_store_is_told_by_what_it_last_said(
     assert f": step 4, {STEP}" in lines[0].splitlines()[-1]
     assert lines[0].splitlines()[-1].startswith("  rank 1 waits for the others on")
     assert asked <= 2, "once by the report or the thread, or by both at the same time"
+
+
+# Ranks without a launcher, of which one is lost ------------------------------------------------------------------
+
+BEAT_SECONDS, LIMIT_SECONDS = 0.2, 20.0
+
+
+def wait_for_each_other(rank: int, ranks: int, port: int, folder: Path, host: str, *, collective: bool) -> None:
+    """A process of a job: step 4, without end."""
+    join(rank, ranks, port, folder, host)
+    with Watchdog(rank, ranks, BEAT_SECONDS, folder):
+        dist.barrier()
+        time.sleep(4 * BEAT_SECONDS)
+        (folder / f"waits-{rank}").touch()
+        while collective:
+            dist.all_reduce(torch.zeros(1))
+        # As inside a CUDA call: no error of another rank reaches it.
+        threading.Event().wait()
+
+
+def leave_one_after_the_other(rank: int, ranks: int, port: int, folder: Path) -> None:
+    """A process of a job whose rank 0 still writes something when the others have ended."""
+    join(rank, ranks, port, folder, "one")
+    with Watchdog(rank, ranks, BEAT_SECONDS, folder):
+        dist.barrier()
+        if rank == 0:
+            time.sleep(10 * BEAT_SECONDS)
+
+
+def join(rank: int, ranks: int, port: int, folder: Path, host: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.dup2(os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    socket.gethostname = lambda: host or f"host {rank}"
+    start_ranks(60.0)
+    set_activity(STEP, 4, LIMIT_SECONDS)
+    failure.GRACE_SECONDS = 0.5
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def lose_a_rank(folder: Path, lost: int, how: signal.Signals, host: str, ranks: int = 2) -> tuple[list[str], float]:
+    """Start a job and lose a rank. Returns what each survivor logged, and the seconds until the last had ended."""
+    place, collective = (ranks, free_port(), folder, host), {"collective": how == signal.SIGSTOP}
+    jobs = [
+        FORK.Process(target=wait_for_each_other, args=(rank, *place), kwargs=collective, daemon=True)
+        for rank in range(ranks)
+    ]
+    try:
+        for job in jobs:
+            job.start()
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("waits-*"))) < ranks:
+            assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("log-*")]
+            time.sleep(0.01)
+        assert jobs[lost].pid is not None
+        os.kill(jobs[lost].pid, how)
+        begun = time.monotonic()
+        survivors = [rank for rank in range(ranks) if rank != lost]
+        for rank in survivors:
+            jobs[rank].join(LIMIT_SECONDS)
+        seconds = time.monotonic() - begun
+        assert [jobs[rank].exitcode for rank in survivors] == [LOST_RANK] * len(survivors)
+        return [(folder / f"log-{rank}").read_text() for rank in survivors], seconds
+    finally:
+        for job in jobs:
+            job.kill()
+            job.join()
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "host"),
+    [(1, signal.SIGSTOP, "one"), (0, signal.SIGSTOP, "one"), (0, signal.SIGKILL, "one"), (1, signal.SIGSTOP, "")],
+    ids=["stopped in a collective", "the store's rank stopped", "the store's rank killed", "cut off on another host"],
+)
+def test_a_rank_whose_peer_is_lost_names_it_and_ends_by_itself(
+    tmp_path: Path, lost: int, how: signal.Signals, host: str
+) -> None:
+    [log], seconds = lose_a_rank(tmp_path, lost, how, host)
+    assert re.search(rf"no sign of life from rank {lost} for \d s: rank {1 - lost} was {STEP}; the job is ended", log)
+    last = rf"Last heard on {host or 'host'}.*, pid \d+: step 4, {STEP} for \d s, at "
+    assert re.search(rf"rank {lost} is dead, stopped or cut off\. {last}", log), log
+    # A tenth of the limit in silence, and as long again to make sure; a process that has ended is known at once.
+    assert seconds < 0.2 * LIMIT_SECONDS + failure.GRACE_SECONDS + 2.0, seconds
+
+
+def test_the_ranks_that_do_not_listen_to_the_lost_one_hear_of_it_and_end_too(tmp_path: Path) -> None:
+    logs, _ = lose_a_rank(tmp_path, 2, signal.SIGKILL, "one", ranks=4)
+    assert sum("rank 2 is dead, stopped or cut off" in log for log in logs) == 1, logs
+    assert sum("no sign of life" in log for log in logs) == 1, logs
+
+
+def test_ranks_that_leave_at_the_end_are_not_missed(tmp_path: Path) -> None:
+    place = (2, free_port(), tmp_path)
+    jobs = [FORK.Process(target=leave_one_after_the_other, args=(rank, *place), daemon=True) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0, 0], [path.read_text() for path in tmp_path.glob("log-*")]
 
 
 # Ranks that would not run the same thing -----------------------------------------------------------------------

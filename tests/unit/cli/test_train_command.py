@@ -134,6 +134,18 @@ def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
     assert train.main([config, "--doctor", "512"]) == 5
 
 
+@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("1", 1), ("", 2)])
+def test_torch_is_asked_for_the_gpus_where_no_tool_of_the_driver_is_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, ranks: int
+) -> None:
+    stand_in = "import os, types\nseen = os.environ['CUDA_VISIBLE_DEVICES'].split(',')\n"
+    stand_in += "cuda = types.SimpleNamespace(device_count=lambda: len([gpu for gpu in seen if gpu]))\n"
+    (tmp_path / "torch.py").write_text(stand_in)
+    for name, value in (("PATH", str(tmp_path)), ("PYTHONPATH", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value)
+    assert command.default_ranks() == ranks
+
+
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Passed:
         returncode = 0
