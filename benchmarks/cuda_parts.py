@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.cuda import CASES_FAILED, LOG, ROOT, Line, append, gpus_of, kill_descendants, last_lines, read
 
+CONFORMANCE_TESTS = "tests/ranks/attention/test_conformance.py"
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
 CORPUS_CACHE = Path(tempfile.gettempdir(), "torchtitan-cp-corpus")
 TRACE_BYTES = 16 << 20  # of a trace that is kept
@@ -146,10 +147,15 @@ def _last_error(report: Any) -> str:
     return " ".join((lines or str(report.longrepr).splitlines()[-1:])[-2:])[:300]
 
 
-def run_tests(record: Record, file: str, keyword: str) -> None:
-    """Run the tests of a file that a keyword expression chooses, without the suite's conftest and its packages."""
+def run_tests(
+    record: Record, file: str, keyword: str, marker: str = "cuda", conftest: Sequence[str] = ("--noconftest",)
+) -> None:
+    """Run the tests of a file that a keyword expression chooses.
+
+    By default without the suite's conftest, which imports all packages of the trainer.
+    """
     plugin = Cases(record)
-    options = ["--noconftest", "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", "cuda", "-k", keyword]
+    options = [*conftest, "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", marker, "-k", keyword]
     code = importlib.import_module("pytest").main([file, *options], plugins=[plugin])
     if code not in (0, 1, 5):  # 5: nothing was chosen, which is recorded
         record.case(f"pytest {file} -k {keyword!r}", False, f"exit code {int(code)}")
@@ -339,11 +345,16 @@ def _differences(value: Any) -> Iterator[float]:
 
 
 def conformance(record: Record) -> None:
-    """Ranks of benchmarks/cuda_ranks.py, of which the first records."""
-    program = ["-m", "benchmarks.cuda_ranks", str(record.path), *["--rehearsal"] * record.rehearsal]
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus_of(read(record.path))}"]
-    why = record.command([sys.executable, *start, *program])
-    record.case("all ranks", not why, why)
+    """The conformance tests of as many ranks as there are GPUs, on NCCL; in a rehearsal few of two ranks, on gloo."""
+    sizes = [size for size in (2, 3, 4, 8) if size <= gpus_of(read(record.path))]
+    keyword = " or ".join(f"(every_mask and {size}-default) or (bf16_error and -{size}])" for size in sizes)
+    if record.rehearsal:
+        keyword = "every_mask and ring-zigzag-2-default"
+    else:
+        os.environ["TEST_DEVICE"] = "cuda"
+    backend = importlib.import_module("tests.support.rank_pool").backend_of(2)
+    record.case("backend of the ranks", backend == "nccl" or record.rehearsal, backend=backend)
+    run_tests(record, CONFORMANCE_TESTS, keyword, "not jobs", [])
 
 
 def overlap(record: Record) -> None:
