@@ -2,7 +2,7 @@
 
 The busiest rank's tiles of a ring, all-gather or hybrid plan run one after another on one device, forward
 and backward, without a network; the single call is one full rectangle of the rank's own queries and as many
-keys, by the same kernel. Rates count the mask's true pairs.
+keys, by the same kernel and, where it is among them, by cuDNN's. Rates count the mask's true pairs.
 """
 
 import time
@@ -129,7 +129,8 @@ def measure(
 ) -> Iterator[Row]:
     """FLOP/s of each (on a CPU: a second of one core), and its share of the single call's.
 
-    heads: of queries, of keys; lengths: full sequences.
+    heads: of queries, of keys; lengths: full sequences. Name cudnn first to have
+    each kernel's share of cuDNN's single call.
     """
     on, of_type = torch.device(device), getattr(torch, dtype)
     for name in kernels:
@@ -147,13 +148,16 @@ def measure(
                 single[key] = rates(whole, KERNELS[name], queries, own, dim, on, of_type, rounds)
             reached = rates(steps, KERNELS[name], queries, own, dim, on, of_type, rounds)
             names = {"tokens": plan.sequence_length, "ranks": count, "mask": mask, "strategy": strategy, "kernel": name}
-            yield names | {
+            row = names | {
                 "tiles": sum(len(tiles) for _, tiles in steps),
                 "forward_tflops": reached[0] / 1e12,
                 "forward_share": reached[0] / single[key][0],
                 "backward_tflops": reached[1] / 1e12,
                 "backward_share": reached[1] / single[key][1],
             }
+            if cudnn := single.get(("cudnn", queries, own)):
+                row |= {"forward_of_cudnn": reached[0] / cudnn[0], "backward_of_cudnn": reached[1] / cudnn[1]}
+            yield row
 
 
 CUDA = torch.cuda.is_available()
