@@ -21,6 +21,7 @@ from torchtitan_cp.attention import (
     Plan,
     causal_conv,
     gated_delta_rule,
+    make_plan,
     sum_ranks,
 )
 from torchtitan_cp.attention.layout import LAYOUTS, Layout
@@ -315,3 +316,74 @@ def test_drawn_layouts_masks_and_gates_equal_token_by_token(
     for seed in range(count):
         for told, answers, want in ranks(size)(run_drawn, seed)[0]:
             check(answers, want, 1e-10, told)
+
+
+def run_long(seed: int, dtype: torch.dtype, rule: str, strategy: str, layout: str) -> list[Tensor]:
+    tensors = long_inputs(seed, dtype, rule)
+    return on_rank(make_cp(layout).plan(LONG, LONG_MASK), tensors, strategy=strategy)
+
+
+LONG, LONG_MASK = 576, AttentionMask(document_lengths=((150, 426),))
+
+
+def long_inputs(seed: int, dtype: torch.dtype, rule: str) -> list[Tensor]:
+    """Several chunks a run; gates near 0, so that states live long."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, g, beta, dout = draw(generator, (2, 4), rule, "soft", "between", LONG, 1)
+    return [x.to(dtype) for x in (q, k, v, 0.05 * g, beta, dout)]
+
+
+@cache
+def long_answers(dtype: torch.dtype, rule: str, exact: bool) -> list[Tensor]:
+    """Of the recurrence in fp64, or of one process in the inputs' dtype."""
+    *tensors, dout = long_inputs(1, dtype, rule)
+    if exact:
+        leaves = [x.double() for x in tensors]
+        return with_gradients(lambda *x: delta_rule(*x, LONG_MASK, SCALE), leaves, dout.double())
+    plan = make_plan(LONG, mask=LONG_MASK)
+    return with_gradients(lambda *x: gated_delta_rule(*x, plan, SCALE), tensors, dout)
+
+
+@pytest.mark.parametrize("strategy", ["state", "all_to_all"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_error_over_many_chunks_is_that_of_one_process(
+    ranks: Callable[[int], RankPool], rule: str, strategy: str
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        want, alone = long_answers(dtype, rule, True), long_answers(dtype, rule, False)
+        for layout in ("contiguous", "zigzag"):
+            answers = ranks(3)(run_long, 1, dtype, rule, strategy, layout)[0]
+            for got, single, reference in zip(answers, alone, want, strict=True):
+                allowed = 1.5 * (single - reference).norm() + 1e-7 * reference.norm()
+                assert (got - reference).norm() < allowed, (dtype, layout)
+
+
+def test_gates_that_add_up_to_minus_50000_in_a_chunk_overflow_nothing() -> None:
+    """A kernel that divides by cumulative decays makes exp(51200) of them."""
+    tensors = draw(torch.Generator().manual_seed(2), (2, 2), "KDA", "-800", "between", 130, 1)
+    *leaves, dout = (x.float() for x in tensors)
+    leaves[3][:, ::2] = 0.0
+    plan = make_plan(130)
+    want = with_gradients(lambda *x: delta_rule(*x, plan.mask, 1.0), [x.double() for x in leaves], dout.double())
+    check(with_gradients(lambda *x: gated_delta_rule(*x, plan, 1.0), leaves, dout), want, 1e-6, "gates")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_head_goes_by_its_own_gates_forward_and_backward(rule: str) -> None:
+    *leaves, dout = draw(torch.Generator().manual_seed(3), (4, 4), rule, "soft", "between", 100, 1)
+    plan = make_plan(100)
+    together = with_gradients(lambda *x: gated_delta_rule(*x, plan), leaves, dout)
+    for head in range(4):
+        alone = with_gradients(
+            lambda *x: gated_delta_rule(*x, plan),
+            [x[:, :, head : head + 1] for x in leaves],
+            dout[:, :, head : head + 1],
+        )
+        check([x[:, :, head : head + 1] for x in together], alone, 1e-13, head)
+
+
+def test_zeros_of_beta_and_gates_of_zero_keep_the_state_as_it_is() -> None:
+    q, k, v, g, beta, _ = draw(torch.Generator().manual_seed(4), (1, 1), "GDN", "0", "between", 70, 1)
+    beta[:, 1:] = 0.0
+    out = gated_delta_rule(q, k, v, g, beta, make_plan(70), scale=1.0)
+    torch.testing.assert_close(out, (q * k[:, :1]).sum(-1, keepdim=True) * beta[:, :1, :, None] * v[:, :1])

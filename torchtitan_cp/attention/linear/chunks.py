@@ -115,14 +115,14 @@ def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 Starts = Mapping[int, Tensor]  # chunk -> a state `[B, Hk, R, K, V]`, or its gradient
 
 
-def chunk_states(factors: Factors, entering: Starts) -> tuple[Tensor, Tensor]:
-    """(the states that enter the chunks `[N, B, Hk, R, K, V]`, the state that leaves the last).
+def chunk_states(factors: Factors, entering: Starts) -> Tensor:
+    """The states that enter the chunks, `[N, B, Hk, R, K, V]`.
 
     Args:
         entering: states that do not come from the chunk before; chunk 0's, where it is not among them, is zeros.
     """
     added = factors.k_out.mT @ factors.u
-    return _scan(factors.gamma, factors.k_out, factors.w, added, entering, range(len(added)))
+    return _scan(factors.gamma, factors.k_out, factors.w, added, entering, range(len(added)))[0]
 
 
 def chunk_outputs(factors: Factors, states: Tensor) -> Tensor:

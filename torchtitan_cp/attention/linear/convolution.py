@@ -4,6 +4,7 @@ The first positions of a run want the W - 1 before them, wherever these are: on 
 there, and backward their gradients travel home.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ def causal_conv(
     """
     if activation is not None:
         check_name("activation", activation, ACTIVATIONS)
-    check_mask(plan)
+    check_mask(plan, len(x))
     if (
         x.ndim != 3
         or weight.ndim != 2
@@ -59,7 +60,8 @@ def causal_conv(
         raise PlanError(f"causal_conv takes x [B, S/P, C], weight [C, W] and bias [C], got {shapes}")
     if x.shape[1] != plan.local_tokens:
         raise PlanError(f"the plan holds {plan.local_tokens} tokens a rank, got x {tuple(x.shape)}")
-    return convolve(x, weight, bias, plan.handle, activation is not None)
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    return convolve(inputs, plan.handle, activation is not None)
 
 
 class Move(NamedTuple):
@@ -101,7 +103,7 @@ def halo_moves(plan: Plan, width: int) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def _carry(x: Tensor, moves: list[Move], onto: Tensor, plan: Plan) -> None:
+def _carry(x: Tensor, moves: Sequence[Move], onto: Tensor, plan: Plan) -> None:
     """Add rows of `x` `[B, s, C]` on their source to those of `onto` on their target."""
     ranks, (batch, _, channels) = range(plan.ranks), x.shape
 
@@ -118,86 +120,75 @@ def _carry(x: Tensor, moves: list[Move], onto: Tensor, plan: Plan) -> None:
             onto[:, move.target_row : move.target_row + move.rows] += piece.view(batch, move.rows, channels)
 
 
-def _lengths(plan: Plan, width: int) -> list[int]:
-    """Of each run's halo and the run itself, in turn."""
-    return [length for start, stop in plan.layout.spans[plan.rank] for length in (width - 1, stop - start)]
+def _halos(x: Tensor, plan: Plan, width: int) -> Tensor:
+    """What precedes each run, zeros where nothing is read, `[B, runs (W - 1), C]`."""
+    halos = x.new_zeros(len(x), len(plan.layout.spans[plan.rank]) * (width - 1), x.shape[-1])
+    _carry(x, halo_moves(plan, width), halos, plan)
+    return halos
 
 
-def _with_halos(x: Tensor, halos: Tensor, lengths: list[int]) -> Tensor:
-    """Each run behind its halo, one after another, `[B, runs (W - 1) + S/P, ..]`."""
-    pieces = zip(halos.split(lengths[::2], 1), x.split(lengths[1::2], 1), strict=True)
-    return torch.cat([piece for pair in pieces for piece in pair], 1)
+def _convolve(plan: Plan, silu: bool, x: Tensor, halos: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The convolution of a rank's rows; differentiable."""
+    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
+    runs = [stop - start for start, stop in plan.layout.spans[plan.rank]]
 
+    def with_halos(x: Tensor, halos: Tensor) -> Tensor:
+        pairs = zip(halos.split([width - 1] * len(runs), 1), x.split(runs, 1), strict=True)
+        return torch.cat([piece for pair in pairs for piece in pair], 1)
 
-def _runs_of(x: Tensor, plan: Plan, width: int) -> tuple[Tensor, Tensor]:
-    """(runs behind their halos, how far each row is from its document's first `[1 or B, .., 1]`)."""
-    lengths, offsets = _lengths(plan, width), document_offsets(plan, x.device)
-    halos = x.new_zeros(len(x), sum(lengths[::2]), x.shape[-1])
-    _carry(x, list(halo_moves(plan, width)), halos, plan)
+    rows, offsets = with_halos(x, halos), document_offsets(plan, x.device)
     nowhere = offsets.new_full((len(offsets), halos.shape[1]), -1)
-    return _with_halos(x, halos, lengths), _with_halos(offsets, nowhere, lengths).unsqueeze(-1)
-
-
-def _convolve_runs(
-    runs: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, lengths: list[int]
-) -> Tensor:
-    """The convolution of runs behind their halos, without the halos; differentiable."""
-    width, dtype = weight.shape[1], accumulation_dtype(runs.dtype)
-    offsets = offsets[:, width - 1 :]
-    total = torch.zeros((), dtype=dtype, device=runs.device) if bias is None else bias.to(dtype)
+    offsets = with_halos(offsets, nowhere)[:, width - 1 :, None]
+    total = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for distance in range(width):
         # What lies further back than the document's first token is another's.
-        read = runs[:, width - 1 - distance : runs.shape[1] - distance].where(offsets >= distance, 0.0)
+        read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
         total = total + read.to(dtype) * weight[:, width - 1 - distance].to(dtype)
-    total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0)
-    return torch.cat(total.split(lengths[1:], 1)[::2], 1).to(runs.dtype)
+    total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0).to(x.dtype)
+    first, *rest = runs
+    pieces = total.split([first, *(length for run in rest for length in (width - 1, run))], 1)
+    return torch.cat(pieces[::2], 1)
 
 
 @torch.library.custom_op("torchtitan_cp::causal_conv", mutates_args=(), tags=UNSAFE)
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, silu: bool) -> Tensor:
-    """`[B, S/P, C]`."""
-    plan, width = find_plan(handle), weight.shape[1]
-    return _convolve_runs(*_runs_of(x, plan, width), weight, bias, silu, _lengths(plan, width))
+def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
+    """`[B, S/P, C]` of x, weight and perhaps bias."""
+    plan, (x, *parameters) = find_plan(handle), inputs
+    return _convolve(plan, silu, x, _halos(x, plan, parameters[0].shape[1]), *parameters)
 
 
 @convolve.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(inputs: list[Tensor], *_: Any) -> Tensor:
+    return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("torchtitan_cp::causal_conv_backward", mutates_args=(), tags=UNSAFE)
-def convolve_backward(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); dbias is empty without a bias."""
-    plan, width = find_plan(handle), weight.shape[1]
-    lengths = _lengths(plan, width)
-    runs, offsets = _runs_of(x, plan, width)
+def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: bool) -> list[Tensor]:
+    """The gradients of the inputs."""
+    plan, (x, *parameters) = find_plan(handle), inputs
+    width = parameters[0].shape[1]
     with above_autograd(), torch.enable_grad():
-        leaves = [y.detach().requires_grad_() for y in (runs, weight, bias) if y is not None]
-        out = _convolve_runs(leaves[0], offsets, leaves[1], None if bias is None else leaves[2], silu, lengths)
-        druns, *dparameters = torch.autograd.grad(out, leaves, dout)
-    pieces = druns.split(lengths, 1)
-    dx, dhalos = torch.cat(pieces[1::2], 1), torch.cat(pieces[::2], 1)
+        leaves = [y.detach().requires_grad_() for y in (x, _halos(x, plan, width), *parameters)]
+        out = _convolve(plan, silu, *leaves)
+        dx, dhalos, *dparameters = torch.autograd.grad(out, leaves, dout)
+    dx = dx.clone(memory_format=torch.contiguous_format)
     _carry(dhalos, [move.back() for move in halo_moves(plan, width)], dx, plan)
-    return dx, dparameters[0], dparameters[1] if bias is not None else x.new_empty(0)
+    return [dx, *dparameters]
 
 
 @convolve_backward.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, torch.empty_like(weight), x.new_empty(0) if bias is None else torch.empty_like(bias)
+def _(dout: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
+def _save_for_backward(ctx: Any, inputs: tuple[list[Tensor], Tensor, bool], output: Tensor) -> None:
+    tensors, handle, ctx.silu = inputs
+    ctx.save_for_backward(handle, *tensors)
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    *_, bias, _ = tensors = ctx.saved_tensors
-    dx, dweight, dbias = torch.ops.torchtitan_cp.causal_conv_backward(dout, *tensors, ctx.silu)
-    return dx, dweight, None if bias is None else dbias, None, None
+def _backward(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, None]:
+    handle, *tensors = ctx.saved_tensors
+    return torch.ops.torchtitan_cp.causal_conv_backward(dout, tensors, handle, ctx.silu), None, None
 
 
 convolve.register_autograd(_backward, setup_context=_save_for_backward)

@@ -57,6 +57,14 @@ class ChunkRows:
         first = self.runs[segment.run][0]
         return slice(first + segment.chunks[0], first + segment.chunks[1])
 
+    def at_starts(self, states: Tensor) -> dict[int, Tensor]:
+        """The states of each run, by its first chunk."""
+        return {run[0]: state for run, state in zip(self.runs, states, strict=False)}
+
+    def at_ends(self, states: Tensor) -> dict[int, Tensor]:
+        """The states of each run, by its last chunk."""
+        return {run[1] - 1: state for run, state in zip(self.runs, states, strict=False)}
+
     def join(self, chunks: Tensor) -> Tensor:
         """The inverse of `split`."""
         return chunks.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2).index_select(1, self.places)
