@@ -1,6 +1,7 @@
 """The plan's index arithmetic, pure and on one process: every allowed pair exactly once, no other."""
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,6 +40,19 @@ def pairs_computed(plans: list[Plan], rows: int) -> Tensor:
                 for row in range(rows) if tile.row == ALL_ROWS else [tile.row]:
                     computed[row, queries[:, None], keys[None, :]] += block
     return computed
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_segments_hold_each_token_of_each_document_once_in_order(case: tuple[int, int, AttentionMask, str]) -> None:
+    seq_len, ranks, mask, layout = case
+    plan = plans_of_all_ranks(seq_len, ranks, mask, layout)[0]
+    positions = [plan.layout.positions(rank) for rank in range(ranks)]
+    for documents, spans in zip(plan.segments, mask.documents(seq_len), strict=True):
+        for segments, span in zip(documents, spans, strict=True):
+            held = torch.cat([positions[segment.rank][slice(*segment.rows)] for segment in segments])
+            assert held.tolist() == list(range(*span))
+            assert all(one.rank != other.rank for one, other in pairwise(segments))
 
 
 def in_band(queries: int, keys: int, band: Band) -> Tensor:

@@ -1,0 +1,194 @@
+"""A short causal convolution of each channel, over documents that lie on several ranks.
+
+The first positions of a run want the W - 1 before them, wherever these are: on up to W - 1 other ranks. They travel
+there, and backward their gradients travel home.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.errors import PlanError, check_name
+from torchtitan_cp.attention.linear.operator import check_mask
+from torchtitan_cp.attention.linear.rows import KEPT, document_offsets
+from torchtitan_cp.attention.linear.states import cp_group
+from torchtitan_cp.attention.merge import accumulation_dtype
+from torchtitan_cp.attention.operator import UNSAFE
+from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan_registry import find_plan
+
+ACTIVATIONS = ("silu",)
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """A causal depthwise convolution of each document, differentiable. Collective over the plan's group.
+
+    Token t of a document becomes the sum over w < W of weight[:, W - 1 - w] x[t - w], as far as the document reaches.
+
+    Args:
+        x: `[B, S/P, C]`.
+        weight: `[C, W]`, the last column for the token itself, as of torch.nn.Conv1d without its middle dim. Its
+            gradient, like the bias's, is that of this rank's outputs: sum it over the ranks.
+        plan: this rank's, of any layout and packing; its mask is causal and has no window.
+        bias: `[C]`.
+        activation: "silu", or None.
+
+    Returns:
+        `[B, S/P, C]` in x's dtype; rows of padding are zero. Sums are fp32 (fp64 for fp64).
+
+    Raises:
+        PlanError: shapes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of two axes;
+            an unknown activation.
+    """
+    if activation is not None:
+        check_name("activation", activation, ACTIVATIONS)
+    check_mask(plan, len(x))
+    if (
+        x.ndim != 3
+        or weight.ndim != 2
+        or len(weight) != x.shape[-1]
+        or (bias is not None and bias.shape != x.shape[2:])
+    ):
+        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {None if bias is None else tuple(bias.shape)}"
+        raise PlanError(f"causal_conv takes x [B, S/P, C], weight [C, W] and bias [C], got {shapes}")
+    if x.shape[1] != plan.local_tokens:
+        raise PlanError(f"the plan holds {plan.local_tokens} tokens a rank, got x {tuple(x.shape)}")
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    return convolve(inputs, plan.handle, activation is not None)
+
+
+class Move(NamedTuple):
+    """Consecutive rows that travel: which rank's, from which row on; to which rank, and to which row on; how many."""
+
+    source: int
+    source_row: int
+    target: int
+    target_row: int
+    rows: int
+
+    def back(self) -> "Move":
+        """The way home."""
+        return Move(self.target, self.target_row, self.source, self.source_row, self.rows)
+
+
+@lru_cache(maxsize=KEPT)
+def halo_moves(plan: Plan, width: int) -> tuple[Move, ...]:
+    """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
+
+    Of batch rows that are packed differently, the one that reads most decides.
+    """
+    first_read: dict[int, int] = {}  # start of a run -> the first position that its tokens read
+    for documents in plan.segments:
+        for segments in documents:
+            for segment in segments[1:]:
+                first = max(segments[0].start, segment.start - width + 1)
+                first_read[segment.start] = min(first, first_read.get(segment.start, first))
+    moves, halos = [], [width - 1] * plan.ranks  # where the halo of each rank's next run ends
+    for place, (target, _, start, _) in enumerate(plan.layout.segments):
+        end, before = start, place
+        while end > first_read.get(start, start):
+            before -= 1
+            source, local, held, _ = plan.layout.segments[before]
+            first = max(held, first_read[start])
+            moves.append(Move(source, local + first - held, target, halos[target] + first - start, end - first))
+            end = first
+        halos[target] += width - 1
+    return tuple(moves)
+
+
+def _carry(x: Tensor, moves: Sequence[Move], onto: Tensor, plan: Plan) -> None:
+    """Add rows of `x` `[B, s, C]` on their source to those of `onto` on their target."""
+    ranks, (batch, _, channels) = range(plan.ranks), x.shape
+
+    def between(source: int, target: int) -> list[Move]:
+        return [move for move in moves if (move.source, move.target) == (source, target)]
+
+    sent = [[x[:, m.source_row : m.source_row + m.rows].flatten() for m in between(plan.rank, rank)] for rank in ranks]
+    arriving = [between(rank, plan.rank) for rank in ranks]
+    sizes = [[batch * move.rows * channels for move in of_rank] for of_rank in arriving]
+    parts = [torch.cat([x.new_empty(0), *of_rank]) for of_rank in sent]
+    received = cp_group(plan).exchange(parts, [sum(of_rank) for of_rank in sizes])
+    for flat, of_rank, lengths in zip(received, arriving, sizes, strict=True):
+        for move, piece in zip(of_rank, flat.split(lengths) if lengths else [], strict=True):
+            onto[:, move.target_row : move.target_row + move.rows] += piece.view(batch, move.rows, channels)
+
+
+def _halos(x: Tensor, plan: Plan, width: int) -> Tensor:
+    """What precedes each run, zeros where nothing is read, `[B, runs (W - 1), C]`."""
+    halos = x.new_zeros(len(x), len(plan.layout.spans[plan.rank]) * (width - 1), x.shape[-1])
+    _carry(x, halo_moves(plan, width), halos, plan)
+    return halos
+
+
+def _convolve(plan: Plan, silu: bool, x: Tensor, halos: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The convolution of a rank's rows; differentiable."""
+    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
+    runs = [stop - start for start, stop in plan.layout.spans[plan.rank]]
+
+    def with_halos(x: Tensor, halos: Tensor) -> Tensor:
+        pairs = zip(halos.split([width - 1] * len(runs), 1), x.split(runs, 1), strict=True)
+        return torch.cat([piece for pair in pairs for piece in pair], 1)
+
+    rows, offsets = with_halos(x, halos), document_offsets(plan, x.device)
+    nowhere = offsets.new_full((len(offsets), halos.shape[1]), -1)
+    offsets = with_halos(offsets, nowhere)[:, width - 1 :, None]
+    total = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    for distance in range(width):
+        # What lies further back than the document's first token is another's.
+        read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
+        total = total + read.to(dtype) * weight[:, width - 1 - distance].to(dtype)
+    total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0).to(x.dtype)
+    first, *rest = runs
+    pieces = total.split([first, *(length for run in rest for length in (width - 1, run))], 1)
+    return torch.cat(pieces[::2], 1)
+
+
+@torch.library.custom_op("torchtitan_cp::causal_conv", mutates_args=(), tags=UNSAFE)
+def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
+    """`[B, S/P, C]` of x, weight and perhaps bias."""
+    plan, (x, *parameters) = find_plan(handle), inputs
+    return _convolve(plan, silu, x, _halos(x, plan, parameters[0].shape[1]), *parameters)
+
+
+@convolve.register_fake
+def _(inputs: list[Tensor], *_: Any) -> Tensor:
+    return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("torchtitan_cp::causal_conv_backward", mutates_args=(), tags=UNSAFE)
+def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: bool) -> list[Tensor]:
+    """The gradients of the inputs."""
+    plan, (x, *parameters) = find_plan(handle), inputs
+    width = parameters[0].shape[1]
+    with above_autograd(), torch.enable_grad():
+        leaves = [y.detach().requires_grad_() for y in (x, _halos(x, plan, width), *parameters)]
+        out = _convolve(plan, silu, *leaves)
+        dx, dhalos, *dparameters = torch.autograd.grad(out, leaves, dout)
+    dx = dx.clone(memory_format=torch.contiguous_format)
+    _carry(dhalos, [move.back() for move in halo_moves(plan, width)], dx, plan)
+    return [dx, *dparameters]
+
+
+@convolve_backward.register_fake
+def _(dout: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[list[Tensor], Tensor, bool], output: Tensor) -> None:
+    tensors, handle, ctx.silu = inputs
+    ctx.save_for_backward(handle, *tensors)
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, None]:
+    handle, *tensors = ctx.saved_tensors
+    return torch.ops.torchtitan_cp.causal_conv_backward(dout, tensors, handle, ctx.silu), None, None
+
+
+convolve.register_autograd(_backward, setup_context=_save_for_backward)

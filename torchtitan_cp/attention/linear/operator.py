@@ -1,0 +1,257 @@
+"""The gated delta rule across ranks as an operator of torch.library, like attention: by the number of a plan.
+
+Strategy `state` computes all heads of a rank's rows, and passes states between ranks. Strategy `all_to_all` trades
+heads for sequence, and computes some heads of all rows. Backward makes a chunk's factors again; what it keeps
+besides the inputs are the states that enter a rank's runs, or what it received in trade.
+"""
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.errors import PlanError, check_name
+from torchtitan_cp.attention.linear import chunks
+from torchtitan_cp.attention.linear.chunks import Factors, Inputs
+from torchtitan_cp.attention.linear.rows import ChunkRows, chunk_rows, whole_sequence
+from torchtitan_cp.attention.linear.states import StateExchange, cp_group, most_maps
+from torchtitan_cp.attention.merge import accumulation_dtype
+from torchtitan_cp.attention.operator import UNSAFE
+from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan_registry import find_plan
+from torchtitan_cp.attention.strategies import all_to_all
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES = ("auto", "state", "all_to_all")
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    strategy: str = "auto",
+) -> Tensor:
+    """The gated delta rule over the full sequence, differentiable. Collective over the plan's group.
+
+    With a state S `[K, V]` of zeros at the start of each document, a token does S <- e^g S (each row by its own gate
+    for KDA), S <- S + beta k (v - S^T k)^T, and its output is scale S^T q.
+
+    Args:
+        q, k: `[B, S/P, Hk, K]`.
+        v: `[B, S/P, Hv, V]` of the same dtype; Hv is a multiple of Hk, and consecutive value heads share a key head.
+        g: `[B, S/P, Hv]` log gates, at most 0 (gated delta net); or `[B, S/P, Hv, K]` (Kimi delta attention).
+        beta: `[B, S/P, Hv]`, usually 0 to 1, or to 2.
+        plan: this rank's, of any layout and packing; its mask is causal and has no window.
+        scale: default K ** -0.5.
+        qk_l2norm: divide each head's query and key by their L2 norm first. Without it, keys should have norms of about
+            1: the state may grow without bound otherwise.
+        strategy: "state" passes states between ranks; "all_to_all" trades heads; "auto" takes what sends less, and
+            the log says why.
+
+    Returns:
+        `[B, S/P, Hv, V]` in v's dtype; rows of padding are zero. Sums are fp32 (fp64 for fp64).
+
+    Raises:
+        PlanError: shapes or dtypes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of
+            two axes, which the rule does not have; an unknown strategy.
+    """
+    check_name("strategy of linear attention", strategy, STRATEGIES)
+    check_mask(plan, len(q))
+    _check_shapes(Inputs(q, k, v, g, beta), plan)
+    # Gates travel beside the queries as columns of their dtype.
+    g, beta = (x.to(torch.promote_types(x.dtype, q.dtype)) for x in (g, beta.unsqueeze(-1)))
+    inputs = Inputs(q, k, v, g if g.ndim == 4 else g.unsqueeze(-1), beta)
+    trades = plan.ranks > 1 and (choose_strategy(inputs, plan)[0] if strategy == "auto" else strategy) == "all_to_all"
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return delta_rule(list(inputs), plan.handle, scale, qk_l2norm, plan.ranks, trades, plan.most_runs)[0]
+
+
+def check_mask(plan: Plan, batch: int) -> None:
+    """Raise PlanError if a plan's mask is one that a state does not have, or of another number of batch rows."""
+    if not plan.mask.causal or plan.mask.window[0] >= 0:
+        raise PlanError(
+            "linear attention and convolutions are causal and have no window, and the plan's mask is not so",
+            fix="give them a plan of a mask with the documents alone, made with `like` the other layers' plan",
+        )
+    rows = plan.mask.document_lengths
+    if rows is not None and len(rows) not in (1, batch):
+        raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
+
+
+def _check_shapes(inputs: Inputs, plan: Plan) -> None:
+    q, k, v, g, beta = inputs
+    per_head, gates = v.shape[:3], (v.shape[:3], (*v.shape[:3], q.shape[-1]))
+    fits = q.ndim == v.ndim == 4 and q.shape == k.shape and (len(q), plan.local_tokens) == q.shape[:2] == v.shape[:2]
+    if not fits or beta.shape != per_head or g.shape not in gates or v.shape[2] % q.shape[2]:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs._asdict().items())
+        raise PlanError(
+            f"the rule takes q, k [B, S/P, Hk, K], v [B, S/P, Hv, V], g [B, S/P, Hv] or [B, S/P, Hv, K] and "
+            f"beta [B, S/P, Hv], with S/P = {plan.local_tokens} and Hv a multiple of Hk, got {shapes}",
+            fix="shard with plan.shard",
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
+
+
+def choose_strategy(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
+    """(what `auto` takes, bytes that a rank sends forward and backward with states, and in trade, times P / (P - 1)).
+
+    Forward, a run sends A and B and gets a state; backward, it sends and gets one. That is an upper bound: a document
+    that begins or ends in a run needs less. Heads are traded where they divide and that carries less.
+    """
+    # torch.compile traces this function with sizes it may not know, so it must not format text.
+    (_, tokens, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
+    a_run = heads * key_dim * (key_dim + 4 * value_dim) * accumulation_dtype(inputs.q.dtype).itemsize
+    a_token = 2 * (key_heads * key_dim + heads * value_dim) * inputs.q.dtype.itemsize
+    a_token += heads * (inputs.g.shape[-1] * inputs.g.dtype.itemsize + inputs.beta.dtype.itemsize)
+    states, traded = plan.most_runs * a_run * len(inputs.q), 2 * tokens * a_token * len(inputs.q)
+    divide = key_heads % plan.ranks == 0 and heads % plan.ranks == 0
+    return "all_to_all" if divide and traded < states else "state", states, traded
+
+
+@lru_cache(maxsize=256)
+def _log_choice(strategy: str, ranks: int, heads: tuple[int, int], states: int, traded: int) -> None:
+    why = f"{heads[1]} value and {heads[0]} key heads; forward and backward, states send up to {states >> 10:,} KiB "
+    why += f"a rank, and trading heads (if they divide) {traded >> 10:,} KiB"
+    logger.info("linear attention on %d ranks takes strategy %s: %s", ranks, strategy, why)
+
+
+def _in_chunks(inputs: Inputs, rows: ChunkRows) -> Inputs:
+    """In the dtype of sums; a document's first token forgets all before it."""
+    dtype = accumulation_dtype(inputs.q.dtype)
+    q, k, v, g, beta = (rows.split(x.to(dtype), inputs.q.shape[2]) for x in inputs)
+    begins = rows.begins.unflatten(1, (-1, chunks.CHUNK)).transpose(0, 1)[:, :, None, None, :, None]
+    return Inputs(q, k, v, g.masked_fill(begins, float("-inf")), beta)
+
+
+def _forward(inputs: Inputs, plan: Plan, scale: float, qk_l2norm: bool) -> tuple[Tensor, list[Tensor]]:
+    """(out, [the states that enter the runs, the maps that were composed]) of this rank's rows."""
+    rows = chunk_rows(plan, inputs.q.device)
+    factors = chunks.make_factors(_in_chunks(inputs, rows), scale, qk_l2norm)
+    entering, maps = StateExchange(plan, rows, factors).enter()
+    states = chunks.chunk_states(factors, rows.at_starts(entering))
+    return rows.join(chunks.chunk_outputs(factors, states)).to(inputs.v.dtype), [entering, maps]
+
+
+def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, qk_l2norm: bool) -> list[Tensor]:
+    """The gradients of the inputs, in their dtypes.
+
+    Args:
+        kept: the inputs, and what `_forward` returned, unless no state enters.
+    """
+    inputs, (entering, maps) = Inputs(*kept[:5]), kept[5:] or [dout.new_empty(0)] * 2
+    rows = chunk_rows(plan, dout.device)
+    leaves = Inputs(*(x.requires_grad_() for x in _in_chunks(inputs, rows)))
+    with above_autograd(), torch.enable_grad():
+        made = chunks.make_factors(leaves, scale, qk_l2norm)
+    factors = Factors(*(x.detach() for x in made))
+    douts = rows.split(dout.to(factors.u.dtype), inputs.q.shape[2])
+    states = chunks.chunk_states(factors, rows.at_starts(entering))
+    leaving = StateExchange(plan, rows, factors).leave(douts, maps)
+    dstates, _ = chunks.chunk_gradients(factors, douts, rows.at_ends(leaving))
+    dfactors = chunks.factor_gradients(factors, states, douts, dstates)
+    with above_autograd():
+        gradients = torch.autograd.grad(made, leaves, dfactors)
+    return [rows.join(gradient).to(x.dtype) for gradient, x in zip(gradients, inputs, strict=True)]
+
+
+class _HeadTrade:
+    """Heads for sequence and back: of q, k, v, g and beta, or of v alone.
+
+    Args:
+        heads: Hv, Hk.
+    """
+
+    def __init__(self, plan: Plan, heads: tuple[int, int]) -> None:
+        self.group = cp_group(plan)
+        self.rows, shares = all_to_all.group_rows(plan, self.group), all_to_all.share_heads(*heads, plan.ranks)
+        self.shares = [(shares.keys, heads[1])] * 2 + [(shares.queries, heads[0])] * 3
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """`[B, S/P, H, ..] -> [B, S, h, ..]`."""
+        shares = self.shares if len(tensors) > 1 else self.shares[2:3]
+        columns = [x.contiguous().view(tensors[0].dtype) for x in tensors]
+        parts = [all_to_all.split_heads(x, held) for x, (held, _) in zip(columns, shares, strict=True)]
+        arrived = all_to_all.trade(parts, self.group)
+        return [all_to_all.join_rows(x, self.rows).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
+
+    def to_rows(self, *tensors: Tensor) -> list[Tensor]:
+        """`[B, S, h, ..] -> [B, S/P, H, ..]`; what several ranks have of a key head is summed."""
+        shares = self.shares if len(tensors) > 1 else self.shares[2:3]
+        parts = [all_to_all.split_rows(x.view(tensors[0].dtype), self.rows) for x in tensors]
+        arrived = zip(all_to_all.trade(parts, self.group), shares, tensors, strict=True)
+        return [all_to_all.join_heads(x, *of_rank).view(y.dtype) for x, of_rank, y in arrived]
+
+
+@torch.library.custom_op("torchtitan_cp::gated_delta_rule", mutates_args=(), tags=UNSAFE)
+def delta_rule(
+    inputs: list[Tensor], handle: Tensor, scale: float, qk_l2norm: bool, ranks: int, trades: bool, most_runs: int
+) -> tuple[Tensor, list[Tensor]]:
+    """(out `[B, S/P, Hv, V]`, what the backward needs: inputs and states, or the inputs that were traded)."""
+    plan, heads = find_plan(handle), (inputs[2].shape[2], inputs[0].shape[2])
+    if plan.ranks > 1:
+        _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *choose_strategy(Inputs(*inputs), plan)[1:])
+    if not trades:
+        return _forward(Inputs(*inputs), plan, scale, qk_l2norm)
+    trade = _HeadTrade(plan, heads)
+    traded = trade.to_heads(*inputs)
+    return trade.to_rows(_forward(Inputs(*traded), whole_sequence(plan), scale, qk_l2norm)[0])[0], traded
+
+
+@delta_rule.register_fake
+def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list[Tensor]]:
+    ranks, trades, most_runs = options[-3:]
+    q, _, v, *_ = inputs
+    (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if trades:
+        shares = all_to_all.share_heads(heads, key_heads, ranks)
+        held = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3
+        return out, [x.new_empty((batch, rows * ranks, h, x.shape[-1])) for x, h in zip(inputs, held, strict=True)]
+    dtype, maps = accumulation_dtype(q.dtype), batch * most_maps(ranks, most_runs, heads)
+    entering = q.new_empty((most_runs, batch, heads, key_dim, value_dim), dtype=dtype)
+    return out, [entering, q.new_empty(maps * key_dim * key_dim, dtype=dtype)]
+
+
+@torch.library.custom_op("torchtitan_cp::gated_delta_rule_backward", mutates_args=(), tags=UNSAFE)
+def delta_rule_backward(
+    dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, scale: float, qk_l2norm: bool, trades: bool
+) -> list[Tensor]:
+    """Gradients of q, k, v, g, beta."""
+    plan = find_plan(handle)
+    if not trades:
+        return _backward(dout, kept, plan, scale, qk_l2norm)
+    trade = _HeadTrade(plan, (dout.shape[2], key_heads))
+    (dout,) = trade.to_heads(dout)
+    return trade.to_rows(*_backward(dout, kept, whole_sequence(plan), scale, qk_l2norm))
+
+
+@delta_rule_backward.register_fake
+def _(dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, *options: Any) -> list[Tensor]:
+    batch, rows, heads, _ = dout.shape
+    held = (key_heads, key_heads, heads, heads, heads)
+    return [x.new_empty((batch, rows, h, x.shape[-1])) for x, h in zip(kept[:5], held, strict=True)]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
+    tensors, handle, scale, qk_l2norm, _, trades, _ = inputs
+    ctx.options = tensors[0].shape[2], scale, qk_l2norm, trades
+    ctx.save_for_backward(handle, *([] if trades else tensors), *output[1])
+
+
+def _autograd(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
+    handle, *kept = ctx.saved_tensors
+    gradients = torch.ops.torchtitan_cp.gated_delta_rule_backward(dout, kept, handle, *ctx.options)
+    return gradients, None, None, None, None, None, None
+
+
+delta_rule.register_autograd(_autograd, setup_context=_save_for_backward)
