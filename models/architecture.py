@@ -17,7 +17,7 @@ class Hub:
         sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
-        text_prefix: of the names of the text model in checkpoints of models that see pictures too; it stands for "model.".
+        text_prefix: stands for "model." in checkpoints of models that see pictures too.
         load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file) fills the part;
             ValueError says what the files lack. `config` then also takes the trained length and `rope_parameters`
             (None: the model's own), and gives all but the tokens.
