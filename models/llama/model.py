@@ -143,8 +143,8 @@ class Attention(nn.Module):
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.q_norm: nn.Module | None = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm: nn.Module | None = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.sinks = Sinks(args.n_heads) if args.sinks else None
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 

@@ -4,7 +4,7 @@ Source: the config.json of each released checkpoint (text_config), Qwen team, 20
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.llama.flavors import LlamaArgs
@@ -80,9 +80,9 @@ class HybridArgs(LlamaArgs):
         return super().problem()
 
 
-def _published(*sizes: int, values: int, tied: bool) -> HybridArgs:
-    shared = {"vocab_size": 248320, "norm_eps": 1e-6, "qk_norm": True}
-    return HybridArgs(*sizes, **shared, tie_embeddings=tied, linear_value_heads=values)
+def _published(args: LlamaArgs, values: int) -> HybridArgs:
+    """The sizes of a released model, with so many heads of values in its gated delta nets."""
+    return HybridArgs(**vars(replace(args, vocab_size=248320, norm_eps=1e-6, qk_norm=True)), linear_value_heads=values)
 
 
 # E, layers, Hq, Hkv, D, SwiGLU.
@@ -97,11 +97,11 @@ FLAVORS = {
         linear_value_dim=32,
         rotary_share=0.5,
     ),
-    "0.8B": _published(1024, 24, 8, 2, 256, 3584, values=16, tied=True),
-    "2B": _published(2048, 24, 8, 2, 256, 6144, values=16, tied=True),
-    "4B": _published(2560, 32, 16, 4, 256, 9216, values=32, tied=True),
-    "9B": _published(4096, 32, 16, 4, 256, 12288, values=32, tied=False),
-    "27B": _published(5120, 64, 24, 4, 256, 17408, values=48, tied=False),
+    "0.8B": _published(LlamaArgs(1024, 24, 8, 2, 256, 3584, tie_embeddings=True), 16),
+    "2B": _published(LlamaArgs(2048, 24, 8, 2, 256, 6144, tie_embeddings=True), 16),
+    "4B": _published(LlamaArgs(2560, 32, 16, 4, 256, 9216, tie_embeddings=True), 32),
+    "9B": _published(LlamaArgs(4096, 32, 16, 4, 256, 12288), 32),
+    "27B": _published(LlamaArgs(5120, 64, 24, 4, 256, 17408), 48),
 }
 
 PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {name: {"theta": 1e7} for name in FLAVORS if name != "debug"}
