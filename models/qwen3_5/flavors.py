@@ -46,6 +46,12 @@ class HybridArgs(LlamaArgs):
         """See LlamaArgs; 0 where a layer has no keys."""
         return tuple(0 if linear else 2 * self.n_heads * self.head_dim for linear in self.linear_layers)
 
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """See LlamaArgs: Hv K V."""
+        size = self.linear_value_heads * self.linear_key_dim * self.linear_value_dim
+        return tuple(size if linear else 0 for linear in self.linear_layers)
+
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
         key_dim, value_dim = (
