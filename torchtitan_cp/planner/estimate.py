@@ -20,7 +20,7 @@ SECONDS_A_DAY = 86400
 # their copies over the width; rotation (in fp32) and layout of heads; SwiGLU's two products. Compiled blocks fuse half.
 WIDTH_PASSES, HEAD_PASSES, FFN_PASSES, FUSED = 14, 8, 6, 0.5
 COPY_PASSES = 7  # of the rows that are dealt to experts, joined, weighted and summed
-# ASSUMED share of the rate of matrix products at which a recurrent state's chunks are worked off; not measured on a GPU.
+# ASSUMED share of the rate of matrix products at which a recurrence runs; not measured on a GPU.
 RECURRENCE_RATE = 0.2
 LOGIT_PASSES = 6  # of fp32 logits
 OPTIMIZER_PASSES = 7  # of fp32 numbers a parameter: weight, two moments read and written, gradient read
@@ -132,7 +132,7 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
 def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
     """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
 
-    6 a weight, and 6 Hq (Dqk + Dv) for each allowed pair of each layer: two products forward, four backward.
+    6 a weight, 18 a number of a recurrent state, and 6 Hq (Dqk + Dv) for each allowed pair of each layer.
     """
     pairs = {window: mask_pairs(seq_len, window, AttentionMask()) for window in set(args.layer_windows)}
     widths = zip(args.layer_windows, args.attention_widths, strict=True)
