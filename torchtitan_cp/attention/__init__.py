@@ -8,6 +8,8 @@ from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_
 from torchtitan_cp.attention.collectives import watch_messages
 from torchtitan_cp.attention.doctor import doctor
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
+from torchtitan_cp.attention.linear.convolution import causal_conv
+from torchtitan_cp.attention.linear.operator import gated_delta_rule
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
@@ -23,9 +25,11 @@ __all__ = [
     "Plan",
     "PlanError",
     "attend",
+    "causal_conv",
     "choose_strategy",
     "context_parallel",
     "doctor",
+    "gated_delta_rule",
     "make_plan",
     "sum_ranks",
     "watch_messages",

@@ -107,6 +107,14 @@ class Group:
         received = torch.empty_like(x)
         return self._trade(x, received, lambda: received).wait()
 
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Give the flat part i to rank i, and get `sizes[i]` values from it; nothing is sent for none."""
+        received = [parts[rank].new_empty(size) for rank, size in enumerate(sizes)]
+        received[self.rank] = parts[self.rank]
+        others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
+        sends = [(rank, parts[rank]) for rank in others if len(parts[rank])]
+        return self._post(sends, [(rank, received[rank]) for rank in others if sizes[rank]], lambda: received).wait()
+
     def maximum(self, x: Tensor) -> Tensor:
         """The element-wise maximum over the ranks."""
         x = x.clone()

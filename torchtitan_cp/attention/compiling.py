@@ -1,9 +1,17 @@
-"""torch.compile for blocks and kernels; the only place that handles its limits."""
+"""torch.compile for blocks and kernels, and autograd inside operators; the only place that handles their limits."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# The dispatch keys that are included and excluded by default, as they are while modules are imported.
+_DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+def above_autograd() -> Any:
+    """A context in which autograd and vmap work; torch.library runs its operators with both switched off."""
+    return torch._C._ForceDispatchKeyGuard(*_DEFAULT_KEYS)
 
 
 def compile_whole(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:

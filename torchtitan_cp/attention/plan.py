@@ -68,9 +68,12 @@ class Plan:
         groups: registered names of the process groups: of the ring, and of the inner groups if the mesh has two axes.
             Names, so that a plan stays plain data; none in a plan that is only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
+        most_runs: of consecutive positions that a rank holds, rounded up to a power of two: by it a compiled graph
+            knows the size of what linear attention keeps.
     """
 
     handle: ClassVar[Tensor]
+    most_runs: ClassVar[int]
 
     sequence_length: int
     mask: AttentionMask
@@ -84,6 +87,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.__dict__["handle"], first = register_plan(self)
+        self.__dict__["most_runs"] = 1 << (max(map(len, self.layout.spans)) - 1).bit_length()
         if first is not self:
             self.__dict__["first"] = first
 
@@ -128,10 +132,18 @@ class Plan:
         return self.layout.positions(self.rank)
 
     @cached_property
+    def segments(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
+        """The documents' segments on all ranks: `[row][document][segment]`, in the order of the sequence.
+
+        A document begins in its first segment and ends in its last one. Like the mask's `document_lengths`, one row
+        stands for a batch of any size. Padding is in no segment.
+        """
+        return tuple(cut_by_document(self.layout, documents) for documents in self.mask.documents(self.sequence_length))
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """Cumulative local lengths of the first batch row's documents, `[documents on this rank + 1]` int32."""
-        documents = cut_by_document(self.layout, self.mask.documents(self.sequence_length)[0])
-        lengths = [sum(s.stop - s.start for s in segments if s.rank == self.rank) for segments in documents]
+        lengths = [sum(s.stop - s.start for s in segments if s.rank == self.rank) for segments in self.segments[0]]
         return torch.tensor([0, *filter(None, lengths)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     @cached_property

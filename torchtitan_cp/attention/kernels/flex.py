@@ -21,24 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from torchtitan_cp.attention.compiling import compile_whole
+from torchtitan_cp.attention.compiling import above_autograd, compile_whole
 from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
 BLOCK = 128
-# The dispatch keys that are included and excluded by default, as they are while modules are imported.
-_DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-    with _above_autograd(), torch.no_grad():
+    with above_autograd(), torch.no_grad():
         return _run(q, k, v, tiles, scores)
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: tuple[Tile, ...], scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _above_autograd():
+    with above_autograd():
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scores)
@@ -48,11 +46,6 @@ def backward(
         dlse_step = (dout_step * (out_step.detach().float() - out.float())).sum(-1)
         dq, dk, dv = torch.autograd.grad((out_step, lse_step), leaves, (dout_step.to(out_step.dtype), dlse_step))
     return dq, dk, dv
-
-
-def _above_autograd() -> Any:
-    """A context in which autograd and vmap work; torch.library runs its operators with both switched off."""
-    return torch._C._ForceDispatchKeyGuard(*_DEFAULT_KEYS)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtitan_cp.attention.collectives import Group
 from torchtitan_cp.attention.mask import Span
 from torchtitan_cp.attention.merge import accumulation_dtype
+from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
@@ -54,40 +55,41 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShares:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     group = call.all_to_all_group
-    heads = share_heads(q.shape[2], k.shape[2], group.ranks)
-    parts = [_split_heads(q, heads.queries), _split_heads(k, heads.keys), _split_heads(v, heads.keys)]
-    q_rows, k_rows, v_rows = (_join_rows(arrived, call) for arrived in _trade(parts, group))
+    heads, rows = share_heads(q.shape[2], k.shape[2], group.ranks), group_rows(call.plan, group)
+    parts = [split_heads(q, heads.queries), split_heads(k, heads.keys), split_heads(v, heads.keys)]
+    q_rows, k_rows, v_rows = (join_rows(arrived, rows) for arrived in trade(parts, group))
     out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, call.for_heads(_slice_of(heads.queries[group.rank])))
     # The log-sum-exp travels with the output as further columns of its dtype, bit for bit.
     columns = lse.unsqueeze(-1).view(out.dtype)
-    outs, sums = _trade([_split_rows(out, call), _split_rows(columns, call)], group)
-    out, columns = (_join_heads(x, heads.queries, q.shape[2]) for x in (outs, sums))
+    outs, sums = trade([split_rows(out, rows), split_rows(columns, rows)], group)
+    out, columns = (join_heads(x, heads.queries, q.shape[2]) for x in (outs, sums))
     return out, columns.view(lse.dtype).squeeze(-1), residuals
 
 
 def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     group = call.all_to_all_group
-    heads = share_heads(dout.shape[2], call.key_heads, group.ranks)
-    dout_rows = _join_rows(_trade([_split_heads(dout, heads.queries)], group)[0], call)
+    heads, rows = share_heads(dout.shape[2], call.key_heads, group.ranks), group_rows(call.plan, group)
+    dout_rows = join_rows(trade([split_heads(dout, heads.queries)], group)[0], rows)
     *gradients, dsinks = ring.backward(dout_rows, residuals, call.for_heads(_slice_of(heads.queries[group.rank])))
     del dout_rows
     # Nothing else refers to the gradients, so that they are freed once they are in the message.
-    parts = [_split_rows(gradients.pop(0), call) for _ in range(3)]
-    dq_parts, dk_parts, dv_parts = _trade(parts, group)
+    parts = [split_rows(gradients.pop(0), rows) for _ in range(3)]
+    dq_parts, dk_parts, dv_parts = trade(parts, group)
     if dsinks is not None:
         before, after = (rank * len(dsinks) for rank in (group.rank, group.ranks - 1 - group.rank))
         dsinks = F.pad(dsinks, (before, after))[: dout.shape[2]]
-    dk, dv = (_join_heads(x, heads.keys, call.key_heads) for x in (dk_parts, dv_parts))
-    return _join_heads(dq_parts, heads.queries, dout.shape[2]), dk, dv, dsinks
+    dk, dv = (join_heads(x, heads.keys, call.key_heads) for x in (dk_parts, dv_parts))
+    return join_heads(dq_parts, heads.queries, dout.shape[2]), dk, dv, dsinks
 
 
 STRATEGY = Strategy(forward, backward, trades_heads=True)
 
 # What one rank receives: stretches of rows, one after the other, each `[B, rows, h, D]`.
 Stretches = list[Tensor]
+GroupRows = list[tuple[int, Span]]  # (rank within the group, its local rows)
 
 
-def _trade(tensors: list[list[Stretches]], group: Group) -> list[list[Tensor]]:
+def trade(tensors: list[list[Stretches]], group: Group) -> list[list[Tensor]]:
     """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
 
     Args:
@@ -116,7 +118,7 @@ def _trade(tensors: list[list[Stretches]], group: Group) -> list[list[Tensor]]:
     return views(group.all_to_all(message))
 
 
-def _split_heads(x: Tensor, heads: tuple[tuple[int, ...], ...]) -> list[Stretches]:
+def split_heads(x: Tensor, heads: tuple[tuple[int, ...], ...]) -> list[Stretches]:
     """`[B, s, H, D]`, each rank's heads; those past H are zeros."""
     missing = heads[-1][-1] + 1 - x.shape[2]
     padded = F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
@@ -129,7 +131,7 @@ def _slice_of(heads: tuple[int, ...]) -> slice:
     return slice(heads[0], heads[-1] + 1)
 
 
-def _join_heads(parts: list[Tensor], heads: tuple[tuple[int, ...], ...], count: int) -> Tensor:
+def join_heads(parts: list[Tensor], heads: tuple[tuple[int, ...], ...], count: int) -> Tensor:
     """`[B, s, count, D]` from each rank's heads: those past `count` are dropped, and those of several ranks summed."""
     held = sum(heads, ())
     if held == tuple(range(len(held))):
@@ -143,23 +145,22 @@ def _join_heads(parts: list[Tensor], heads: tuple[tuple[int, ...], ...], count: 
     return total.to(parts[0].dtype)
 
 
-def _join_rows(parts: list[Tensor], call: Call) -> Tensor:
+def join_rows(parts: list[Tensor], rows: GroupRows) -> Tensor:
     """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
-    return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in _group_rows(call)], 1)
+    return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in rows], 1)
 
 
-def _split_rows(x: Tensor, call: Call) -> list[Stretches]:
+def split_rows(x: Tensor, rows: GroupRows) -> list[Stretches]:
     """`[B, P*s, h, D]`, each rank's own rows."""
-    held: list[Stretches] = [[] for _ in range(call.all_to_all_group.ranks)]
+    held: list[Stretches] = [[] for _ in range(1 + max(rank for rank, _ in rows))]
     place = 0
-    for rank, (start, stop) in _group_rows(call):
+    for rank, (start, stop) in rows:
         held[rank].append(x[:, place : place + stop - start])
         place += stop - start
     return held
 
 
-def _group_rows(call: Call) -> list[tuple[int, Span]]:
-    """Rows of the group's ranks in the order of the sequence: (rank within the group, its local rows)."""
-    group = call.all_to_all_group
-    first = call.plan.rank - group.rank
-    return [(s.rank - first, s.rows) for s in call.plan.layout.segments if first <= s.rank < first + group.ranks]
+def group_rows(plan: Plan, group: Group) -> GroupRows:
+    """Rows of the group's ranks in the order of the sequence."""
+    first = plan.rank - group.rank
+    return [(s.rank - first, s.rows) for s in plan.layout.segments if first <= s.rank < first + group.ranks]

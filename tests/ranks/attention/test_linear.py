@@ -1,0 +1,317 @@
+"""The gated delta rule and the short convolution on real ranks against token by token in fp64."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.rank_pool import RankPool
+from tests.support.recurrence import convolution, delta_rule, documents_of
+from torchtitan_cp.attention import (
+    AttentionMask,
+    ContextParallel,
+    Plan,
+    causal_conv,
+    gated_delta_rule,
+    sum_ranks,
+)
+from torchtitan_cp.attention.layout import LAYOUTS, Layout
+
+S, BATCH, KEY_DIM, VALUE_DIM, SCALE = 48, 2, 8, 6, 0.4
+
+MASKS = {
+    "one document": AttentionMask(),
+    "packed": AttentionMask(document_lengths=((7, 1, 25, 15),)),
+    "documents of length 1": AttentionMask(document_lengths=((1,) * 48,)),
+    "a token at each end": AttentionMask(document_lengths=((1, 46, 1),)),
+    "rows packed differently": AttentionMask(document_lengths=((48,), (1, 30, 3, 14))),
+    "gaps": AttentionMask(document_lengths=((8, 20, 20),), used_lengths=((5, 20, 13),)),
+    "gaps of two rows": AttentionMask(document_lengths=((24, 24), (40, 8)), used_lengths=((3, 24), (40, 0))),
+}
+HEADS = {"4 of 4": (4, 4), "8 of 2": (2, 8), "3 of 3": (3, 3), "6 of 3": (3, 6), "2 of 1": (1, 2)}  # Hv of Hk
+GATES = ("soft", "0", "-1e-9", "-800", "mixed")
+BETAS = ("0", "1", "2", "between")
+STRATEGIES = ("state", "all_to_all", "auto")
+RULES = ("GDN", "KDA")
+DTYPES = (torch.float64, torch.float32)
+SIZES = (1, 2, 3, 4)
+
+
+class Case(NamedTuple):
+    """What a rule is given; heads' gates differ."""
+
+    mask: str
+    heads: str
+    rule: str
+    gates: str
+    beta: str
+    l2norm: bool
+    dtype: torch.dtype
+
+
+class Run(NamedTuple):
+    """A case and how ranks compute it."""
+
+    strategy: str
+    layout: str
+    size: int
+    case: Case
+
+
+def draw(
+    generator: torch.Generator,
+    heads: tuple[int, int],
+    rule: str,
+    gates: str,
+    beta: str,
+    length: int,
+    batch: int = BATCH,
+) -> list[Tensor]:
+    """q, k, v, g, beta and dout in fp64; keys have norm 1."""
+    key_heads, value_heads = heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, length, *shape, generator=generator, dtype=torch.float64)
+
+    q, k = normal(key_heads, KEY_DIM), normal(key_heads, KEY_DIM)
+    v, dout = normal(value_heads, VALUE_DIM), normal(value_heads, VALUE_DIM)
+    shape = (value_heads, KEY_DIM) if rule == "KDA" else (value_heads,)
+    # A head's gates are near a mean of its own.
+    soft = -normal(*shape).abs() * torch.linspace(0.05, 1.0, value_heads).view(-1, *[1] * (len(shape) - 1))
+    kinds = {"soft": soft, **{name: torch.full_like(soft, float(name)) for name in ("0", "-1e-9", "-800")}}
+    chosen = torch.randint(4, soft.shape, generator=generator)
+    kinds["mixed"] = torch.stack(list(kinds.values())).gather(0, chosen[None])[0]
+    between = 2 * torch.rand(batch, length, value_heads, generator=generator, dtype=torch.float64)
+    size = between if beta == "between" else torch.full_like(between, float(beta))
+    return [q, k / k.norm(dim=-1, keepdim=True), v, kinds[gates], size, dout]
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(sum(map(ord, "".join(case[:5]))))
+    return [x.to(case.dtype) for x in draw(generator, HEADS[case.heads], case.rule, case.gates, case.beta, S)]
+
+
+def tokens(mask: AttentionMask, length: int, batch: int) -> Tensor:
+    """`[B, S]` bool: whether a position holds a token of a document."""
+    held = torch.zeros(batch, length, dtype=torch.bool)
+    for row in range(batch):
+        for document in documents_of(mask, length, row):
+            held[row, list(document)] = True
+    return held
+
+
+def with_gradients(function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@cache
+def expected(case: Case) -> list[Tensor]:
+    """The recurrence's answer in fp64 to inputs as the case's dtype holds them."""
+    *tensors, dout = (x.double() for x in inputs(case))
+    mask = MASKS[case.mask]
+    return with_gradients(lambda *leaves: delta_rule(*leaves, mask, SCALE, case.l2norm), tensors, dout)
+
+
+@cache
+def make_cp(layout: str = "zigzag", strategy: str = "auto") -> ContextParallel:
+    return ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)), strategy, layout=layout)
+
+
+def on_rank(plan: Plan, tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """The rule on this rank's shard: the gathered out and gradients."""
+    *local, dout = (plan.shard(x) for x in tensors)
+    answers = with_gradients(lambda *leaves: gated_delta_rule(*leaves, plan, SCALE, **options), local, dout)
+    assert all(x.dtype == y.dtype for x, y in zip(answers[1:], tensors, strict=False))
+    return [plan.unshard(x) for x in answers]
+
+
+def run_cases(strategy: str, layout: str, cases: list[Case]) -> list[list[Tensor]]:
+    answers = []
+    for case in cases:
+        plan = make_cp(layout).plan(S, MASKS[case.mask])
+        answers.append(on_rank(plan, inputs(case), qk_l2norm=case.l2norm, strategy=strategy))
+    return answers if dist.get_rank() == 0 else []
+
+
+def check(answers: list[Tensor], want: list[Tensor], tolerance: float, told: Any) -> None:
+    """Relative L2 of each tensor; where the true value is next to nothing, of what it is a sum of."""
+    for number, (got, reference) in enumerate(zip(answers, want, strict=True)):
+        assert got.isfinite().all(), (told, number)
+        error = ((got - reference).norm() / max(reference.norm(), 0.01 * reference.numel() ** 0.5)).item()
+        assert error < tolerance, (told, number, error)
+
+
+FACTORS: list[list[Any]] = [
+    list(values) for values in (STRATEGIES, LAYOUTS, SIZES, MASKS, HEADS, RULES, GATES, BETAS, (False, True), DTYPES)
+]
+
+
+def pairs_of(values: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
+    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
+
+
+@cache
+def default_runs() -> tuple[Run, ...]:
+    """Runs that hold every pair of values of two factors: of 150 drawn ones, always that with the most new pairs."""
+    missing = {
+        (i, one, j, other)
+        for i, j in itertools.combinations(range(len(FACTORS)), 2)
+        for one, other in itertools.product(FACTORS[i], FACTORS[j])
+    }
+    drawn, chosen = random.Random(1), []
+    while missing:
+        candidates = [tuple(map(drawn.choice, FACTORS)) for _ in range(150)]
+        best = max(candidates, key=lambda values: len(pairs_of(values) & missing))
+        missing -= pairs_of(best)
+        chosen.append(Run(*best[:3], Case(*best[3:])))
+    return tuple(chosen)
+
+
+def deep_runs() -> list[Run]:
+    """Every strategy, layout, size, mask, head shape and rule in fp64, with the rest in turn."""
+    rest = itertools.cycle(itertools.product(GATES, BETAS, (False, True)))
+    ways = itertools.product(STRATEGIES[:2], LAYOUTS, SIZES, MASKS, HEADS, RULES)
+    return [
+        Run(strategy, layout, size, Case(*case, *values, torch.float64))
+        for (strategy, layout, size, *case), values in zip(ways, rest, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("chosen", ["default", pytest.param("all", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_mask_head_shape_gate_and_layout_equals_token_by_token(
+    ranks: Callable[[int], RankPool], size: int, chosen: str
+) -> None:
+    runs = [run for run in (default_runs() if chosen == "default" else deep_runs()) if run.size == size]
+    for strategy, layout in itertools.product(STRATEGIES, LAYOUTS):
+        cases = [run.case for run in runs if run[:2] == (strategy, layout)]
+        if not cases:
+            continue
+        for case, answers in zip(cases, ranks(size)(run_cases, strategy, layout, cases)[0], strict=True):
+            tolerance = 1e-10 if case.dtype == torch.float64 else 1e-5
+            check(answers, expected(case), tolerance, (strategy, layout, size, case))
+
+
+ConvolutionCase = tuple[str, int, bool, str | None, torch.dtype]  # mask, width, bias, activation, dtype
+
+
+def run_convolutions(layout: str, cases: list[ConvolutionCase]) -> list[list[Tensor]]:
+    answers = []
+    for mask, width, biased, activation, dtype in cases:
+        plan = make_cp(layout).plan(S, MASKS[mask])
+        answers.append(convolve_on_rank(plan, convolution_inputs(width, dtype), biased, activation))
+    return answers if dist.get_rank() == 0 else []
+
+
+def convolution_inputs(width: int, dtype: torch.dtype, length: int = S) -> list[Tensor]:
+    """x, weight, bias and dout, the same on every rank."""
+    generator = torch.Generator().manual_seed(width)
+    shapes = (BATCH, length, 5), (5, width), (5,), (BATCH, length, 5)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def convolve_on_rank(plan: Plan, tensors: list[Tensor], biased: bool, activation: str | None) -> list[Tensor]:
+    """The gathered out and dx, and dweight and dbias summed over the ranks."""
+    x, weight, bias, dout = tensors
+    leaves = [plan.shard(x), weight, *([bias] if biased else [])]
+
+    def convolve(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        return causal_conv(x, weight, plan, *bias, activation=activation)
+
+    out, dx, *rest = with_gradients(convolve, leaves, plan.shard(dout))
+    return [plan.unshard(out), plan.unshard(dx), *(sum_ranks(parameter, plan) for parameter in rest)]
+
+
+def expected_convolution(
+    mask: AttentionMask, tensors: list[Tensor], biased: bool, activation: str | None
+) -> list[Tensor]:
+    x, weight, bias, dout = (y.double() for y in tensors)
+    leaves = [x, weight, *([bias] if biased else [])]
+
+    def convolve(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        return convolution(x, weight, mask, *bias, activation=activation)
+
+    return with_gradients(convolve, leaves, dout)
+
+
+@cache
+def convolution_answers(case: ConvolutionCase) -> list[Tensor]:
+    mask, width, biased, activation, dtype = case
+    return expected_convolution(MASKS[mask], convolution_inputs(width, dtype), biased, activation)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_convolution_reads_the_preceding_tokens_of_its_document_wherever_they_are(
+    ranks: Callable[[int], RankPool], size: int
+) -> None:
+    options = itertools.cycle(itertools.product((4, 1, 7, 2), (True, False), ("silu", None), DTYPES))
+    for layout in LAYOUTS:
+        cases = [(mask, *values) for mask, values in zip(MASKS, options, strict=False)]
+        for case, answers in zip(cases, ranks(size)(run_convolutions, layout, cases)[0], strict=True):
+            tolerance = 1e-10 if case[-1] == torch.float64 else 1e-5
+            check(answers, convolution_answers(case), tolerance, (layout, size, case))
+
+
+def scattered(drawn: random.Random, length: int, ranks: int) -> Layout:
+    """Each rank holds as many tokens, in runs of 1 to 9 of them in any order."""
+    left, held, start = [length // ranks] * ranks, [[] for _ in range(ranks)], 0  # type: ignore[var-annotated]
+    while start < length:
+        rank = drawn.choice([rank for rank in range(ranks) if left[rank]])
+        taken = min(left[rank], drawn.randint(1, 9))
+        held[rank].append((start, start + taken))
+        left[rank], start = left[rank] - taken, start + taken
+    return Layout.of(held)
+
+
+def drawn_lengths(drawn: random.Random, length: int) -> tuple[int, ...]:
+    lengths = []
+    while (rest := length - sum(lengths)) > 0:
+        lengths.append(min(rest, drawn.choice((1, 2, 3, 5, 13, 40, 90))))
+    return tuple(lengths)
+
+
+def drawn_mask(drawn: random.Random, length: int) -> AttentionMask:
+    """One row or two, some with gaps."""
+    rows = tuple(drawn_lengths(drawn, length) for _ in range(drawn.choice((1, BATCH))))
+    used = tuple(tuple(drawn.choice((room, drawn.randint(0, room))) for room in lengths) for lengths in rows)
+    return AttentionMask(document_lengths=rows, used_lengths=used if drawn.random() < 0.3 else None)
+
+
+def run_drawn(seed: int) -> list[tuple[Any, list[Tensor], list[Tensor]]]:
+    """Answers and what is expected, of drawn masks, layouts, gates and widths; every rank draws the same."""
+    drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    length = 24 * drawn.randint(1, 6)
+    mask, cp = drawn_mask(drawn, length), make_cp()
+    plan = cp.plan(length, mask)
+    plan = replace(plan, layout=scattered(drawn, length, plan.ranks))
+    told = rule, heads, gates = drawn.choice(RULES), drawn.choice(list(HEADS)), drawn.choice(GATES)
+    tensors = draw(generator, HEADS[heads], rule, gates, "between", length)
+    answers = on_rank(plan, tensors, strategy=drawn.choice(STRATEGIES))
+    short = convolution_inputs(drawn.randint(1, 7), torch.float64, length)
+    convolved = convolve_on_rank(plan, short, True, "silu")
+    if dist.get_rank():
+        return []
+    *leaves, dout = tensors
+    want = with_gradients(lambda *x: delta_rule(*x, mask, SCALE), leaves, dout)
+    return [((seed, *told, plan), answers, want), (seed, convolved, expected_convolution(mask, short, True, "silu"))]
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_drawn_layouts_masks_and_gates_equal_token_by_token(
+    ranks: Callable[[int], RankPool], size: int, count: int
+) -> None:
+    for seed in range(count):
+        for told, answers, want in ranks(size)(run_drawn, seed)[0]:
+            check(answers, want, 1e-10, told)

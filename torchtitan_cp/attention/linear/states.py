@@ -1,0 +1,166 @@
+"""States across ranks. Over its rows of a document a rank maps the state S that enters to A S + B.
+
+Every rank computes A and B of its segments. Those of one head all go to one rank, which takes the state of every
+document from segment to segment and gives each rank the states that enter its segments. Backward, what a segment's
+own outputs ask of the state that enters, G, goes the same way in the opposite order: dS <- A^T dS + G. A document's
+first segment needs no A, and its last neither A nor B.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_cp.attention.collectives import Group
+from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.linear.chunks import Factors, chunk_gradients, summarize
+from torchtitan_cp.attention.linear.rows import ChunkRows, Crossing, crossings
+from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.tiles import ALL_ROWS
+
+Shape = tuple[int, ...]
+States = dict[Crossing, Tensor]  # `[b, H, K, columns]` each
+
+
+def cp_group(plan: Plan) -> Group:
+    """The group of all ranks that share a sequence.
+
+    Raises:
+        PlanError: there is none, since the mesh has two axes.
+    """
+    for group in plan.process_groups:
+        if group.ranks == plan.ranks:
+            return group
+    raise PlanError(
+        "linear attention and convolutions need one group of all context-parallel ranks, and the mesh has two axes",
+        fix="give a 1-D mesh, with strategy ring, all_gather or all_to_all",
+    )
+
+
+def most_maps(ranks: int, most_runs: int, heads: int) -> int:
+    """Maps A that a rank composes for one batch row at most: none for the first and last run of the sequence."""
+    return max(0, ranks * most_runs - 2) * -(-heads // ranks)
+
+
+class StateExchange:
+    """The states that cross ranks in one call of an operator.
+
+    Args:
+        plan: this rank's.
+        rows: its chunks.
+        factors: of its chunks.
+    """
+
+    def __init__(self, plan: Plan, rows: ChunkRows, factors: Factors) -> None:
+        self.plan, self.rows, self.factors = plan, rows, factors
+        self.documents, self.group = crossings(plan), cp_group(plan)
+        _, self.batch, *heads, _, self.key_dim = factors.w.shape
+        self.value_dim, self.heads = factors.u.shape[-1], math.prod(heads)
+        self.bounds = [rank * self.heads // self.group.ranks for rank in range(self.group.ranks + 1)]
+
+    def enter(self) -> tuple[Tensor, Tensor]:
+        """(the states that enter this rank's runs, the maps A of the heads that this rank composed).
+
+        Returns:
+            `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Their sizes do not
+            depend on the documents.
+        """
+        columns: dict[Crossing, int] = {}
+        for document in self.documents:
+            columns[document[0]] = self.value_dim
+            columns |= dict.fromkeys(document[1:-1], self.key_dim + self.value_dim)
+
+        def summary(segment: Crossing) -> Tensor:
+            return summarize(self._factors_of(segment), transition=columns[segment] > self.value_dim)
+
+        maps = [self.factors.w.new_empty(0)]
+
+        def compose(received: States) -> States:
+            entering = {}
+            for first, *inner, last in self.documents:
+                state = received[first]
+                for segment in inner:
+                    entering[segment] = state
+                    transition, added = received[segment].split([self.key_dim, self.value_dim], -1)
+                    maps.append(transition.flatten())
+                    state = transition @ state + added
+                entering[last] = state
+            return entering
+
+        entering = self._by_heads(columns, summary, compose)
+        kept, most = torch.cat(maps), self.batch * most_maps(self.group.ranks, self.plan.most_runs, self.heads)
+        return entering, F.pad(kept, (0, most * self.key_dim**2 - len(kept)))
+
+    def leave(self, dout: Tensor, maps: Tensor) -> Tensor:
+        """The gradients of the states that leave this rank's runs, `[runs, B, H, K, V]`, zeros where a document ends.
+
+        Args:
+            dout: `[N, B, Hk, R, C, V]`.
+            maps: of `enter`.
+        """
+        columns = {segment: self.value_dim for document in self.documents for segment in document[1:]}
+
+        def gradient_inside(segment: Crossing) -> Tensor:
+            dout_rows = dout[self.rows.chunks_of(segment), segment.rows]
+            return chunk_gradients(self._factors_of(segment), dout_rows, {})[1]
+
+        def compose(received: States) -> States:
+            leaving, all_inner = {}, [segment for document in self.documents for segment in document[1:-1]]
+            shapes = [self._shape(segment, self.key_dim, self.plan.rank) for segment in all_inner]
+            transitions = dict(zip(all_inner, _unpack(maps, shapes), strict=True))
+            for first, *inner, last in self.documents:
+                gradient = received[last]
+                for segment in reversed(inner):
+                    leaving[segment] = gradient
+                    gradient = transitions[segment].mT @ gradient + received[segment]
+                leaving[first] = gradient
+            return leaving
+
+        return self._by_heads(columns, gradient_inside, compose)
+
+    def _by_heads(
+        self, columns: dict[Crossing, int], make: Callable[[Crossing], Tensor], compose: Callable[[States], States]
+    ) -> Tensor:
+        """Make this rank's states, compose those of this rank's heads, and return what that gives for its runs.
+
+        Args:
+            columns: of the states of every rank.
+        """
+        ranks, me = range(self.group.ranks), self.plan.rank
+        made = [make(segment).flatten(1, 2) for segment in columns if segment.rank == me]
+        parts = [[x[:, first:stop] for x in made] for first, stop in pairwise(self.bounds)]
+        by_rank = [[segment for segment in columns if segment.rank == rank] for rank in ranks]
+        shapes = [[self._shape(segment, columns[segment], me) for segment in segments] for segments in by_rank]
+        received = zip(by_rank, self._trade(parts, shapes), strict=True)
+        composed = compose({key: x for keys, tensors in received for key, x in zip(keys, tensors, strict=True)})
+        by_rank = [[segment for segment in composed if segment.rank == rank] for rank in ranks]
+        parts = [[composed[segment] for segment in segments] for segments in by_rank]
+        shapes = [[self._shape(segment, self.value_dim, owner) for segment in by_rank[me]] for owner in ranks]
+        runs = self.factors.w.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
+        for segment, *pieces in zip(by_rank[me], *self._trade(parts, shapes), strict=True):
+            runs[segment.run, segment.rows] = torch.cat(pieces, 1)
+        return runs
+
+    def _factors_of(self, segment: Crossing) -> Factors:
+        return Factors(*(x[self.rows.chunks_of(segment), segment.rows] for x in self.factors))
+
+    def _shape(self, segment: Crossing, columns: int, owner: int) -> Shape:
+        """Of a segment's state, the heads that `owner` composes."""
+        batch = self.batch if segment.row == ALL_ROWS else 1
+        return batch, self.bounds[owner + 1] - self.bounds[owner], self.key_dim, columns
+
+    def _trade(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
+        """Give the tensors of part i to rank i, and get those of `shapes[i]` from it."""
+        empty = self.factors.w.new_empty(0)
+        flat = [torch.cat([empty, *(x.flatten() for x in part)]) for part in parts]
+        received = self.group.exchange(flat, [sum(map(math.prod, of_rank)) for of_rank in shapes])
+        return [_unpack(x, of_rank) for x, of_rank in zip(received, shapes, strict=True)]
+
+
+def _unpack(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The tensors that begin a flat one."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)] if sizes else []
