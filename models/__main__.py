@@ -29,6 +29,9 @@ def _rows(architecture: Architecture) -> Iterator[str]:
         options += [f"windows = {list(args.windows)}"] if any(args.windows) else []
         if hasattr(args, "n_experts"):
             options.append(f"{args.n_experts} experts, {args.experts_per_token} a token")
+        if any(args.state_sizes):
+            heads = f"{args.linear_key_heads} key and {args.linear_value_heads} value heads of {args.linear_key_dim}"
+            options.append(f"gated delta nets of {heads}, attention in one layer of {args.attention_every}")
         rope = ", ".join(f"{key} = {_toml(value)}" for key, value in architecture.published_rope.get(name, {}).items())
         cells = [f"`{name}`", *map(str, sizes), str(args.vocab_size or "the tokenizer's"), ", ".join(options)]
         yield f"| {' | '.join(cells)} | {f'`{{{rope}}}`' if rope else ''} |"

@@ -17,6 +17,7 @@ class Hub:
         sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
+        text_prefix: stands for "model." in checkpoints of models that see pictures too.
         load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file) fills the part;
             ValueError says what the files lack. `config` then also takes the trained length and `rope_parameters`
             (None: the model's own), and gives all but the tokens.
@@ -27,6 +28,7 @@ class Hub:
     names: Mapping[str, str]
     sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[..., dict[str, Any]]
+    text_prefix: str = ""
     load: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
     writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
 
@@ -39,7 +41,7 @@ class Architecture:
         flavors: sizes by name, frozen dataclasses with `vocab_size`, `n_layers`, `n_heads`, `n_kv_heads`,
             `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `logit_scale`, `logit_softcap`,
             `shares_keys`, `linear_parameters()` and `problem()`; for the planner also `matrix_parameters()`,
-            `token_ffn_dim` and `token_copies` (see LlamaArgs).
+            `token_ffn_dim`, `token_copies`, `attention_widths` and `state_sizes` (see LlamaArgs).
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
             `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,

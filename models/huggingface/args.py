@@ -106,6 +106,10 @@ class HuggingFaceArgs:
     def attention_widths(self) -> tuple[int, ...]:
         return tuple(layer.n_heads * (layer.qk_dim + layer.v_dim) for layer in self.look.layers)
 
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        return (0,) * self.n_layers
+
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
         return next(_heads(layer) for layer in self.look.layers if layer.window == window)

@@ -58,6 +58,11 @@ class LlamaArgs:
         """Hq times the sum of the dims of a key and a value, of each layer."""
         return (2 * self.n_heads * self.head_dim,) * self.n_layers
 
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Numbers in the recurrent state of each layer; 0 where it attends to keys."""
+        return (0,) * self.n_layers
+
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """Hq, Hkv and D of the layers with this window."""
         return self.n_heads, self.n_kv_heads, self.head_dim

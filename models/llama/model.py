@@ -28,23 +28,25 @@ class Llama(nn.Module):
             gets `sinks=` `[Hq]`.
     """
 
+    norm_type: type[nn.Module] = nn.RMSNorm
+
     def __init__(self, args: LlamaArgs, attend: Attend) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # By number, so that a pipeline stage keeps the names of its layers.
-        windows = enumerate(args.layer_windows)
-        self.layers = nn.ModuleDict({str(number): self.block(args, attend, window) for number, window in windows})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        blocks = {str(number): self.block(args, attend, number) for number in range(args.n_layers)}
+        self.layers = nn.ModuleDict(blocks)
+        self.norm = self.norm_type(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.rope: tuple[Tensor, float] | None = None
         self.opens = self.closes = True
 
-    def block(self, args: Any, attend: Attend, window: int) -> nn.Module:
+    def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """Build a layer; relatives of Llama override this."""
-        return Block(args, attend, window)
+        return Block(args, Attention(args, attend, args.layer_windows[number]))
 
     def keep(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
@@ -63,11 +65,11 @@ class Llama(nn.Module):
         """Use these rotary frequencies from the next forward on.
 
         Args:
-            inverse_frequencies: D/2 angles a position, in radians.
+            inverse_frequencies: rotary_dim/2 angles a position, in radians.
             attention_factor: multiplies cos and sin (1 except with scalings that say otherwise).
             device: where the model computes.
         """
-        assert len(inverse_frequencies) == self.args.head_dim // 2
+        assert len(inverse_frequencies) == self.args.rotary_dim // 2
         self.rope = (torch.tensor(inverse_frequencies, dtype=torch.float64, device=device), attention_factor)
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
@@ -117,11 +119,11 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """One layer: attention and SwiGLU, each behind its norm, each added to the residual stream."""
 
-    def __init__(self, args: LlamaArgs, attend: Attend, window: int) -> None:
+    def __init__(self, args: LlamaArgs, attention: nn.Module, norm_type: type[nn.Module] = nn.RMSNorm) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args, attend, window)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = norm_type(args.dim, eps=args.norm_eps)
+        self.attention = attention
+        self.ffn_norm = norm_type(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
@@ -141,8 +143,8 @@ class Attention(nn.Module):
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.q_norm: nn.Module | None = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm: nn.Module | None = nn.RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.sinks = Sinks(args.n_heads) if args.sinks else None
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 

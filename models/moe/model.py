@@ -31,9 +31,9 @@ class Moe(Llama):
 
     args: MoeArgs
 
-    def block(self, args: Any, attend: Attend, window: int) -> nn.Module:
+    def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
-        return MoeBlock(args, attend, window)
+        return MoeBlock(args, attend, args.layer_windows[number])
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
         """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the balance loss."""

@@ -9,15 +9,19 @@ from torchtitan_cp.attention.collectives import watch_messages
 from torchtitan_cp.attention.doctor import doctor
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.linear.convolution import causal_conv
-from torchtitan_cp.attention.linear.operator import gated_delta_rule
+from torchtitan_cp.attention.linear.operator import DELTA_RULE, gated_delta_rule
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR, prepare_plan
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.sdpa_context import context_parallel
 from torchtitan_cp.attention.strategies import choose_strategy
 
+# Policies of selective activation checkpointing keep what these give instead of computing it again.
+OPERATORS = (OPERATOR, DELTA_RULE)
+
 __all__ = [
     "OPERATOR",
+    "OPERATORS",
     "AttentionMask",
     "ContextParallel",
     "ContextParallelError",

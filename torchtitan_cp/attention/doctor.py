@@ -112,7 +112,8 @@ class _Comparison:
 
     def _cells(self, layer: str, call: Call) -> list[str]:
         """A row of the table."""
-        carried = f"attend {resolve_strategy(call.plan, *call.heads)[0]}, {call.plan.ranks} ranks"
+        how = "state" if call.recurrent else f"attend {resolve_strategy(call.plan, *call.heads)[0]}"
+        carried = f"{how}, {call.plan.ranks} ranks"
         options = (f"{call.scale:.4g}", call.plan.mask.window[0] + 1, call.softcap, call.sinks is not None)
         sizes = ("/".join(map(str, pair)) for pair in (call.heads, call.dims))
         return [layer, self._kind(layer), *sizes, *(str(option or "-") for option in options), carried]
@@ -140,7 +141,9 @@ class _Comparison:
         if event := _first_off(ranks.events, plain.events):
             layer = _owner(event)
             call = ranks.calls.get(layer)
-            fault, how = self._explain(call, layer, plain.events[event]) if call else (OTHER, "its output differs")
+            fault, how = OTHER, "its output differs"
+            if call and not call.recurrent:
+                fault, how = self._explain(call, layer, plain.events[event])
             yield fault, layer, how
         if abs(ranks.loss - plain.loss) > OFF * abs(plain.loss):
             how = (

@@ -146,5 +146,4 @@ def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 attention.register_autograd(_backward, setup_context=_save_for_backward)
 
-# Policies of selective activation checkpointing compare with this to keep an attention instead of recomputing it.
 OPERATOR = torch.ops.torchtitan_cp.attention.default

@@ -12,6 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_cp.attention.linear.convolution import CONVOLUTION
+from torchtitan_cp.attention.linear.operator import DELTA_RULE
 from torchtitan_cp.attention.operator import OPERATOR
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
@@ -21,7 +23,10 @@ Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of 
 
 
 class Call(NamedTuple):
-    """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events."""
+    """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events.
+
+    A gated delta rule is one with a recurrent state: (Hv, Hk), (K, V).
+    """
 
     heads: tuple[int, int]
     dims: tuple[int, int]
@@ -29,6 +34,7 @@ class Call(NamedTuple):
     scale: float
     softcap: float
     sinks: Tensor | None
+    recurrent: bool = False
 
 
 @dataclass
@@ -88,6 +94,14 @@ class _Recorder(TorchDispatchMode):
                 self.note(layer, name, x)
             if self.own_values:
                 return v.repeat_interleave(q.shape[2] // v.shape[2], 2), q.new_zeros(q.shape[:3]), []
+        elif func is DELTA_RULE:
+            q, _, v, _, _, handle, scale, *_ = args
+            heads, dims = (v.shape[2], q.shape[2]), (q.shape[3], v.shape[3])
+            self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, 0.0, None, recurrent=True))
+            if self.own_values:
+                return v.clone(), []
+        elif func is CONVOLUTION and self.own_values:
+            return args[0].clone()
         elif "softmax" in str(func) or "attention" in str(func):
             self.trace.attending.add(layer)
         return func(*args, **(kwargs or {}))

@@ -36,7 +36,7 @@ ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 
 
 @torch.no_grad()
-def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str]) -> None:
+def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str], text_prefix: str = "") -> None:
     """Fill the parts of a model from a folder, each rank its own shards.
 
     Args:
@@ -44,22 +44,27 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
         parts: this rank's, sharded in any way; parameters have the names they have in the whole model.
         names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
             of our first dim, as experts are separate tensors there.
+        text_prefix: where names begin with it, it stands for "model.", and what has no other place is passed by.
 
     Raises:
         ConfigError: files or tensors are missing, a tensor has another shape, or the model has no place for it.
     """
     files, open_once = _files_by_tensor(folder), cache(_open)
     known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
-    unknown = [name for name in files if re.sub(r"\.\d+\.", ".*.", name) not in known]
+    stored = {name: name for name in files}
+    if text_prefix and any(name.startswith(text_prefix) for name in files):
+        stored = {re.sub(f"^{re.escape(text_prefix)}", "model.", name): name for name in files}
+        known |= {re.sub(r"\.\d+\.", ".*.", ours) for ours, name in stored.items() if ours == name}
+    unknown = [name for name in stored if re.sub(r"\.\d+\.", ".*.", name) not in known]
     if unknown:
         raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for part in parts:
         for name, parameter in part.named_parameters():
             for hub_name, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
-                if hub_name not in files:
+                if hub_name not in stored:
                     raise _broken(folder, f"has no tensor {hub_name}, which is our {name}")
-                path = folder / files[hub_name]
-                _copy(open_once(path).get_slice(hub_name), shape, local, where, f"{path}: {hub_name}")
+                path = folder / files[stored[hub_name]]
+                _copy(open_once(path).get_slice(stored[hub_name]), shape, local, where, f"{path}: {hub_name}")
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
@@ -219,7 +224,7 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rop
         except ValueError as error:
             raise _broken(folder, str(error)) from None
     else:
-        load_hub_weights(folder, parts, hub.names)
+        load_hub_weights(folder, parts, hub.names, hub.text_prefix)
     logger.info("weights from %s", folder)
     theirs = _hub_rope_parameters(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     ours = rope_parameters(rope, rotary_dim) if rope else theirs

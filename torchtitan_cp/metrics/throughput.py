@@ -32,16 +32,17 @@ BELIEVABLE_MFU = 0.9
 def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> float:
     """FLOPs of training on one token: forward and twice that for backward, without recomputation.
 
-    6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key. Source: Kaplan et al., 2020, and appendix B
-    of PaLM (Chowdhery et al., 2022), with the causal half.
+    6 per weight; attention's two products cost 6 x Hq x (Dqk + Dv) per key; a recurrent state is read by the key and by
+    the query and written once, 18 per number. Source: Kaplan et al., 2020, and appendix B of PaLM (Chowdhery et al.,
+    2022), with the causal half.
 
     Args:
-        args: of the model, with `attention_widths`, `layer_windows`, `linear_parameters()`.
+        args: of the model, with `attention_widths`, `layer_windows`, `state_sizes`, `linear_parameters()`.
         keys: that a token sees in each layer, on average; None: those of one causal sequence.
     """
     keys = causal_keys(args.layer_windows, seq_len) if keys is None else keys
     attention = sum(width * seen for width, seen in zip(args.attention_widths, keys, strict=True))
-    return 6.0 * (args.linear_parameters() + attention)
+    return 6.0 * (args.linear_parameters() + attention + 3 * sum(args.state_sizes))
 
 
 def causal_keys(windows: Sequence[int], seq_len: int) -> list[float]:
@@ -57,8 +58,9 @@ def layer_costs(args: Any, seq_len: int) -> list[float]:
     """
     output = args.dim * args.vocab_size
     weights = (args.linear_parameters() - output) // args.n_layers
-    keys = zip(args.attention_widths, causal_keys(args.layer_windows, seq_len), strict=True)
-    costs = [6.0 * (weights + width * seen) for width, seen in keys]
+    keys = causal_keys(args.layer_windows, seq_len)
+    layers = zip(args.attention_widths, keys, args.state_sizes, strict=True)
+    costs = [6.0 * (weights + width * seen + 3 * state) for width, seen, state in layers]
     costs[0] += args.dim  # a look-up: backward adds each number once
     costs[-1] += 6.0 * output
     return costs

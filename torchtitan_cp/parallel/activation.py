@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan_cp.attention import OPERATOR
+from torchtitan_cp.attention import OPERATORS
 from torchtitan_cp.parallel.offload import HostMemory
 
 Forward = Callable[..., Any]
@@ -24,15 +24,15 @@ def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory
     """Save each block's input, and recompute the block in backward.
 
     Args:
-        kind: `none` saves everything; `full` the block's input alone; `attention_saved` also the attention's output
-            and log-sum-exp, so that attention never runs twice; `selective` also every matrix product.
+        kind: `none` saves everything; `full` the block's input alone; `attention_saved` also what attention and
+            gated delta rules give, so that they never run twice; `selective` also every matrix product.
         host: holds the attention of `attention_saved` instead of the device.
     """
     if kind == "none":
         return
     contexts: Callable[[], Any] | None = None
     if host and kind == "attention_saved":
-        contexts = host.save_outputs(OPERATOR)
+        contexts = host.save_outputs(OPERATORS)
     elif kind != "full":
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kind))
     for layer in model.layers.values():  # type: ignore[operator]
@@ -56,7 +56,7 @@ class Tiles:
 
 
 def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    kept = operator is OPERATOR or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
+    kept = operator in OPERATORS or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

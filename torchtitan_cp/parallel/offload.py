@@ -6,7 +6,7 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -132,8 +132,8 @@ class HostMemory:
 
         return run
 
-    def save_outputs(self, operator: Any) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
-        """For `checkpoint(context_fn=...)`: outputs of an operator are offloaded, and not computed again."""
+    def save_outputs(self, operators: Collection[Any]) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+        """For `checkpoint(context_fn=...)`: outputs of these operators are offloaded, and not computed again."""
 
         def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
             outputs: list[Any] = []
@@ -143,7 +143,7 @@ class HostMemory:
                 outputs.append(tree_map(self.offload, result))
                 return result
 
-            return _Intercept(operator, save), _Intercept(operator, lambda _: tree_map(restore, outputs.pop(0)))
+            return _Intercept(operators, save), _Intercept(operators, lambda _: tree_map(restore, outputs.pop(0)))
 
         return contexts
 
@@ -158,12 +158,12 @@ def restore(offloaded: Any) -> Any:
 
 
 class _Intercept(TorchDispatchMode):
-    """Hands each call of an operator to a function, instead of making it."""
+    """Hands each call of some operators to a function, instead of making it."""
 
-    def __init__(self, operator: Any, handle: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, operators: Collection[Any], handle: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self.operator, self.handle = operator, handle
+        self.operators, self.handle = operators, handle
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(function, *args, **(kwargs or {}))
-        return self.handle(call) if function is self.operator else call()
+        return self.handle(call) if function in self.operators else call()

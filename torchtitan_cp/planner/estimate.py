@@ -20,6 +20,8 @@ SECONDS_A_DAY = 86400
 # their copies over the width; rotation (in fp32) and layout of heads; SwiGLU's two products. Compiled blocks fuse half.
 WIDTH_PASSES, HEAD_PASSES, FFN_PASSES, FUSED = 14, 8, 6, 0.5
 COPY_PASSES = 7  # of the rows that are dealt to experts, joined, weighted and summed
+# ASSUMED share of the rate of matrix products at which a recurrence runs; not measured on a GPU.
+RECURRENCE_RATE = 0.2
 LOGIT_PASSES = 6  # of fp32 logits
 OPTIMIZER_PASSES = 7  # of fp32 numbers a parameter: weight, two moments read and written, gradient read
 
@@ -93,7 +95,8 @@ class Estimate(PlannedStage):
     @cached_property
     def volumes(self) -> dict[str, Volume]:
         """What the rank that sends most sends for attention, by strategy; hybrid only where it is possible."""
-        stage, settings, windows = self.stage, self.config.context_parallel, self.args.layer_windows
+        stage, settings = self.stage, self.config.context_parallel
+        windows = [window for own in self.ranks for window in own.windows]
         ranks = stage.all_to_all_ranks if stage.strategy == "hybrid" else settings.all_to_all_ranks
         ranks = ranks if stage.cp % ranks == 0 else 1
         forwards = 2 if self.config.activation.checkpoint == "full" else 1
@@ -129,11 +132,13 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
 def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
     """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
 
-    6 a weight, and 6 Hq (Dqk + Dv) for each allowed pair of each layer: two products forward, four backward.
+    6 a weight, 18 a number of a recurrent state, and 6 Hq (Dqk + Dv) for each allowed pair of each layer.
     """
     pairs = {window: mask_pairs(seq_len, window, AttentionMask()) for window in set(args.layer_windows)}
     widths = zip(args.layer_windows, args.attention_widths, strict=True)
-    return 6.0 * args.linear_parameters(), 6.0 * sum(width * pairs[window] for window, width in widths)
+    return 6.0 * (args.linear_parameters() + 3 * sum(args.state_sizes)), 6.0 * sum(
+        width * pairs[window] for window, width in widths
+    )
 
 
 def mask_pairs(seq_len: int, window: int, mask: AttentionMask) -> int:
@@ -150,6 +155,10 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
         attention = planned.attention(planned.strategy, planned.all_to_all_ranks, window)
         times, layer = own.windows.count(window) * stage.micro_batches, _layer_seconds(planned, attention, window)
         parts.append({name: times * value for name, value in layer.items()})
+    if states := own.layers - len(own.windows):
+        layer = _layer_seconds(planned, state_layer(planned), 0)
+        layer["attention"] += _recurrence_seconds(planned)
+        parts.append({name: states * stage.micro_batches * value for name, value in layer.items()})
     total = add_up(*parts)
     if degrees.pp > 1:
         share = bubble_fraction(config.parallel, degrees.pp, own.pipeline_stages, stage.micro_batches)
@@ -158,6 +167,24 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     on_host = config.parallel.fsdp_cpu_offload or config.optimizer.offload_state
     total["optimizer"] = moved / HOST_BANDWIDTH if on_host else planned.cluster.memory_seconds(moved)
     return total
+
+
+def state_layer(planned: PlannedStage) -> LayerCost:
+    """Messages of a layer with a recurrent state, for one sequence. Source: docs/linear_attention.md.
+
+    A rank sends two summaries of each of its two stretches and gets the states that enter them; in backward half.
+    """
+    ranks, tp = planned.stage.cp, planned.degrees.tp
+    state = max(planned.args.state_sizes) * FP32_BYTES * 2 * (ranks - 1) / ranks
+    seconds = planned.cluster.trade_seconds(state, ranks, tp)
+    return LayerCost(0, 3 * state, 2 * state, 3 * seconds, 2 * seconds)
+
+
+def _recurrence_seconds(planned: PlannedStage) -> float:
+    """Seconds of a layer's recurrence for a micro-batch, forward, backward and recomputation."""
+    rate = planned.cluster.rate(planned.config.training.compute_dtype, planned.cluster.accelerator.linear)
+    passes = 4 if planned.config.activation.checkpoint == "full" else 3
+    return passes * 6 * max(planned.args.state_sizes) * planned.tokens / (rate * RECURRENCE_RATE)
 
 
 def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> dict[str, float]:

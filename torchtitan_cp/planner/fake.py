@@ -23,13 +23,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from torchtitan_cp.attention import OPERATOR
+from torchtitan_cp.attention.linear.convolution import convolve, convolve_backward
+from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backward
 from torchtitan_cp.attention.operator import attention, attention_backward
 
-# Code of the attention operator, which a fake tensor would otherwise skip.
+# Code of the attention operators, which a fake tensor would otherwise skip.
 OPERATORS: dict[Any, Callable[..., Any]] = {
-    OPERATOR: attention._init_fn,
-    torch.ops.torchtitan_cp.attention_backward.default: attention_backward._init_fn,
+    operator._opoverload: operator._init_fn
+    for operator in (attention, attention_backward, delta_rule, delta_rule_backward, convolve, convolve_backward)
 }
 WORKING = "activations and buffers"
 

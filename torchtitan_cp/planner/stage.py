@@ -25,23 +25,21 @@ class PlannedRank:
     """What a pipeline rank has of a model; its tensor-parallel ranks share it.
 
     Attributes:
-        windows: of its layers, 0 for none.
+        layers: how many.
+        windows: of those that attend to keys, 0 for none; the others carry a recurrent state.
         pipeline_stages: how many.
         kept_layers: layers times the micro-batches whose activations are held at once.
         closes: it has the output layer.
         end_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
     """
 
+    layers: int
     windows: tuple[int, ...]
     pipeline_stages: int
     kept_layers: float
     closes: bool
     end_parameters: int
     parameters: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,13 @@ class PlannedStage:
 
     def _rank(self, pipeline: PipelineStages, rank: int) -> PlannedRank:
         numbers, counts = pipeline.of_rank(rank), self.counts
-        spans = (pipeline.layers[number] for number in numbers)
-        windows = tuple(window for start, stop in spans for window in self.args.layer_windows[start:stop])
-        kept = len(windows) * self._chunks_held(rank, len(numbers)) / len(numbers)
+        own = [layer for number in numbers for layer in range(*pipeline.layers[number])]
+        windows = tuple(self.args.layer_windows[layer] for layer in own if not self.args.state_sizes[layer])
+        kept = len(own) * self._chunks_held(rank, len(numbers)) / len(numbers)
         closes = len(pipeline.owner) - 1 in numbers
         ends = counts.ends(0 in numbers, closes, self.args.tie_embeddings)
-        return PlannedRank(windows, len(numbers), kept, closes, ends, len(windows) * counts.block + ends)
+        parameters = len(own) * counts.block + ends
+        return PlannedRank(len(own), windows, len(numbers), kept, closes, ends, parameters)
 
     def _chunks_held(self, rank: int, per_rank: int) -> int:
         """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""

@@ -18,6 +18,7 @@ from torchtitan_cp.data.batches.samples import PackedSequence
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import parity
 from torchtitan_cp.training.model import LayerAttention
+from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import examined_config
 from torchtitan_cp.training.trainer import Trainer
 
@@ -82,7 +83,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         return lambda: device.peak_memory_bytes() - before
 
     def single(plans: Any = None) -> Side:
-        model = parity.single_model(trainer, stage, weights, LayerAttention() if plans else parity.plain_attention)
+        model = parity.single_model(trainer, stage, weights, LayerAttention() if plans else PlainAttention())
         own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
 
         def step(changed: int | None) -> float:

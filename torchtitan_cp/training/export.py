@@ -154,6 +154,7 @@ def _write_settings(
     else:
         if start:
             before = json.loads((start / "config.json").read_text(encoding="utf-8"))
+            before = before.get("text_config", before)  # of a model that sees pictures too
             own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
         theirs = rope_parameters(rope or Rope(), args.rotary_dim)
         # For readers older than transformers 5.

@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_cp.attention import ContextParallel, Plan, attend, sum_ranks, watch_messages
+from torchtitan_cp.attention import (
+    ContextParallel,
+    Plan,
+    attend,
+    causal_conv,
+    gated_delta_rule,
+    sum_ranks,
+    watch_messages,
+)
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.labels import IGNORED
@@ -41,6 +49,16 @@ class LayerAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
         """Attention of a layer with this window; options as of `attend`."""
         return attend(q, k, v, plans[window], **options)
+
+    def causal_conv(self, x: Tensor, weight: Tensor, plans: dict[int, Plan], **options: Any) -> Tensor:
+        """As `attention.causal_conv`."""
+        return causal_conv(x, weight, plans[0], **options)
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plans: dict[int, Plan], **options: Any
+    ) -> Tensor:
+        """As `attention.gated_delta_rule`."""
+        return gated_delta_rule(q, k, v, g, beta, plans[0], **options)
 
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
         """Sum over the ranks that share each sequence."""

@@ -32,6 +32,7 @@ from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, rea
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import set_rope
+from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def _single_step(
 ) -> Step:
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32."""
     device = trainer.device
-    model = single_model(trainer, stage, weights, plain_attention, dtype)
+    model = single_model(trainer, stage, weights, PlainAttention(), dtype)
     tokens, labels, positions, documents = (device.move(x) for x in all_sequences(trainer, batch_layout))
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
@@ -233,39 +234,6 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "positions")]
     tokens, labels, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
     return tokens, labels, positions, numbers
-
-
-def plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor,
-    window: int,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Scaled dot-product attention of whole sequences with an explicit mask."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    rows = torch.arange(q.shape[2], device=q.device)
-    distance = rows.unsqueeze(1) - rows
-    seen = (distance >= 0) & (distance < (window or len(rows)))
-    mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
-    if softcap:
-        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
-        capped = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
-        if sinks is not None:
-            capped = torch.cat([capped, sinks.to(q.dtype)[:, None, None].expand(*capped.shape[:-1], 1)], -1)
-        weights = capped.softmax(-1)[..., : k.shape[2]]
-        return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2)
-    if sinks is not None:
-        # One more key and value of zeros, whose score is the sink.
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
-        column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
-        mask = torch.cat([scores, column], -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale).transpose(1, 2)
 
 
 @contextmanager

@@ -24,6 +24,11 @@ EXPERTS = (
     QK_NORM,
     *(f"model.overrides.{size}" for size in ("ffn_dim=40", "n_experts=6", "experts_per_token=2", "balance=0.5")),
 )
+HYBRID_MODEL = (
+    "model.architecture=qwen3_5",
+    FOUR_LAYERS,
+    *(f"model.overrides.linear_{size}" for size in ("key_heads=3", "value_heads=6", "key_dim=8", "value_dim=12")),
+)
 # What is compared with one rank of the same model.
 MODELS: dict[str, tuple[str, ...]] = {
     "2 layers": (),
@@ -36,6 +41,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "sinks and windows, gpt-oss": (SINKS, "model.overrides.windows=[50, 0]"),
     "every option": (BIAS, QK_NORM, SINKS, "model.overrides.windows=[0, 50]"),
     "experts": EXPERTS,
+    "Qwen3.5": HYBRID_MODEL,
 }
 
 
@@ -89,6 +95,7 @@ LAYOUTS = {
     "CP 4, balanced hybrid, selective, experts": Layout(
         4, "cp=4", f"{HYBRID} {LAYOUT}balanced {SELECTIVE}", "experts", deep=False
     ),
+    "FSDP 2 x CP 2, Qwen3.5": Layout(4, "cp=2", "", "Qwen3.5", deep=False),
     "PP 2 x TP 2, 1F1B, untied": Layout(4, "pp=2 tp=2", "", "4 layers, untied", deep=False),
     "PP 2 x FSDP 2, interleaved": Layout(4, "pp=2 pp_schedule=interleaved_1f1b", "", "4 layers", deep=False),
     # FSDP, HSDP, CP and TP.
@@ -151,6 +158,11 @@ LAYOUTS = {
         4, "cp=2 tp=2", f"{STRATEGY}all_to_all {ATTENTION_SAVED}", "every option"
     ),
     "PP 2 x TP 2, compiled, every option": Layout(4, "pp=2 tp=2", COMPILED, "every option"),
+    # States cross ranks.
+    "FSDP 2, Qwen3.5": Layout(2, "", "", "Qwen3.5"),
+    "CP 2, compiled, Qwen3.5": Layout(2, "cp=2", COMPILED, "Qwen3.5"),
+    "CP 4, balanced, recomputed, Qwen3.5": Layout(4, "cp=4", f"{LAYOUT}balanced {FULL}", "Qwen3.5"),
+    "PP 2 x CP 2, attention saved, Qwen3.5": Layout(4, "pp=2 cp=2", ATTENTION_SAVED, "Qwen3.5"),
     # Experts: their balance loss is in the gradient exactly once.
     "FSDP 2, experts": Layout(2, "", "", "experts"),
     "FSDP 2, two sequences at once, no accumulation, experts": Layout(2, "", TWO_AT_ONCE, "experts"),
@@ -171,6 +183,7 @@ PACKED = {
     "CP 4, all-gather, windows": Layout(4, "cp=4", f"{STRATEGY}all_gather", "4 layers, windows", deep=False),
     "CP 2 x TP 2, all-to-all": Layout(4, "cp=2 tp=2", f"{STRATEGY}all_to_all", "4 layers", deep=False),
     "PP 2 x CP 2, balanced": Layout(4, "pp=2 cp=2", f"{LAYOUT}balanced", "4 layers", deep=False),
+    "CP 4, documents, selective, Qwen3.5": Layout(4, "cp=4", f"{LAYOUT}documents {SELECTIVE}", "Qwen3.5", deep=False),
 }
 
 

@@ -14,6 +14,7 @@ def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
         linear_parameters=lambda: linear_parameters,
         layer_windows=windows,
         attention_widths=[4 * (64 + 64)] * len(windows),
+        state_sizes=[0] * len(windows),
     )
 
 

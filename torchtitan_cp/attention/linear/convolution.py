@@ -192,3 +192,5 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, None]:
 
 
 convolve.register_autograd(_backward, setup_context=_save_for_backward)
+
+CONVOLUTION = torch.ops.torchtitan_cp.causal_conv.default

@@ -255,3 +255,5 @@ def _autograd(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 delta_rule.register_autograd(_autograd, setup_context=_save_for_backward)
+
+DELTA_RULE = torch.ops.torchtitan_cp.gated_delta_rule.default

@@ -1,0 +1,113 @@
+"""Sizes of Qwen3.5 by name: gated delta nets, and full attention in one layer of four.
+
+Source: the config.json of each released checkpoint (text_config), Qwen team, 2026; 3.6 has the same block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from models.llama.flavors import LlamaArgs
+
+
+@dataclass(frozen=True)
+class HybridArgs(LlamaArgs):
+    """Sizes of a hybrid; n_heads, n_kv_heads and head_dim are those of its layers of full attention.
+
+    Attributes:
+        linear_key_heads: Hk, heads of queries and keys in the gated delta rule.
+        linear_value_heads: Hv, its heads of values; a multiple of Hk.
+        linear_key_dim, linear_value_dim: K and V, their dims.
+        conv_width: W, positions that the convolution before it sees.
+        attention_every: one layer of so many has full attention, the last of them.
+        rotary_share: the part of a head that RoPE turns.
+    """
+
+    linear_key_heads: int = 16
+    linear_value_heads: int = 32
+    linear_key_dim: int = 128
+    linear_value_dim: int = 128
+    conv_width: int = 4
+    attention_every: int = 4
+    rotary_share: float = 0.25
+
+    @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has a gated delta net."""
+        return tuple((number + 1) % self.attention_every > 0 for number in range(self.n_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """See LlamaArgs."""
+        return int(self.head_dim * self.rotary_share)
+
+    @property
+    def attention_widths(self) -> tuple[int, ...]:
+        """See LlamaArgs; 0 where a layer has no keys."""
+        return tuple(0 if linear else 2 * self.n_heads * self.head_dim for linear in self.linear_layers)
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """See LlamaArgs: Hv K V."""
+        size = self.linear_value_heads * self.linear_key_dim * self.linear_value_dim
+        return tuple(size if linear else 0 for linear in self.linear_layers)
+
+    def linear_parameters(self) -> int:
+        """See LlamaArgs."""
+        key_dim, value_dim = (
+            self.linear_key_heads * self.linear_key_dim,
+            self.linear_value_heads * self.linear_value_dim,
+        )
+        convolution = self.conv_width * (2 * key_dim + value_dim)
+        delta_net = self.dim * (2 * key_dim + 3 * value_dim + 2 * self.linear_value_heads) + convolution
+        attention = self.dim * self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)
+        mixers = sum(delta_net if linear else attention for linear in self.linear_layers)
+        return mixers + self.n_layers * 3 * self.dim * self.ffn_dim + self.dim * self.vocab_size
+
+    def small_parameters(self, tp: int) -> int:
+        """See LlamaArgs; the mean over layers."""
+        delta_net, attention = 2 * self.linear_value_heads + self.linear_value_dim, 2 * self.head_dim
+        of_mixers = sum(delta_net if linear else attention for linear in self.linear_layers)
+        return 2 * self.dim + of_mixers // self.n_layers
+
+    def problem(self) -> str | None:
+        """Why these sizes are not a valid model, or None."""
+        linear = (self.linear_key_heads, self.linear_value_heads, self.linear_key_dim, self.linear_value_dim)
+        if min(*linear, self.conv_width, self.attention_every) < 1:
+            return "every size of the gated delta net must be at least 1"
+        if self.linear_value_heads % self.linear_key_heads:
+            return f"linear_value_heads = {self.linear_value_heads} is not a multiple of {self.linear_key_heads}"
+        if self.n_layers < self.attention_every:
+            return f"n_layers = {self.n_layers} leaves no layer of full attention (attention_every)"
+        if not 0 < self.rotary_share <= 1 or self.rotary_dim % 2 or not self.rotary_dim:
+            return f"rotary_share = {self.rotary_share} of head_dim = {self.head_dim} is no even number of entries"
+        if any(self.windows) or self.qkv_bias or self.sinks or not self.qk_norm:
+            return "its attention has qk_norm, and no windows, biases or sinks"
+        return super().problem()
+
+
+def _published(args: LlamaArgs, values: int) -> HybridArgs:
+    """The sizes of a released model, with so many heads of values in its gated delta nets."""
+    return HybridArgs(**vars(replace(args, vocab_size=248320, norm_eps=1e-6, qk_norm=True)), linear_value_heads=values)
+
+
+# E, layers, Hq, Hkv, D, SwiGLU.
+FLAVORS = {
+    "debug": HybridArgs(
+        *(192, 4, 6, 2, 32, 512),
+        tie_embeddings=True,
+        qk_norm=True,
+        linear_key_heads=3,
+        linear_value_heads=6,
+        linear_key_dim=32,
+        linear_value_dim=32,
+        rotary_share=0.5,
+    ),
+    "0.8B": _published(LlamaArgs(1024, 24, 8, 2, 256, 3584, tie_embeddings=True), 16),
+    "2B": _published(LlamaArgs(2048, 24, 8, 2, 256, 6144, tie_embeddings=True), 16),
+    "4B": _published(LlamaArgs(2560, 32, 16, 4, 256, 9216, tie_embeddings=True), 32),
+    "9B": _published(LlamaArgs(4096, 32, 16, 4, 256, 12288), 32),
+    "27B": _published(LlamaArgs(5120, 64, 24, 4, 256, 17408), 48),
+}
+
+PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {name: {"theta": 1e7} for name in FLAVORS if name != "debug"}

@@ -1,0 +1,73 @@
+"""Qwen3.5 as Hugging Face checkpoints: names of weights and keys of config.json, as data.
+
+Source: `modeling_qwen3_5` and `configuration_qwen3_5` of Hugging Face transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.architecture import Hub
+from models.llama import hub as llama
+from models.qwen3_5.flavors import HybridArgs
+
+NAMES = {name: theirs for name, theirs in llama.NAMES.items() if not name.endswith("bias")} | {
+    "layers.*.attention.wqkv.weight": "model.layers.*.linear_attn.in_proj_qkv.weight",
+    "layers.*.attention.wz.weight": "model.layers.*.linear_attn.in_proj_z.weight",
+    "layers.*.attention.wb.weight": "model.layers.*.linear_attn.in_proj_b.weight",
+    "layers.*.attention.wa.weight": "model.layers.*.linear_attn.in_proj_a.weight",
+    "layers.*.attention.conv_weight": "model.layers.*.linear_attn.conv1d.weight",
+    "layers.*.attention.A_log": "model.layers.*.linear_attn.A_log",
+    "layers.*.attention.dt_bias": "model.layers.*.linear_attn.dt_bias",
+    "layers.*.attention.norm.weight": "model.layers.*.linear_attn.norm.weight",
+    "layers.*.attention.out.weight": "model.layers.*.linear_attn.out_proj.weight",
+}
+KEYS = {
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_key_dim": "linear_key_head_dim",
+    "linear_value_dim": "linear_value_head_dim",
+    "conv_width": "linear_conv_kernel_dim",
+}
+TEXT = "model.language_model."  # where the text model is in a checkpoint that sees pictures too
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a HybridArgs from a config.json, of a multimodal one those of its text model.
+
+    Raises:
+        ValueError: this block cannot be the described model; the message says why.
+    """
+    config = config.get("text_config", config)
+    if config.get("model_type") != "qwen3_5_text":
+        raise ValueError(f"model_type is {config.get('model_type')!r}, and this architecture is qwen3_5")
+    kinds = config.get("layer_types") or []
+    every = config.get("full_attention_interval") or (kinds.index("full_attention") + 1 if kinds else 4)
+    found = {
+        **llama.sizes({**config, "model_type": "qwen3", "layer_types": None}),
+        **{name: config[key] for name, key in KEYS.items()},
+        "attention_every": every,
+        "rotary_share": (config.get("rope_parameters") or config).get("partial_rotary_factor", 0.25),
+    }
+    if kinds and kinds != _kinds(found["n_layers"], every):
+        raise ValueError("layer_types is not full attention in the last of every few layers")
+    return found
+
+
+def _kinds(layers: int, every: int) -> list[str]:
+    return ["linear_attention" if (number + 1) % every else "full_attention" for number in range(layers)]
+
+
+def config(args: HybridArgs) -> dict[str, Any]:
+    """A config.json of these args, without rotary embedding, length and tokens."""
+    return {
+        **{key: getattr(args, name) for name, key in (llama.KEYS | KEYS).items()},
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "layer_types": _kinds(args.n_layers, args.attention_every),
+        "partial_rotary_factor": args.rotary_share,
+    }
+
+
+HUB = Hub(NAMES, sizes, config, text_prefix=TEXT)
