@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):
             if self.own_values:
                 return v.repeat_interleave(q.shape[2] // v.shape[2], 2), q.new_zeros(q.shape[:3]), []
         elif func is DELTA_RULE:
-            q, _, v, _, _, handle, scale, *_ = args
+            (q, _, v, *_), handle, scale, *_ = args
             heads, dims = (v.shape[2], q.shape[2]), (q.shape[3], v.shape[3])
             self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, 0.0, None, recurrent=True))
             if self.own_values:
