@@ -31,7 +31,8 @@ class PackedEstimate(Estimate):
 
     def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
         group = (self.stage.seq_len, self.stage.cp, strategy, all_to_all_ranks)
-        return busiest_layer(*group, window, self.config.context_parallel.layout, self.mask, self.heads, self.rates)
+        layout = self.config.context_parallel.layout
+        return busiest_layer(*group, window, layout, self.mask, self.heads, self.rates(window))
 
 
 def measure(flavor: str, lengths: list[int], nodes: int, strategies: list[str], layouts: list[str]) -> Iterator[Row]:
@@ -50,6 +51,7 @@ def measure(flavor: str, lengths: list[int], nodes: int, strategies: list[str], 
                 "context_parallel.strategy": strategy,
                 "context_parallel.all_to_all_ranks": 8 if strategy == "hybrid" else 1,
                 "activation.checkpoint": "full",
+                "data.document_mask": "true",
             }
             setup = Setup("packed", cluster, tuple(f"--{key}={value}" for key, value in keys.items()), notes="")
             (plain,) = plan_config(config_of(setup), cluster)

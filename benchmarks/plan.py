@@ -1,4 +1,4 @@
-"""Time to work out one rank's plan, from nothing."""
+"""Time to work out one rank's plan, from nothing, and flash's calls for it in a layer and direction."""
 
 import itertools
 import random
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention.kernels import KERNELS
 from torchtitan_cp.attention.layout import cut_by_document, make_layout
 
 KINDS = ("uniform cuts", "log-normal", "5 % long", "one long")
@@ -29,9 +30,14 @@ def draw_lengths(kind: str, total: int, documents: int, seed: int) -> tuple[int,
 
 
 def measure(seq_len: int, ranks: int, documents: int, kinds: list[str], rounds: int) -> Iterator[Row]:
-    """Median and slowest of as many plans as rounds, each of another packing and rank."""
+    """Median and slowest of as many plans as rounds, each of another packing and rank.
+
+    calls: mean of the plans, each call is merged once; a step of the ring has most_calls_a_step at most, and all_gather
+    makes its calls for each group of heads. tiles: the same where each tile is a call.
+    """
+    flash = KERNELS["flash"]
     for kind, layout, strategy in itertools.product(kinds, ("documents", "balanced", "zigzag"), ("ring", "all_gather")):
-        times = []
+        times, tiles, calls = [], [], []
         for number in range(rounds):
             mask = AttentionMask(document_lengths=(draw_lengths(kind, seq_len, documents, number),))
             make_layout.cache_clear()
@@ -41,8 +47,18 @@ def measure(seq_len: int, ranks: int, documents: int, kinds: list[str], rounds: 
             plan = make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, layout=layout, strategy=strategy)
             assert plan.steps if strategy == "ring" else plan.gathered_tiles
             times.append((time.perf_counter() - begun) * 1e3)
+            steps = [step.tiles for step in plan.steps] if strategy == "ring" else [plan.gathered_tiles]
+            tiles.append([len(flash.plain_tiles(step)) for step in steps])
+            calls.append([len(flash.calls(step)) for step in steps])
         names = {"documents": kind, "layout": layout, "strategy": strategy}
-        yield names | {"median_ms": statistics.median(times), "slowest_ms": max(times)}
+        yield names | {
+            "median_ms": statistics.median(times),
+            "slowest_ms": max(times),
+            "tiles": statistics.mean(map(sum, tiles)),
+            "most_tiles_a_step": max(map(max, tiles)),
+            "calls": statistics.mean(map(sum, calls)),
+            "most_calls_a_step": max(map(max, calls)),
+        }
 
 
 BENCHMARK = Benchmark(

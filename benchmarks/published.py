@@ -2,6 +2,7 @@
 
 Where a setup has something that we lack, ours takes what comes nearest, and a note says so. No rate was fitted to a
 row that is judged: torchtitan's cards ran at 500 W, and their rates come from its own runs of 8K, which are marked.
+Attention is FlashAttention-2's in all of them.
 """
 
 import textwrap
@@ -79,9 +80,9 @@ NOTES = {
         "Llama 3 (arXiv 2407.21783), table 4, from a copy on glennklockwood.com/garden/llama-3.1 (TP 8, PP 16, "
         "16M tokens a batch; CP 16 at 128K). From memory, not looked up: its MFU is PaLM's, which counts every "
         "pair of the sequence; at 8K it recomputed nothing. Assumed: interleaved 1F1B with 4 stages a rank, "
-        "weights kept gathered, keys and values by all-gather, H100 SXM at the planner's own shares. Our code "
-        "keeps the gathered outputs of norms on every tensor-parallel rank, and so must recompute products: "
-        '`activation.checkpoint = "attention_saved"`.'
+        "weights kept gathered, keys and values by all-gather, FlashAttention-2, H100 SXM at the planner's own "
+        "shares. Our code keeps the gathered outputs of norms on every tensor-parallel rank, and so must recompute "
+        'products: `activation.checkpoint = "attention_saved"`.'
     ),
     "b": (
         "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 2, looked up: H100 of 96 GB with "
@@ -242,7 +243,7 @@ def _overrides(flavor: str, length: int, batch_tokens: int, cp: int, *more: str)
     stage = "--curriculum.stages[0]"
     return (
         f"--model.flavor={flavor}", f"{stage}.seq_len={length}", f"{stage}.global_batch_tokens={batch_tokens}",
-        f"{stage}.cp={cp}", *more,
+        f"{stage}.cp={cp}", "--context_parallel.kernel=flash", *more,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torchtitan_cp.attention.collectives import watch_messages
 from torchtitan_cp.attention.doctor import doctor
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.mask import AttentionMask
-from torchtitan_cp.attention.operator import OPERATOR
+from torchtitan_cp.attention.operator import OPERATOR, prepare_plan
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.sdpa_context import context_parallel
 from torchtitan_cp.attention.strategies import choose_strategy
@@ -27,6 +27,7 @@ __all__ = [
     "context_parallel",
     "doctor",
     "make_plan",
+    "prepare_plan",
     "sum_ranks",
     "watch_messages",
 ]

@@ -89,6 +89,11 @@ class AttentionMask:
         high = 0 if self.causal else right if right >= 0 else None
         return Band(-left if left >= 0 else None, high)
 
+    @property
+    def dense(self) -> bool:
+        """Whether it has no window and no documents: tiles of its plans are full or causal."""
+        return self.document_lengths is None and self.band in (Band(), Band(None, 0))
+
     def documents(self, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
         """Per batch row, the (start, stop) of each document's tokens, in global positions.
 

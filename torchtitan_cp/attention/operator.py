@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels import Scores, choose_kernel
+from torchtitan_cp.attention.kernels import KERNELS, Scores, choose_kernel
+from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
@@ -27,13 +28,29 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     return plan if strategy == plan.strategy else replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
 
 
+def prepare_plan(plan: Plan) -> None:
+    """Work out a plan's tiles, and what a kernel that it names makes of them on the host, ahead of the first attention.
+
+    For a loader's thread; attention does what is left.
+    """
+    queries, rows = plan.local_tokens * plan.all_to_all_ranks, len(plan.mask.documents(plan.sequence_length))
+    steps = [(step.tiles, count_rows(step.receive)) for step in plan.steps]
+    if plan.strategy == "all_gather" and plan.ranks > 1:
+        steps = [(plan.gathered_tiles, plan.sequence_length)]
+    kernel = KERNELS.get(plan.kernel)
+    for tiles, keys in steps:
+        if kernel and kernel.prepare and tiles:
+            kernel.prepare(tiles, rows, queries, keys)
+
+
 def _prepare(
     handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores, *per_head: Tensor | None
 ) -> tuple[Strategy, Call]:
     """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
     plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
     ring_group, all_to_all_group = plan.process_groups
-    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, slopes is not None, merged=ring_group.ranks > 1)
+    merged, dense = ring_group.ranks > 1, plan.mask.dense
+    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, slopes is not None, merged=merged, dense=dense)
     call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
     return STRATEGIES[plan.strategy], call
 

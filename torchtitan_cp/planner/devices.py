@@ -24,9 +24,10 @@ class Accelerator:
         ranks_per_node: usual size of a node.
         latency_seconds: of one message.
         linear, attention_forward, attention_backward: ASSUMED share of the peak that large matrix products and the
-            attention kernel reach. A measured rate belongs here once there is one.
+            attention kernel reach: flash, and every one but cudnn. A measured rate belongs here once there is one.
         source: of the numbers that are not assumed.
         fused_norm: RMSNorm is one kernel that keeps its input alone; elsewhere it also keeps two fp32 copies.
+        capability: see kernels.Case; cudnn: ASSUMED shares of the peak (forward, backward), None: as of the others.
     """
 
     peak_bfloat16: float
@@ -42,6 +43,12 @@ class Accelerator:
     attention_backward: float
     source: str
     fused_norm: bool = True
+    capability: tuple[int, int] | None = None
+    cudnn: tuple[float, float] | None = None
+
+    def attention(self, kernel: str) -> tuple[float, float]:
+        """Share of the peak that an attention kernel reaches, forward and backward."""
+        return self.cudnn if kernel == "cudnn" and self.cudnn else (self.attention_forward, self.attention_backward)
 
 
 def peaks(device: str) -> tuple[float, float]:
@@ -51,23 +58,25 @@ def peaks(device: str) -> tuple[float, float]:
 
 # Links: NVLink's stated total is of both directions, so half of it. Networks: one 200 Gb/s (A100) or 400 Gb/s card a
 # GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches less of Hopper's and Blackwell's
-# peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5).
+# peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5); cuDNN's has 64 % of an H100's in one forward
+# without a mask (pytorch issue 142132).
 ACCELERATORS = {
     "h100-80g": Accelerator(
         *peaks("H100"), 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
-        "NVIDIA H100 data sheet, SXM",
+        "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.60, 0.50),
     ),
     "h200-141g": Accelerator(
         *peaks("H200"), 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
-        "NVIDIA H200 data sheet, SXM",
+        "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.60, 0.50),
     ),
     "a100-80g": Accelerator(
         *peaks("A100"), 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
-        "NVIDIA A100 data sheet, SXM 80GB",
+        "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0),
     ),
     "b200-192g": Accelerator(
         *peaks("B200"), 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
         "NVIDIA Blackwell architecture brief, B200 SXM; its attention is assumed to gain little over Hopper's",
+        capability=(10, 0), cudnn=(0.45, 0.35),
     ),
     # One core of a server with AVX-512: 2 products of 16 fp32 lanes a cycle at 2.5 GHz; bf16 without AMX is slower.
     "cpu": Accelerator(

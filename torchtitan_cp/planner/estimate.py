@@ -148,8 +148,8 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     parts = [_ends_seconds(planned, own)]
     for window in set(own.windows):
         attention = planned.attention(planned.strategy, planned.all_to_all_ranks, window)
-        times, dim = own.windows.count(window) * stage.micro_batches, planned.args.heads_of(window)[2]
-        parts.append({name: times * value for name, value in _layer_seconds(planned, attention, dim).items()})
+        times, layer = own.windows.count(window) * stage.micro_batches, _layer_seconds(planned, attention, window)
+        parts.append({name: times * value for name, value in layer.items()})
     total = add_up(*parts)
     if degrees.pp > 1:
         share = bubble_fraction(config.parallel, degrees.pp, own.pipeline_stages, stage.micro_batches)
@@ -160,9 +160,9 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     return total
 
 
-def _layer_seconds(planned: PlannedStage, attention: LayerCost, head_dim: int) -> dict[str, float]:
-    """Seconds of one layer and micro-batch, forward, backward and recomputation."""
-    config, args, cluster, rates = planned.config, planned.args, planned.cluster, planned.rates
+def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> dict[str, float]:
+    """Seconds of one layer with this window and one micro-batch, forward, backward and recomputation."""
+    config, args, cluster, rates = planned.config, planned.args, planned.cluster, planned.rates(window)
     tokens, tp, sequences = planned.tokens, planned.degrees.tp, planned.stage.micro_batch_sequences
     mode, tiles = config.activation.checkpoint, config.activation.mlp_tiles
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
@@ -172,7 +172,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, head_dim: int) -
     in_tiles = 0.0 if tiles == 1 else mlp
     again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
     linear_backward = 2 * forward + again + in_tiles
-    scores = head_dim * attention.pairs * sequences
+    scores = args.heads_of(window)[2] * attention.pairs * sequences
     attention_forward = FORWARD_FLOPS * scores / rates.forward
     attention_backward = BACKWARD_FLOPS * scores / rates.backward + (attention_forward if mode == "full" else 0.0)
     moved = cluster.memory_seconds(_elementwise_bytes(planned))

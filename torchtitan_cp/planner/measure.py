@@ -50,6 +50,7 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
         linear=_product_rate(device, dtype, args, tokens) / peak,
         attention_forward=forward / peak,
         attention_backward=backward / peak,
+        cudnn=None,  # the rates are of what `auto` chose
         source=f"{device.name}, measured now on this config's shapes; its messages: {base.source}",
     )
 

@@ -11,10 +11,9 @@ from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.exchange import EXCHANGES
 from torchtitan_cp.planner.memory import KINDS
 from torchtitan_cp.planner.parameters import total_parameters
+from torchtitan_cp.planner.stage import CUTTING
 
 GIB = 2**30
-# Keys of a stage's [data] that leave pairs of attention out.
-CUTTING = ("document_mask", "short_share", "growth_from")
 
 
 def _kind(estimate: Estimate, kind: str) -> str:
@@ -60,13 +59,18 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     """Three tables, and what there is to say of single stages."""
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
+    kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
+    shares = (accelerator.attention(kernel) for kernel in kernels)
+    attention = ", ".join(
+        f"attention by {kernel} at {forward:.0%} forward and {backward:.0%} backward"
+        for kernel, (forward, backward) in zip(kernels, shares, strict=True)
+    )
     taken = "Assumed" if cluster.name in ACCELERATORS else "Measured"
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "
         f"{accelerator.link_bandwidth / 1e9:g} GB/s inside a node and {accelerator.network_bandwidth / 1e9:g} GB/s "
         f"outside\n{total_parameters(estimates[0].args):,} parameters. Device: {accelerator.source}. {taken}: "
-        f"matrix products at {accelerator.linear:.0%} of the peak, attention at "
-        f"{accelerator.attention_forward:.0%} forward and {accelerator.attention_backward:.0%} backward; assumed: "
+        f"matrix products at {accelerator.linear:.0%} of the peak, {attention}; assumed: "
         f"{USABLE_MEMORY:.0%} of memory usable"
     )
     for title, columns in TABLES.items():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan_cp.attention import AttentionMask, choose_strategy
+from torchtitan_cp.attention.kernels import Case, able_kernels
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import StagePlan
@@ -15,6 +16,8 @@ from torchtitan_cp.parallel.pipeline import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.exchange import Heads, LayerCost, Rates, busiest_layer
 from torchtitan_cp.planner.parameters import Parameters, count_parameters
+
+CUTTING = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that leave pairs out
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,20 @@ class PlannedStage:
         tp, float8 = self.degrees.tp, self.config.context_parallel.kv_transfer == "float8"
         return Heads(query // tp, key // tp, dim, self.element_bytes, float8)
 
-    @cached_property
-    def rates(self) -> Rates:
-        """Speed of the attention kernel."""
-        dtype, accelerator = self.config.training.compute_dtype, self.cluster.accelerator
-        forward = self.cluster.rate(dtype, accelerator.attention_forward)
-        backward = self.cluster.rate(dtype, accelerator.attention_backward)
+    def kernel(self, window: int) -> str:
+        """The attention kernel of layers with this window: the one that is set, or that `auto` chooses."""
+        if (name := self.config.context_parallel.kernel) != "auto":
+            return name
+        dense = not window and not any(getattr(self.stage.data, key) for key in CUTTING)
+        dim, capability = self.args.heads_of(window)[2], self.cluster.accelerator.capability
+        dtype = getattr(torch, self.config.training.compute_dtype)
+        device = "cuda" if capability else "cpu"
+        return able_kernels(Case(device, dtype, dim, dim, dense=dense, capability=capability))[0]
+
+    def rates(self, window: int) -> Rates:
+        """Speed of the attention kernel in layers with this window."""
+        shares = self.cluster.accelerator.attention(self.kernel(window))
+        forward, backward = (self.cluster.rate(self.config.training.compute_dtype, share) for share in shares)
         return Rates(self.cluster, forward, backward, self.degrees.tp)
 
     def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
@@ -145,7 +156,7 @@ class PlannedStage:
         layout, stage = self.config.context_parallel.layout, self.stage
         group = (stage.seq_len, stage.cp, strategy, all_to_all_ranks)
         heads = self._heads(*self.args.heads_of(window))
-        return busiest_layer(*group, window, layout, AttentionMask(), heads, self.rates)
+        return busiest_layer(*group, window, layout, AttentionMask(), heads, self.rates(window))
 
 
 @lru_cache(maxsize=512)

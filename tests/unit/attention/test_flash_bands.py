@@ -11,13 +11,18 @@ from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import CAUSAL, FULL
 
 
-def read_by_flash(queries: int, keys: int, left: int, right: int) -> Tensor:
-    """`[Sq, Sk]` the pairs that FlashAttention-2 (its mha_fwd and set_params_fprop) makes of a window."""
-    left, right = (-1 if side >= keys else side for side in (left, right))
+def read_by_flash(queries: int, keys: int, left: int, right: int, longest: int = 0) -> Tensor:
+    """`[Sq, Sk]` the pairs that FlashAttention-2 (its mha_fwd and set_params_fprop) makes of a window.
+
+    Args:
+        longest: keys of the longest tile of a call of several (mha_varlen_fwd), if that is another.
+    """
+    longest = max(longest, keys)
+    left, right = (-1 if side >= longest else side for side in (left, right))
     if left < 0 <= right:
-        left = keys
+        left = longest
     if right < 0 <= left:
-        right = keys
+        right = longest
     distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
     everything = torch.ones(queries, keys, dtype=torch.bool)
     return everything if left < 0 and right < 0 else (distance >= -left) & (distance <= right)
@@ -55,5 +60,8 @@ def check_band(queries: int, keys: int, low: int | None, high: int | None) -> No
     if flash.takes_band(queries, keys, band):
         window = flash._window(queries, keys, band)
         assert torch.equal(read_by_flash(queries, keys, *window.values()), meant)
+        for longest in (keys + 1, keys + 7, 100):
+            shared = dict(flash.kind(queries, keys, band))
+            assert torch.equal(read_by_flash(queries, keys, *shared.values(), longest), meant)
     square = queries == keys and band in (FULL, CAUSAL)
     assert flash.takes_band(queries, keys, band) or not square

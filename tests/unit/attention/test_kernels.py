@@ -5,6 +5,7 @@ The bodies run here with the kernels of the CPU, and on a GPU with those of CUDA
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,22 @@ from torch.nn.attention import flex_attention
 
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.oracle import allowed
-from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, Alibi, Scores, _choose, choose_kernel, efficient, flash, flex
+from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan, prepare_plan
+from torchtitan_cp.attention.kernels import (
+    KERNELS,
+    Alibi,
+    Scores,
+    _choose,
+    able_kernels,
+    choose_kernel,
+    efficient,
+    flash,
+    flex,
+)
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
+from torchtitan_cp.attention.strategies.all_gather import arrange_rows
 from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
@@ -167,7 +179,7 @@ def test_flex_blocks_and_mask_are_those_of_the_tiles(mask: AttentionMask, layout
                 continue
             held = (plan if step.source == rank else source).positions
             keys = torch.cat([held[start:stop] for start, stop in step.receive])
-            blocks, hidden = flex.block_mask(step.tiles, 2, 256, len(keys), torch.device("cpu"))
+            blocks, hidden = flex.block_mask(step.tiles, torch.empty(2, 256, 1, 16), len(keys))
             want = allowed(mask, 512)[:, plan.positions][:, :, keys]
             rows = hidden.shape[0]
             got = flex_attention.create_mask(blocks.mask_mod, rows, 1, 256, len(keys), device="cpu")[:, 0]
@@ -176,6 +188,51 @@ def test_flex_blocks_and_mask_are_those_of_the_tiles(mask: AttentionMask, layout
             dense = blocks.to_dense()[:, 0].bool()
             exact = F.pad(want, (0, -len(keys) % 128)).unflatten(1, (2, 128)).unflatten(3, (-1, 128)).any(4).any(2)
             assert (dense.expand_as(exact) | ~exact).all(), "a block with an allowed pair is visited"
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "hybrid"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_flex_are_made_ahead_and_only_for_flex(
+    mask: AttentionMask, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    intervals = flex.key_intervals
+    monkeypatch.setattr(flex, "key_intervals", lambda *tiles: made.append(1) or intervals(*tiles))
+    flex._prepared.held.clear()
+    flex._masks.held.clear()
+    options: Any = {"mask": mask, "ranks": 4, "rank": 1, "strategy": strategy}
+    options["all_to_all_ranks"] = inner = 2 if strategy == "hybrid" else 1
+    prepare_plan(make_plan(512, kernel="auto", **options))
+    assert not made
+    plan = make_plan(512, kernel="flex", **options)
+    prepare_plan(plan)
+    prepare_plan(plan)
+    steps = [(step.tiles, sum(stop - start for start, stop in step.receive)) for step in plan.steps]
+    if strategy == "all_gather":
+        [gathered] = arrange_rows(plan, KERNELS["flex"])
+        steps = [(gathered.tiles, sum(gathered.sizes))]
+    ready = len(made)
+    assert ready == len({step for step in steps if step[0]})
+    for tiles, keys in steps:
+        if tiles:
+            flex.block_mask(tiles, torch.empty(len(mask.document_lengths or "1"), 128 * inner, 1, 16), keys)
+    assert len(made) == ready, "the operator finds what was prepared"
+
+
+def test_masks_of_flex_are_kept_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    flex._masks.held.clear()
+    masks = [AttentionMask(document_lengths=((cut, 1024 - cut),)) for cut in range(100, 110)]
+    tiles = [make_plan(1024, mask=mask).steps[0].tiles for mask in masks]
+    q = torch.empty(1, 1024, 1, 16)
+    _, hidden = flex.block_mask(tiles[0], q, 1024)
+    one = flex._masks.held_bytes
+    # Four tables of 8 x 8 blocks, their counts, an interval of each row, and the rows that see nothing.
+    assert one == 4 * (4 * 64 + 4 * 8) + 2 * 4 * 1024 + hidden.nbytes
+    monkeypatch.setattr(flex._masks, "budget_bytes", 3 * one)
+    for number in range(10):
+        flex.block_mask(tiles[number], q, 1024)
+    assert flex._masks.held_bytes == 3 * one
+    assert [key[0][0] for key in flex._masks.held] == tiles[-3:], "the newest"
 
 
 @pytest.mark.parametrize("scores", ["plain", "capped", "biased"])
@@ -311,6 +368,70 @@ def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_lev
     assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
     assert chosen == "attention kernel cpu for float32 on cpu"
     assert "flash: it runs on cuda, not cpu" in others
+
+
+H100, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)
+BFLOAT16 = Case("cuda", torch.bfloat16, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("case", "chosen", "of_windows"),
+    [
+        (BFLOAT16._replace(capability=H100), "cudnn", "flash"),
+        (BFLOAT16._replace(capability=B200, dtype=torch.float16), "cudnn", "flash"),
+        (BFLOAT16._replace(capability=H100, qk_dim=192), "flash", "flash"),
+        (BFLOAT16._replace(capability=H100, dtype=torch.float32), "efficient", "efficient"),
+        (BFLOAT16._replace(capability=H100, softcap=True), "flex", "flex"),
+        (BFLOAT16._replace(capability=A100), "flash", "flash"),
+        (BFLOAT16._replace(capability=RTX), "flash", "flash"),
+        (BFLOAT16, "flash", "flash"),
+    ],
+)
+def test_auto_goes_by_capability_and_by_the_tiles(case: Case, chosen: str, of_windows: str) -> None:
+    assert able_kernels(case)[0] == chosen
+    assert able_kernels(case._replace(dense=False))[0] == of_windows
+    if case.dtype != torch.float32 and not case.softcap:
+        assert _choose("flash", case) is KERNELS["flash"], "a kernel by name is honoured"
+
+
+@pytest.mark.parametrize(
+    ("mask", "dense"),
+    [
+        (AttentionMask(), True),
+        (AttentionMask(causal=False), True),
+        (AttentionMask(window=(20, -1)), False),
+        (AttentionMask(causal=False, window=(-1, 20)), False),
+        (AttentionMask(document_lengths=((4, 4),)), False),
+        (AttentionMask(document_lengths=((8,),), used_lengths=((5,),)), False),
+    ],
+)
+def test_a_mask_says_whether_its_tiles_are_full_or_causal(mask: AttentionMask, dense: bool) -> None:
+    assert mask.dense is dense
+    for rank in range(2):
+        tiles = [tile for step in make_plan(8, mask=mask, ranks=2, rank=rank).steps for tile in step.tiles]
+        assert not dense or all(tile.band in (FULL, CAUSAL) for tile in tiles)
+
+
+def test_the_log_says_which_kernel_runs_on_a_gpu_and_for_what(caplog: pytest.LogCaptureFixture) -> None:
+    _choose.cache_clear()
+    with caplog.at_level("INFO", "torchtitan_cp.attention.kernels"):
+        for dense in (True, False):
+            _choose("auto", BFLOAT16._replace(capability=H100, dense=dense))
+    assert [record.message for record in caplog.records] == [
+        "attention kernel cudnn for bfloat16 on cuda 9.0, the first that can for full and causal tiles",
+        "attention kernel flash for bfloat16 on cuda 9.0, the first that can for windows or packed documents",
+    ]
+
+
+def test_the_capability_is_asked_for_where_a_gpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    x: Any = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 2, 128))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_kernel("auto", x, x) is KERNELS["flash"], "tensors without data, where no GPU is"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H100)
+    assert choose_kernel("auto", x, x) is KERNELS["cudnn"]
+    assert choose_kernel("auto", x, x, dense=False) is KERNELS["flash"]
+    assert choose_kernel("efficient", x, x) is KERNELS["efficient"]
 
 
 def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.support.texts import REPOSITORY
-from torchtitan_cp.attention import make_plan
+from torchtitan_cp.attention import Plan, make_plan
+from torchtitan_cp.data.batches import loader
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step, read_steps
 from torchtitan_cp.data.batches.samples import PackedSequence, Span
 
@@ -54,6 +55,15 @@ def test_the_ranks_of_a_step_hold_each_of_its_tokens_once(dp: int, cp: int, layo
     shapes = [model_args_of(dp_rank, dp, cp_rank, cp, layout) for dp_rank in range(dp) for cp_rank in range(cp)]
     held = [token for shape in shapes for token in tokens_of(read_step(Counting(), shape, 7))]
     assert sorted(held) == list(range(7 * shapes[0].tokens, 8 * shapes[0].tokens))
+
+
+def test_the_thread_that_pins_a_batch_prepares_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Plan] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(loader, "prepare_plan", prepared.append)
+    batch = read_step(Counting(), model_args_of(), 0)[0]
+    batch.pin_memory()
+    assert prepared == [batch.plans[0], batch.plans[8]]
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError, check_name
@@ -17,8 +18,8 @@ from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, Scores
 
 logger = logging.getLogger(__name__)
 
-# In the order in which `auto` tries them: flash first, which takes windows and grouped heads as they are; reference,
-# which holds every score in memory, last.
+# In the order in which `auto` tries them, but for FIRST: flash first, which takes windows, packed documents and grouped
+# heads as they are; reference, which holds every score in memory, last.
 KERNELS: dict[str, Kernel] = {
     "flash": flash.KERNEL,
     "cudnn": cudnn.KERNEL,
@@ -27,6 +28,13 @@ KERNELS: dict[str, Kernel] = {
     "flex": flex.KERNEL,
     "reference": reference.KERNEL,
 }
+
+# The kernel that `auto` tries before others where all tiles are full or causal, by the major compute capability. ATen's
+# flash is FlashAttention-2, made for 8.0: on an H100 SDPA reaches 329 TFLOP/s by it and 631 by cuDNN (pytorch issue
+# 142132), 1.7 to 2.3 times as much in training's shapes; on 8.x and 12.0 cuDNN is no faster (transformers PR 48163); on
+# a B200 a step was 12 % faster by it (torchtitan PR 1196). cuDNN builds a plan for every new length, for about a
+# second, and has no window: what is packed or banded stays with flash.
+FIRST = {9: "cudnn", 10: "cudnn"}
 
 
 def check_kernel(name: str) -> str:
@@ -40,27 +48,47 @@ def check_kernel(name: str) -> str:
 
 
 def choose_kernel(
-    name: str, q: Tensor, v: Tensor, softcap: bool = False, alibi: bool = False, merged: bool = False
+    name: str,
+    q: Tensor,
+    v: Tensor,
+    softcap: bool = False,
+    alibi: bool = False,
+    merged: bool = False,
+    dense: bool = True,
 ) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
         softcap, alibi: whether scores are capped, and have linear biases.
         merged: whether its outputs will be merged; if it can, the kernel then returns them unrounded.
+        dense: see Case.
 
     Raises:
         PlanError: the kernel cannot run them; the message says why and which can.
     """
-    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap, alibi))
+    # ROCm numbers capabilities in its own way.
+    known = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
+    capability = torch.cuda.get_device_capability(q.device) if known else None
+    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap, alibi, dense, capability))
     return replace(kernel, forward=kernel.wide_forward) if merged and kernel.wide_forward else kernel
+
+
+def able_kernels(case: Case) -> list[str]:
+    """Names of the kernels that can run a case, in the order in which `auto` tries them."""
+    first = FIRST.get(case.capability[0]) if case.capability and case.dense else None
+    able = [name for name, kernel in KERNELS.items() if kernel.refusal(case) is None]
+    return sorted(able, key=lambda name: name != first)
 
 
 @lru_cache(maxsize=256)
 def _choose(name: str, case: Case) -> Kernel:
-    reasons = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
-    able = [other for other, reason in reasons.items() if reason is None]
+    reasons, able = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}, able_kernels(case)
     if name == "auto" and able:
-        logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), case.device)
+        where = case.device
+        if case.capability:
+            tiles = "full and causal tiles" if case.dense else "windows or packed documents"
+            where += " {}.{}, the first that can for {}".format(*case.capability, tiles)
+        logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), where)
         logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in reasons.items() if why))
         return KERNELS[able[0]]
     if name in able:
@@ -71,4 +99,4 @@ def _choose(name: str, case: Case) -> Kernel:
     )
 
 
-__all__ = ["KERNELS", "Alibi", "Kernel", "Scores", "check_kernel", "choose_kernel"]
+__all__ = ["KERNELS", "Alibi", "Case", "Kernel", "Scores", "able_kernels", "check_kernel", "choose_kernel"]

@@ -2,7 +2,8 @@
 
 The block mask is made in closed form from the tiles, for the rows of one step: the host computes whether each
 block of queries and keys is empty, full or partial, and each query's intervals of keys decide a partial one.
-Nothing of the size of the full sequence squared exists.
+Nothing of the size of the full sequence squared exists. A loader's thread can do the host's part ahead (`prepare`); the
+masks of the newest steps are kept, as far as MASK_BYTES go.
 
 flex_attention's own backward uses the log-sum-exp of its own call, not one merged over steps. But the merge
 is differentiable, and flex passes gradients through the log-sum-exp: with w = exp(lse_step - lse), a step's
@@ -22,10 +23,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from torchtitan_cp.attention.compiling import compile_whole
+from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
 from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
 BLOCK = 128
+MASK_BYTES = 512 << 20  # on the device, and as much on the host; 1M tokens on 8 ranks take 129 MiB a plan
 # The dispatch keys that are included and excluded by default, as they are while modules are imported.
 _DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
@@ -57,7 +60,7 @@ def _above_autograd() -> Any:
 
 def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
-    mask, hidden = block_mask(tiles, q.shape[0], q.shape[1], k.shape[1], q.device)
+    mask, hidden = block_mask(tiles, q, k.shape[1])
     out, extra = _attend(
         *(x.transpose(1, 2) for x in (q, k, v)),
         score_mod=_score_change(scores),
@@ -93,20 +96,40 @@ def _compile() -> Any:
     return compile_whole(flex.flex_attention)
 
 
-@lru_cache(maxsize=256)
-def block_mask(
-    tiles: tuple[Tile, ...], batch: int, queries: int, keys: int, device: torch.device
-) -> tuple[flex.BlockMask, Tensor]:
-    """The mask of a step's tiles, and which query rows see nothing `[1 or B, Sq]`.
+_prepared, _masks = DeviceCache(MASK_BYTES), DeviceCache(MASK_BYTES)
+
+
+def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The host's part of a mask: intervals, partial and full blocks; see `key_intervals` and `classify_blocks`.
 
     Args:
-        batch: B; the mask has one row if every tile is of all batch rows.
+        rows: 1 if every tile is of all batch rows, else B.
         queries, keys: rows of the step's q and k.
     """
-    rows = 1 if all(tile.row == ALL_ROWS for tile in tiles) else batch
-    intervals = key_intervals(tiles, rows, queries)
-    partial, full = classify_blocks(intervals, queries, keys)
-    lower, upper = (bound.to(device) for bound in intervals.unbind(-1))
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        intervals = key_intervals(tiles, rows, queries)
+        return intervals, *classify_blocks(intervals, queries, keys)
+
+    return _prepared.get((tiles, rows, queries, keys), torch.empty(0), make)
+
+
+def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor]:
+    """The mask of a step's tiles for `[B, Sq, H, D]` queries and so many rows of keys, on the device of `q`.
+
+    Returns:
+        the mask, of one batch row if every tile is of all; which query rows see nothing, `[1 or B, Sq]`.
+    """
+    rows = 1 if all(tile.row == ALL_ROWS for tile in tiles) else q.shape[0]
+    prepared = (tiles, rows, q.shape[1], keys)
+    mask, hidden, _ = _masks.get(prepared, q, lambda: _copy_mask(prepare(*prepared), q, keys))
+    return mask, hidden
+
+
+def _copy_mask(prepared: tuple[Tensor, Tensor, Tensor], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor, Tensor]:
+    """(mask, hidden rows, the intervals that the mask refers to)."""
+    intervals, partial, full = (to_device(x, q) for x in prepared)
+    (lower, upper), rows = intervals.unbind(-1), len(intervals)
 
     def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
         row = b if rows > 1 else torch.zeros_like(b)
@@ -115,12 +138,9 @@ def block_mask(
             seen = seen | ((k_row >= lower[row, number, q_row]) & (k_row < upper[row, number, q_row]))
         return seen
 
-    (counts, blocks), (full_counts, full_blocks) = (_ordered(kind, device) for kind in (partial, full))
-    mask = flex.BlockMask.from_kv_blocks(
-        counts, blocks, full_counts, full_blocks, BLOCK, mask_mod, seq_lengths=(queries, keys)
-    )
-    hidden = (intervals[..., 1] <= intervals[..., 0]).all(1).to(device)
-    return mask, hidden
+    blocks, lengths = (*_ordered(partial), *_ordered(full)), (q.shape[1], keys)
+    mask = flex.BlockMask.from_kv_blocks(*blocks, BLOCK, mask_mod, seq_lengths=lengths)
+    return mask, (upper <= lower).all(1), intervals
 
 
 def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
@@ -160,11 +180,20 @@ def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor,
     return (touched & ~full).unsqueeze(1), full.unsqueeze(1)
 
 
-def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(how many, which) blocks of keys for each block of queries, as BlockMask wants them."""
     counts = blocks.sum(-1).to(torch.int32)
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts.to(device), order.contiguous().to(device)
+    return counts, order.contiguous()
 
 
-KERNEL = Kernel(forward, backward, "cuda", (*HALF, torch.float32), range(16, WIDEST), whole_steps=True, any_scores=True)
+KERNEL = Kernel(
+    forward,
+    backward,
+    "cuda",
+    (*HALF, torch.float32),
+    range(16, WIDEST),
+    whole_steps=True,
+    any_scores=True,
+    prepare=prepare,
+)

@@ -25,6 +25,8 @@ class Case(NamedTuple):
         dtype: of q, k, v.
         qk_dim: Dqk, head dim of queries and keys; v_dim: Dv, of values.
         softcap: whether scores are capped; alibi: whether they have linear biases.
+        dense: whether all tiles are full or causal, of a few lengths: no window and no packed documents.
+        capability: (major, minor) compute capability of a CUDA device; None: unknown, or another device.
     """
 
     device: str
@@ -33,6 +35,8 @@ class Case(NamedTuple):
     v_dim: int
     softcap: bool = False
     alibi: bool = False
+    dense: bool = True
+    capability: tuple[int, int] | None = None
 
 
 class Alibi(NamedTuple):
@@ -93,6 +97,7 @@ class Kernel:
         wide_forward: forward with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
             returns q's dtype only.
         any_scores: whether it takes a soft-cap or linear biases.
+        prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
     """
 
     forward: Forward
@@ -106,6 +111,7 @@ class Kernel:
     whole_steps: bool = False
     wide_forward: Forward | None = None
     any_scores: bool = False
+    prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""

@@ -20,7 +20,7 @@ import torchdata.nodes as nodes
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_cp.attention import AttentionMask, Plan
+from torchtitan_cp.attention import AttentionMask, Plan, prepare_plan
 from torchtitan_cp.data.batches.samples import PackedSequence
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
@@ -104,7 +104,12 @@ class MicroBatch:
         return self.plans[0]
 
     def pin_memory(self) -> "MicroBatch":
-        """A copy with what the device fetches in pinned memory; torch's loader calls this method."""
+        """A copy with what the device fetches in pinned memory; torch's loader calls this method.
+
+        It does so in a thread of the training process, which also prepares the plans.
+        """
+        for plan in self.plans.values():
+            prepare_plan(plan)
         return replace(self, **{name: getattr(self, name).pin_memory() for name in ("tokens", "labels", "positions")})
 
 

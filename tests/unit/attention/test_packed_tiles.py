@@ -1,0 +1,140 @@
+"""Packed documents in few kernel calls: flash's variable-length form over its emulated operators, in fp64."""
+
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.plan import draw_lengths
+from benchmarks.simulation import Simulation, simulate
+from tests.support.emulated_ops import emulate
+from tests.support.oracle import allowed, attention_with_gradients
+from tests.support.plan_cases import cases
+from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.kernels import KERNELS
+from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
+from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
+from torchtitan_cp.attention.strategies import STRATEGIES
+from torchtitan_cp.attention.tiles import CAUSAL, Tile
+
+SHORT = (20, 1, 9, 15, 4, 1, 1, 25, 20)
+MASKS = {
+    "documents, some of one row": AttentionMask(document_lengths=(SHORT,)),
+    "one row each": AttentionMask(document_lengths=((1,) * 96,)),
+    "rows packed differently": AttentionMask(document_lengths=(SHORT, (50, 46), (1, 1, 1, 93))),
+    "gaps": AttentionMask(document_lengths=((30, 20, 6, 40), (96,)), used_lengths=((25, 20, 1, 35), (90,))),
+    "windows": AttentionMask(window=(11, -1), document_lengths=(SHORT, (50, 46))),
+    "windows on both sides": AttentionMask(causal=False, window=(11, 6), document_lengths=(SHORT,)),
+    "not causal": AttentionMask(causal=False, document_lengths=(SHORT,)),
+}
+GROUPS = [("ring", 1), ("ring", 3), ("ring", 4), ("all_gather", 4), ("all_to_all", 2), ("hybrid", 4)]
+
+
+def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: str) -> Simulation:
+    """Simulate, and compare with the full sequence."""
+    rows = 2 if len(mask.document_lengths or [()]) == 1 else len(mask.document_lengths or ())
+    generator = torch.Generator().manual_seed(seq_len + ranks)
+    q, k, v, dout = (
+        torch.randn(rows, seq_len, heads, dim, generator=generator, dtype=torch.float64)
+        for heads, dim in ((4, 8), (2, 8), (2, 16), (4, 16))
+    )
+    dout = torch.where(allowed(mask, seq_len).any(-1)[:, :, None, None], dout, 0)
+    inner = 2 if strategy == "hybrid" and ranks % 2 == 0 else 1
+    options = {"strategy": strategy, "layout": layout, "all_to_all_ranks": inner, "kernel": "flash"}
+    result = simulate(q, k, v, ranks=ranks, mask=mask, dout=dout, **options)  # type: ignore[arg-type]
+    expected = attention_with_gradients(q, k, v, dout, mask)
+    for got, want in zip((result.out, result.dq, result.dk, result.dv), expected, strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, want.nan_to_num(0.0), rtol=1e-10, atol=1e-10)
+    return result
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), GROUPS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_packed_tiles_equal_the_full_sequence(mask: str, strategy: str, ranks: int) -> None:
+    with emulate() as calls:
+        result = check(MASKS[mask], 96, ranks, strategy, "auto")
+        if strategy != "all_gather":  # which has more calls, of some heads each
+            wanted = sum(len(KERNELS["flash"].calls(step.tiles)) for plan in result.plans for step in plan.steps)
+            assert calls == {"_flash_attention_forward": wanted, "_flash_attention_backward": wanted}
+
+
+@given(cases(), st.sampled_from(list(STRATEGIES)))
+@settings(max_examples=40, deadline=None)
+def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
+    case: tuple[int, int, AttentionMask, str], strategy: str
+) -> None:
+    seq_len, ranks, mask, layout = case
+    with emulate():
+        check(mask, seq_len, ranks, strategy, layout)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+def test_200_documents_on_8_ranks_take_two_calls_and_merges_a_step_at_most(strategy: str) -> None:
+    mask = AttentionMask(document_lengths=(draw_lengths("log-normal", 4096, 200, seed=1),))
+    q, k, v, dout = (torch.randn(1, 4096, 8, 8, dtype=torch.float32) for _ in range(4))
+    merges: Counter[str] = Counter()
+
+    def counted(of: type, name: str) -> object:
+        add = of.add  # type: ignore[attr-defined]
+
+        def counting(self: object, *arguments: object) -> None:
+            merges[name] += 1
+            add(self, *arguments)
+
+        return patch.object(of, "add", counting)
+
+    with emulate() as calls, counted(RunningSoftmax, "forward"), counted(GradientSum, "backward"):  # type: ignore[attr-defined]
+        result = simulate(q, k, v, ranks=8, mask=mask, strategy=strategy, kernel="flash", dout=dout)
+        kernel = KERNELS["flash"]
+    steps = [step.tiles for plan in result.plans for step in plan.steps]
+    if strategy == "all_gather":  # one step for each group of heads
+        steps = [plan.gathered_tiles for plan in result.plans for _ in range(4)]
+    launched = [len(kernel.calls(tiles)) for tiles in steps]
+    assert max(launched) <= 2
+    assert calls == {"_flash_attention_forward": sum(launched), "_flash_attention_backward": sum(launched)}
+    assert merges == {"forward": sum(launched), "backward": 3 * sum(launched)}  # of dq, dk and dv
+    assert sum(len(kernel.plain_tiles(tiles)) for tiles in steps) > 200, "one call each before"
+
+
+def test_tiles_that_share_rows_or_differ_to_the_kernel_are_calls_of_their_own() -> None:
+    first, second = Tile(0, 0, 4, 0, 4, CAUSAL), Tile(0, 4, 9, 4, 9, CAUSAL)
+    same_keys, same_queries = Tile(0, 9, 12, 0, 3, CAUSAL), Tile(0, 0, 2, 9, 11, CAUSAL)
+    full, other_row = Tile(0, 9, 12, 9, 10), Tile(1, 0, 4, 0, 4, CAUSAL)
+    tiles = (first, second, same_keys, same_queries, full, other_row)
+    groups = [group for _, group in KERNELS["flash"].calls(tiles)]
+    assert groups == [(first, second, other_row), (same_keys,), (same_queries,), (full,)]
+    assert [group for _, group in KERNELS["reference"].calls(tiles[:2])] == [(first,), (second,)]
+
+
+def test_a_device_cache_holds_the_last_used_within_its_bytes() -> None:
+    like, made, cache = torch.empty(1), [], DeviceCache(budget_bytes=100)
+
+    def value(key: str, numbers: int) -> Tensor:
+        def make() -> Tensor:
+            made.append(key)
+            return torch.zeros(numbers, dtype=torch.uint8)
+
+        return cache.get(key, like, make)
+
+    value("a", 40), value("b", 40), value("a", 40), value("c", 40)
+    assert cache.held_bytes == 80
+    value("a", 40), value("b", 40)
+    assert made == ["a", "b", "c", "b"], "b was used least of late when c came"
+    value("too large", 500)
+    assert (cache.held_bytes, len(cache.held)) == (500, 1)
+
+
+def test_a_device_cache_keeps_tensors_without_data_to_their_mode() -> None:
+    cache, shapes = DeviceCache(1000), torch.arange(3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        like = torch.empty(2, device="meta")
+        fake = cache.get("key", like, lambda: to_device(shapes, like))
+    real = cache.get("key", torch.empty(2), lambda: to_device(shapes, torch.empty(2)))
+    assert torch.equal(real, shapes)
+    assert fake.device.type == "meta"
