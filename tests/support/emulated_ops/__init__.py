@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
+from threading import Lock
 from typing import Any
 
 import torch
@@ -76,9 +77,12 @@ def install() -> Calls:
 
 
 def _counted(name: str, operator: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+    lock = Lock()  # simulated ranks are threads
+
     @wraps(operator)
     def call(*arguments: Any, **options: Any) -> Any:
-        calls[name] += 1
+        with lock:
+            calls[name] += 1
         return operator(*arguments, **options)
 
     return call

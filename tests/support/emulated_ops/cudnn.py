@@ -97,11 +97,11 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """sdp_utils.cpp, check_cudnn_tensor_shapes, which a direct call of the operator meets as errors of cuDNN."""
     check(q.dim() == k.dim() == v.dim() == 4, "Q tensor has unexpected number of dims")
     check(q.is_floating_point() and k.dtype == v.dtype == q.dtype, "Q, K and V must have the same dtype")
-    check_rows(8, query=q, key=k, value=v)  # cuDNN faults on a base that is not aligned to 16 bytes
     check(len(q) == len(k) == len(v) and k.shape[1:3] == v.shape[1:3] and q.shape[-1] == k.shape[-1], "shapes differ")
     check(q.shape[1] % k.shape[1] == 0, "the number of heads of K must divide that of Q")
     check(max(q.shape[-1], v.shape[-1]) <= 128, "head_dim should be no more than 128")  # of sm80; 256 on sm90
     check(q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0, "head_dim should be a multiple of 8")
+    check_rows(8, query=q, key=k, value=v)  # cuDNN faults on a base that is not aligned to 16 bytes
     check(k.shape[2] > 1, "cudnn SDPA does not support key/value sequence length 1.")
     # A backward of one query fails (issue 138529 of PyTorch), and newer revisions refuse its forward on some devices.
     check(q.shape[2] > 1, "cuDNN Frontend error: no valid execution plans built for query sequence length 1")

@@ -87,7 +87,7 @@ def backward(
         lse = at_strides(logsumexp, (batch, heads, queries + padding), strides)
     lse = F.pad(lse, (0, queries + padding - lse.shape[-1]), value=float("inf"))
     q, dout = (F.pad(x, (0, 0, 0, padding)) for x in (query, grad_out_))
-    seen = causal_pairs(queries + padding, key.shape[2]) if is_causal else None
+    seen = F.pad(causal_pairs(queries, key.shape[2]), (0, 0, 0, padding), value=True) if is_causal else None
     dq, dk, dv = differentiate(dout, q, key, value, F.pad(row_dots, (0, padding)), lse, seen, _scale(query, scale))
     gradients = (dq[:, :, :queries], dk, dv)
     dq, dk, dv = (x.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)

@@ -183,11 +183,11 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Tensor | None, cum
     check((cum_seq_q is None) == (cum_seq_k is None), "cum_seq_q and cum_seq_k must be both set or both not set")
     check(q.is_floating_point() and k.dtype == v.dtype == q.dtype, "query, key and value must have the same dtype")
     check(q.dim() == k.dim() == v.dim() == (4 if cum_seq_q is None else 3), "dense inputs are 4-D, packed ones 3-D")
-    check_rows(8, query=q, key=k, value=v)
     dim, heads, key_heads = q.shape[-1], q.shape[-2], k.shape[-2]
     check(dim % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!")
     check(dim <= 256, "FlashAttention only supports head dimension at most 256")
     check(heads % key_heads == 0, "Number of heads in key/value must divide number of heads in query")
+    check_rows(8, query=q, key=k, value=v)
     check(k.shape[-1] == dim and v.shape == k.shape, f"k and v must have shape (.., {key_heads}, {dim})")
     if cum_seq_q is None or cum_seq_k is None:
         check(len(q) == len(k) > 0, "batch size must be positive, and the same")

@@ -25,6 +25,7 @@ MISREADINGS = (
     "lse in base 2",
     "heads are grouped interleaved",
     "causal without the diagonal",
+    "causal from the bottom right",
     "backward uses the lse of its own call",
 )
 _misread = ""
@@ -78,7 +79,8 @@ def packed(x: Tensor, *shape: int) -> Tensor:
 
 def causal_pairs(queries: int, keys: int) -> Tensor:
     """`[Sq, Sk]` from the top left: a query sees the keys up to its own row."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril(-1 if misreads("causal without the diagonal") else 0)
+    last = keys - queries if misreads("causal from the bottom right") else 0
+    return torch.ones(queries, keys, dtype=torch.bool).tril(last - misreads("causal without the diagonal"))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

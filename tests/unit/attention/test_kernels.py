@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
+from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.oracle import allowed
 from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan, prepare_plan
 from torchtitan_cp.attention.kernels import (
@@ -108,6 +109,17 @@ def test_a_tile_equals_the_reference_forward_and_backward(
     queries, keys, band = TILES[tile]
     tensors = draw(queries, keys, heads, dims, device, dtype)
     check(name, dtype, [Tile(ALL_ROWS, 0, queries, 0, keys, band)], tensors)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", EMULATED)
+def test_a_tile_over_emulated_operators_equals_the_reference(name: str, tile: str) -> None:
+    queries, keys, band = TILES[tile]
+    with emulate():
+        for dtype in (torch.float64, torch.bfloat16):
+            tensors = draw(queries, keys, (4, 2), (64, 32), "cpu", dtype)
+            check(name, dtype, [Tile(ALL_ROWS, 0, queries, 0, keys, band)], tensors)
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), RUNS)
