@@ -49,8 +49,8 @@ def _prepare(
     """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
     plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
     ring_group, all_to_all_group = plan.process_groups
-    merged, dense = ring_group.ranks > 1, plan.mask.dense
-    kernel = choose_kernel(plan.kernel, q, v, scores.softcap > 0, slopes is not None, merged=merged, dense=dense)
+    options = {"softcap": scores.softcap > 0, "alibi": slopes is not None, "dense": plan.mask.dense}
+    kernel = choose_kernel(plan.kernel, q, v, merged=ring_group.ranks > 1, **options)
     call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
     return STRATEGIES[plan.strategy], call
 

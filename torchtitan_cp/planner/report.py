@@ -60,11 +60,8 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
     kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
-    shares = (accelerator.attention(kernel) for kernel in kernels)
-    attention = ", ".join(
-        f"attention by {kernel} at {forward:.0%} forward and {backward:.0%} backward"
-        for kernel, (forward, backward) in zip(kernels, shares, strict=True)
-    )
+    rate = "attention by {} at {:.0%} forward and {:.0%} backward"
+    attention = ", ".join(rate.format(kernel, *accelerator.attention(kernel)) for kernel in kernels)
     taken = "Assumed" if cluster.name in ACCELERATORS else "Measured"
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "

@@ -68,17 +68,18 @@ def draw(
     return [torch.randn(2, *shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv of tiles one step after another, merged, and backward from the merged log-sum-exp."""
+def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor], together: bool = False) -> list[Tensor]:
+    """out, dq, dk, dv of tiles in one step or a step each, merged, and backward from the merged log-sum-exp."""
+    steps = [tuple(tiles)] if together else [(tile,) for tile in tiles]
     q, k, v, dout = tensors
     kernel = KERNELS[name]
     softmax = RunningSoftmax(q, v.shape[-1])
-    for tile in tiles:
-        add_outputs(softmax, (tile,), q, k, v, kernel, Scores(0.11))
+    for step in steps:
+        add_outputs(softmax, step, q, k, v, kernel, Scores(0.11))
     out, lse = softmax.result()
     sums = [GradientSum(x) for x in (q, k, v)]
-    for tile in tiles:
-        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, Scores(0.11))
+    for step in steps:
+        add_gradients(sums, step, k, v, (dout, q, out, lse), kernel, Scores(0.11))
     return [out, *(gradient.total() for gradient in sums)]
 
 
@@ -90,9 +91,10 @@ def error(got: Tensor, want: Tensor) -> float:
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def check(name: str, dtype: torch.dtype, tiles: list[Tile], tensors: list[Tensor]) -> None:
+def check(name: str, dtype: torch.dtype, tiles: list[Tile], tensors: list[Tensor], together: bool = False) -> None:
     exact = run_tiles("reference", tiles, [x.double().cpu() for x in tensors])
-    for part, got, want in zip(("out", "dq", "dk", "dv"), run_tiles(name, tiles, tensors), exact, strict=True):
+    found = run_tiles(name, tiles, tensors, together)
+    for part, got, want in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
         assert got.isfinite().all(), part
         assert error(got, want) < TOLERANCE[dtype], (part, error(got, want))
 
@@ -133,6 +135,23 @@ def test_a_row_whose_keys_come_in_three_tiles_is_merged_and_differentiated_from_
 def test_batch_rows_may_have_tiles_of_their_own(name: str, device: str, dtype: torch.dtype) -> None:
     tiles = [Tile(0, 0, 100, 0, 100, CAUSAL), Tile(1, 10, 90, 20, 128), Tile(1, 90, 128, 0, 60)]
     check(name, dtype, tiles, draw(128, 128, (4, 2), (64, 64), device, dtype))
+
+
+PACKED = {
+    "side by side": [Tile(ALL_ROWS, x, y, x, y, CAUSAL) for x, y in pairwise((0, 30, 31, 100, 101, 128))],
+    "apart": [Tile(ALL_ROWS, 3, 40, 0, 20), Tile(ALL_ROWS, 60, 61, 40, 90), Tile(ALL_ROWS, 70, 120, 100, 128)],
+    "of some rows": [Tile(0, 0, 100, 0, 100, CAUSAL), Tile(1, 10, 60, 20, 70, CAUSAL), Tile(1, 60, 128, 70, 128)],
+    "one row each": [Tile(ALL_ROWS, x, x + 1, 3 * x, 3 * x + 3) for x in range(20)],
+    "windows": [Tile(ALL_ROWS, x, y, x, y, Band(-20, 0)) for x, y in pairwise((0, 50, 128))],
+}
+
+
+@pytest.mark.parametrize("tiles", PACKED)
+@pytest.mark.parametrize(("name", "device", "dtype"), RUNS)
+def test_tiles_of_a_step_equal_the_reference_forward_and_backward(
+    name: str, device: str, dtype: torch.dtype, tiles: str
+) -> None:
+    check(name, dtype, PACKED[tiles], draw(128, 128, (4, 2), (64, 64), device, dtype), together=True)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ MASKS = {
     "windows on both sides": AttentionMask(causal=False, window=(11, 6), document_lengths=(SHORT,)),
     "not causal": AttentionMask(causal=False, document_lengths=(SHORT,)),
 }
-GROUPS = [("ring", 1), ("ring", 3), ("ring", 4), ("all_gather", 4), ("all_to_all", 2), ("hybrid", 4)]
+GROUPS = [("ring", 4), ("all_gather", 4), ("hybrid", 4)]
+SMALLER = [("ring", 1), ("ring", 3), ("all_to_all", 2)]
 
 
 def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: str) -> Simulation:
@@ -54,8 +55,10 @@ def check(mask: AttentionMask, seq_len: int, ranks: int, strategy: str, layout: 
     return result
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), GROUPS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "strategy", "ranks"),
+    [*((mask, *group) for mask in MASKS for group in GROUPS), *(("gaps", *group) for group in SMALLER)],
+)
 def test_packed_tiles_equal_the_full_sequence(mask: str, strategy: str, ranks: int) -> None:
     with emulate() as calls:
         result = check(MASKS[mask], 96, ranks, strategy, "auto")
@@ -65,7 +68,7 @@ def test_packed_tiles_equal_the_full_sequence(mask: str, strategy: str, ranks: i
 
 
 @given(cases(), st.sampled_from(list(STRATEGIES)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_mask_on_any_layout_and_exchange_equals_the_full_sequence(
     case: tuple[int, int, AttentionMask, str], strategy: str
 ) -> None:

@@ -47,21 +47,12 @@ def check_kernel(name: str) -> str:
     return check_name("attention kernel", name, ("auto", *KERNELS))
 
 
-def choose_kernel(
-    name: str,
-    q: Tensor,
-    v: Tensor,
-    softcap: bool = False,
-    alibi: bool = False,
-    merged: bool = False,
-    dense: bool = True,
-) -> Kernel:
+def choose_kernel(name: str, q: Tensor, v: Tensor, merged: bool = False, **options: bool) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
-        softcap, alibi: whether scores are capped, and have linear biases.
         merged: whether its outputs will be merged; if it can, the kernel then returns them unrounded.
-        dense: see Case.
+        options: softcap, alibi and dense, see Case.
 
     Raises:
         PlanError: the kernel cannot run them; the message says why and which can.
@@ -69,7 +60,8 @@ def choose_kernel(
     # ROCm numbers capabilities in its own way.
     known = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
     capability = torch.cuda.get_device_capability(q.device) if known else None
-    kernel = _choose(name, Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap, alibi, dense, capability))
+    case = Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], capability=capability, **options)
+    kernel = _choose(name, case)
     return replace(kernel, forward=kernel.wide_forward) if merged and kernel.wide_forward else kernel
 
 

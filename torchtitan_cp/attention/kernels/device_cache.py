@@ -1,7 +1,7 @@
 """Small tensors that the host works out for a plan and kernels read on the device: copied once, kept within bounds."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ class DeviceCache:
                 return self.held[key][0]
         value = make()
         with self._lock:
-            self.held[key] = value, sum(x.nbytes for x in _tensors(value))
+            self.held[key] = value, _bytes(value)
             while len(self.held) > 1 and self.held_bytes > self.budget_bytes:
                 self.held.popitem(last=False)
         return value
@@ -39,15 +39,11 @@ class DeviceCache:
         return sum(held for _, held in self.held.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: in tuples, and in attributes of objects such as a BlockMask."""
+def _bytes(value: Any) -> int:
+    """Of the tensors in a value: in tuples, and in attributes of objects such as a BlockMask."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif hasattr(value, "__dict__"):
-        yield from (x for x in vars(value).values() if isinstance(x, Tensor))
+        return value.nbytes
+    return sum(map(_bytes, value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()))
 
 
 def to_device(x: Tensor, like: Tensor) -> Tensor:

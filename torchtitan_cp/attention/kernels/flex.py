@@ -180,13 +180,5 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts, order.contiguous()
 
 
-KERNEL = Kernel(
-    forward,
-    backward,
-    "cuda",
-    (*HALF, torch.float32),
-    range(16, WIDEST),
-    whole_steps=True,
-    any_scores=True,
-    prepare=prepare,
-)
+TAKEN = (*HALF, torch.float32)
+KERNEL = Kernel(forward, backward, "cuda", TAKEN, range(16, WIDEST), whole_steps=True, any_scores=True, prepare=prepare)

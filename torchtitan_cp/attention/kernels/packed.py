@@ -35,31 +35,23 @@ class Packed(NamedTuple):
     max_k: int
 
 
-class PackedCall(NamedTuple):
-    """Which rows of a step go into a call, and how they are packed."""
-
-    queries: Rows
-    keys: Rows
-    packed: Packed
-
-
 _calls = DeviceCache(INDEX_BYTES)
 
 
-def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> PackedCall:
-    """One call for tiles that ascend and share no row; a tile of all batch rows counts as one of each.
+def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, Packed]:
+    """(queries, keys, Packed) of tiles that ascend and share no row; a tile of all batch rows counts as one of each.
 
     Args:
         kind: see Packed.
         like: `[B, Sq, Hq, D]` queries, on the device.
     """
 
-    def make() -> PackedCall:
+    def make() -> tuple[Rows, Rows, Packed]:
         sides = [[(t.row, t.q_start, t.q_stop) for t in tiles], [(t.row, t.k_start, t.k_stop) for t in tiles]]
         copies = like.shape[0] if tiles[0].row == ALL_ROWS else 1
         (cu_q, max_q), (cu_k, max_k) = (_cumulative(spans, copies, like) for spans in sides)
         queries, keys = _indices(sides, like)
-        return PackedCall(queries, keys, Packed(kind, cu_q, cu_k, max_q, max_k))
+        return queries, keys, Packed(kind, cu_q, cu_k, max_q, max_k)
 
     return _calls.get((tiles, kind, like.shape[0]), like, make)
 
