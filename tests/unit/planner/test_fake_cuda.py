@@ -64,7 +64,8 @@ def test_a_tensor_on_the_wrong_device_ends_a_walk_and_offloading_lowers_its_peak
     assert "cpu" in host["error"]
     assert "cuda:0" in host["error"]
     working = "activations and buffers"
-    assert offloaded["by_kind"][working] < 0.6 * kept["by_kind"][working]
+    # At least what the linear layers of one block are given: 128 tokens of a rank, E to q, k, v and to the MLP, Q, F.
+    assert kept["by_kind"][working] - offloaded["by_kind"][working] >= 128 * (2 * 64 + 128 + 128) * 2
     assert recomputed["by_kind"]["optimizer"] > 1000 * in_parts["by_kind"]["optimizer"]
     # Of a step that fetches all of its state the update is the fullest moment; parameter by parameter it is not.
     assert in_parts["peak_bytes"] < whole["peak_bytes"]
@@ -101,4 +102,4 @@ def test_without_a_compiler_the_message_says_what_is_needed(tmp_path: Path, monk
 def test_device_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--device", DEVICE])
-    assert "--device needs --dry-run" in capsys.readouterr().err
+    assert "--world-size and --device need --dry-run" in capsys.readouterr().err
