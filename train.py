@@ -61,10 +61,8 @@ def main(arguments: list[str]) -> int:
         help="with --dry-run: the GPU whose kernels the step is walked with, on any machine (default: the CPU's)",
     )
     options, overrides = parser.parse_known_args(arguments)
-    if options.world_size is not None and not options.dry_run:
-        parser.error("--world-size needs --dry-run; set NPROC for the ranks of a node")
-    if options.device and not options.dry_run:
-        parser.error("--device needs --dry-run")
+    if (options.world_size is not None or options.device) and not options.dry_run:
+        parser.error("--world-size and --device need --dry-run; set NPROC for the ranks of a node")
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
     register(ARCHITECTURES)

@@ -130,7 +130,7 @@ class Optimizer:
         muon_momentum: muon: decay of the momentum
         implementation: how AdamW with float32 state runs; 8bit compiles its own
         state: AdamW's moments; 8bit (package torchao) resumes on other ranks if shards are whole blocks of 256 values
-        offload_state: CUDA: keep the state in host memory between steps
+        offload_state: CUDA: keep the state in host memory; an update fetches that of one parameter at a time
         groups: [[optimizer.groups]] tables of match (a regex), lr_scale and weight_decay; the first match
             applies
     """

@@ -47,7 +47,9 @@ def fake_job(ranks: int, rank: int) -> Iterator[None]:
     """Be `rank` of a job of `ranks`, whose collectives return at once and move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        yield
+        # A GPU's backward would run in a thread of its own, where DTensor has a cache of its own.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         dist.destroy_process_group()
         # DTensor's cache holds the meshes, and so the groups, of this job.

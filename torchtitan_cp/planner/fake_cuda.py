@@ -12,10 +12,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo.trace_rules
 import torch._subclasses.fake_tensor as fake_tensor
 
 from torchtitan_cp.config import ConfigError
@@ -34,18 +34,13 @@ def use_fake_cuda(device: str, memory_bytes: float) -> None:
     Raises:
         ConfigError: a platform other than Linux, or the library cannot be compiled.
     """
-    if device.partition("-")[0] not in CAPABILITIES:
-        raise ConfigError(f"a dry run cannot take {device} for a GPU", fix="leave --device out to walk on the CPU")
     if torch.version.cuda:
         ctypes.CDLL(str(build_library()))
     elif torch.accelerator.current_accelerator() is None:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], preloading(build_library()))
+        os.execve(
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": str(build_library())}
+        )
     _answer_for_torch_cuda(device, int(memory_bytes))
-
-
-def preloading(library: Path) -> dict[str, str]:
-    """The environment in which a process loads the library before torch."""
-    return {**os.environ, "LD_PRELOAD": str(library)}
 
 
 def build_library() -> Path:
@@ -81,26 +76,17 @@ def build_library() -> Path:
 class _Stream:
     """Of work that nobody does; also an event in it."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device, self.stream_id, self.device_index, self.device_type = torch.device("cuda", 0), 0, 0, 1
+    device, stream_id, device_index, device_type = torch.device("cuda", 0), 0, 0, 1
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __enter__(self) -> "_Stream":
         return self
 
     def __exit__(self, *_: Any) -> None: ...
 
-    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
-        return event or self
-
-    def elapsed_time(self, _: "_Stream") -> float:
-        return 0.0
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, *_: Any) -> None: ...
-
-    record = synchronize = wait_stream = wait_event = wait
+    def __getattr__(self, name: str) -> Any:
+        return _answer({"query": True, "elapsed_time": 0.0, "record_event": self}.get(name))
 
 
 class _Generator(torch.Generator):
@@ -111,12 +97,9 @@ class _Generator(torch.Generator):
 
 
 def _answer_for_torch_cuda(device: str, memory_bytes: int) -> None:
-    # Made of torch's functions as they are, before some are replaced.
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     chip = device.partition("-")[0]
     capability, stream = CAPABILITIES[chip], _Stream()
-    sizes = {"total_memory": memory_bytes, "multi_processor_count": 132, "L2_cache_size": 50 << 20}
-    properties = type("Properties", (), {"name": chip.upper(), "major": capability[0], "minor": capability[1], **sizes})
+    properties = SimpleNamespace(name=chip.upper(), major=capability[0], minor=capability[1], total_memory=memory_bytes)
     answers = {
         "current_stream": stream, "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
         "set_device": None, "synchronize": None, "_lazy_init": None, "current_device": 0, "device_count": 1,
@@ -125,15 +108,9 @@ def _answer_for_torch_cuda(device: str, memory_bytes: int) -> None:
     }  # fmt: skip
     for name, value in answers.items():
         setattr(torch.cuda, name, _answer(value))
-    for name, value in {
-        "_cuda_getDevice": 0, "_cuda_exchangeDevice": 0, "_cuda_maybeExchangeDevice": 0, "_cuda_getDeviceCount": 1,
-        "_cuda_getCurrentRawStream": 0, "_cuda_getArchFlags": "sm_90", "_cuda_setDevice": None,
-    }.items():  # fmt: skip
-        setattr(torch._C, name, _answer(value))
     torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.Generator = _Generator  # type: ignore[misc]
-    torch.cuda.default_generators = (_Generator(),)
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign]
     fake_tensor.init_gpu_context = _answer(None)
 

@@ -125,7 +125,7 @@ def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
         *_loss_moments(planned, own, weights),
         *_block_moments(planned, own, block, kept[2], weights),
         ("reduction of the last gradients", 1.0, {"communication": weights + reduced}),
-        ("update, with the state back from the host", 1.0, {"optimizer": parked}),
+        ("update, with some of the state back from the host", 1.0, {"optimizer": parked}),
     ]
     for moment, gone, extra in moments:
         left = own.kept_layers * (1 - gone)
@@ -137,7 +137,7 @@ def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
 
 
 def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], float]:
-    """Shards of weights, gradients and optimizer state; and what of the state is on the host between updates."""
+    """Shards of weights, gradients and optimizer state; and the state that an update brings from the host at a time."""
     config, fsdp = planned.config, planned.degrees.fsdp
     if config.parallel.fsdp_cpu_offload:
         return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}, 0.0
@@ -146,8 +146,12 @@ def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], 
     # Muon has a momentum alone.
     by_muon = own.layers * planned.counts.muon / fsdp if config.optimizer.name == "muon" else 0.0
     state = (shard - by_muon) * moments + by_muon * FP32_BYTES
-    parked = state if config.optimizer.offload_state else 0.0
-    return {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state - parked}, parked
+    always = {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
+    if not config.optimizer.offload_state:
+        return always, 0.0
+    # One parameter at work, the next on its way there and the one before on its way back: the ends' matrix is largest.
+    largest = planned.args.vocab_size * planned.args.dim / planned.degrees.tp / fsdp * moments
+    return always | {"optimizer": 0.0}, min(state, 3 * largest)
 
 
 def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:

@@ -100,11 +100,13 @@ class Wide(nn.Module):
         return self.layers[1](self.layers[0](x).tanh())
 
 
-def steps_in_8_bits(settings: Optimizer, folder: str, load: bool) -> list[Tensor]:
+def steps_in_8_bits(settings: Optimizer, folder: str, load: bool, on_host: bool = False) -> list[Tensor]:
     torch.manual_seed(1)
     model = Wide()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = build_optimizer(model, settings)
+    if on_host:
+        keep_state_on_host(optimizer)
 
     def train_on(first: int, last: int) -> None:
         for step in range(first, last):

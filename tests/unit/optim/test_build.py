@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.small_net import assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config import ConfigError
@@ -67,14 +68,32 @@ def test_every_implementation_takes_the_same_steps() -> None:
     assert_same(results[0], results[2])
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_state_kept_on_the_host_between_steps_changes_no_step(name: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"implementation": "fused"},
+        {"implementation": "foreach"},
+        {"name": "muon"},
+        {"groups": (ParameterGroup("norm", 0.1, 0.2),)},
+    ],
+    ids=["fused", "foreach", "muon", "groups"],
+)
+def test_state_kept_on_the_host_changes_no_step_and_is_fetched_a_parameter_at_a_time(options: dict[str, Any]) -> None:
     model, twin = small_net(), small_net()
-    optimizer, other = (build_optimizer(m, Optimizer(name=name)) for m in (model, twin))
+    optimizer, other = (build_optimizer(m, Optimizer(**options)) for m in (model, twin))
+    taken: list[list[int]] = []
+    optimizer.register_step_pre_hook(lambda *_: taken.append([len(g["params"]) for g in optimizer.param_groups]))
     keep_state_on_host(optimizer)
-    train(model, optimizer, 3)
-    train(twin, other, 3)
-    assert_same(weights(model), weights(twin), rtol=0)
+    groups = optimizer.param_groups
+    for _ in range(3):
+        train(model, optimizer, 1)
+        train(twin, other, 1)
+        assert_same(weights(model), weights(twin), rtol=0)
+    assert optimizer.param_groups is groups
+    assert taken == [[1]] * 3 * len(weights(model))
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        for name, value in other.state[its].items():
+            assert torch.equal(optimizer.state[mine][name], value), name
 
 
 def test_config_and_registry_name_the_same_implementations() -> None:

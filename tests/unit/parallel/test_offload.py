@@ -94,6 +94,35 @@ def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
         assert host.offloaded_bytes > 5 * forwards * HIDDEN
 
 
+def test_what_linear_layers_save_leaves_the_device_once_and_their_weights_stay() -> None:
+    model, plain = make_model("cpu"), make_model("cpu")
+    want = gradients(plain, "cpu", iter)
+    host = offloaded(model, "none", 1, False, "cpu")
+    copied = list[Tensor]()
+    offload = host.offload
+    host.offload = lambda tensor: (copied.append(tensor), offload(tensor))[1]  # type: ignore[method-assign, func-returns-value]
+    got = gradients(model, "cpu", iter)
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+    # Inputs of wq, wk, wv in one tensor, of wo, of w1 and w3 in one, and of w2, as their 2-D views.
+    rows = [tuple(tensor.shape) for tensor in copied if tensor.ndim == 2]
+    assert rows.count((2 * S, 32)) == 3 * 2 * SHAPE.n_layers
+    assert rows.count((2 * S, 48)) == 2 * SHAPE.n_layers
+    assert len(rows) == 4 * 2 * SHAPE.n_layers
+    kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert not kept & {tensor.untyped_storage().data_ptr() for tensor in copied}
+
+
+def test_a_tensor_saved_twice_comes_back_twice() -> None:
+    host = HostMemory(torch.device("cpu"), min_bytes=8)
+    x = torch.full((4,), 2.0)
+    twice = host.offload(x)
+    twice.uses += 1
+    assert torch.equal(restore(twice), x)
+    assert twice.back is not None
+    assert torch.equal(restore(twice), x)
+    assert twice.back is None
+
+
 def test_the_attention_is_not_run_twice_when_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs = make_model("cpu"), []
     apply_activation_checkpointing(model, "attention_saved", HostMemory(torch.device("cpu"), min_bytes=1))

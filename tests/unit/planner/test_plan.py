@@ -145,17 +145,16 @@ def test_shards_shrink_with_the_ranks_and_the_pipelines_bubble_with_the_micro_ba
     assert share[1] < share[0]
 
 
-def test_state_that_waits_on_the_host_is_back_for_the_update() -> None:
+def test_state_that_waits_on_the_host_is_back_for_the_update_a_parameter_at_a_time() -> None:
     tight = ("--activation.checkpoint=full", "--activation.mlp_tiles=8", "--model.flavor=70B")
     stages = [f"--curriculum.stages[{index}].cp=8" for index in range(6)]
     waiting, there = (
         estimates(LONG, *tight, *stages, f"--optimizer.offload_state={offload}", nodes=1)[0]
         for offload in ("true", "false")
     )
-    bytes_of_all = 16 * total_parameters(there.args) / 8
-    assert waiting.memory.moment == "update, with the state back from the host"
-    assert waiting.memory.total == pytest.approx(bytes_of_all, rel=0.01)
-    assert there.memory.total > bytes_of_all
+    moments = 8 * total_parameters(there.args) / 8
+    largest = 8 * there.args.vocab_size * there.args.dim / 8
+    assert there.memory.total - moments <= waiting.memory.total <= there.memory.total - moments + 3 * largest
 
 
 def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_often() -> None:

@@ -1,0 +1,105 @@
+"""The trainer's step walked on a GPU that is not there: what CUDA's operations are given, and what they hold."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from tests.support.fake_cuda_walks import CHOICES, DEVICE, Case, accepted, pairwise_cases, walk_in_process
+from tests.support.runs import write_run
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.planner import fake_cuda
+
+ROOT = Path(train.__file__).parent
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or not (shutil.which("c++") or shutil.which("g++")), reason="needs Linux and a C++ compiler"
+)
+ALL = pairwise_cases()
+QUICK = 16
+WAITS: Case = {"optimizer": "offload_state", "activation": "full"}
+OFFLOADED: Case = {"activation": "offload of all"}
+PROBES: list[Case] = [
+    {"fault": "rope on the host"},
+    {}, OFFLOADED, {"activation": "full"}, WAITS, {**WAITS, "fault": "whole state at once"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The quick cases and the probes, in one process."""
+    return walk_in_process(write_run(tmp_path_factory.mktemp("run")), [*ALL[:QUICK], *PROBES])
+
+
+def test_the_quick_cases_have_every_choice_and_all_have_every_pair() -> None:
+    for kind, names in CHOICES.items():
+        assert {case[kind] for case in ALL[:QUICK]} == set(names)
+        for other, others in CHOICES.items():
+            met = {(case[kind], case[other]) for case in ALL}
+            for pair in ((name, second) for name in names for second in others if kind != other):
+                assert pair in met or not accepted(dict(zip((kind, other), pair, strict=True))), pair
+
+
+@needs_compiler
+def test_combinations_walk(walked: list[dict[str, Any]]) -> None:
+    assert [result["case"] for result in walked] == [*ALL[:QUICK], *PROBES]
+    assert not [(result["case"], result["trace"]) for result in walked[:QUICK] if "error" in result]
+
+
+@needs_compiler
+@pytest.mark.deep
+def test_every_pair_of_choices_walks(tmp_path: Path) -> None:
+    results = walk_in_process(write_run(tmp_path), ALL[QUICK:])
+    assert len(results) == len(ALL) - QUICK
+    assert not [(result["case"], result["trace"]) for result in results if "error" in result]
+
+
+@needs_compiler
+def test_a_tensor_on_the_wrong_device_ends_a_walk_and_offloading_lowers_its_peak(walked: list[dict[str, Any]]) -> None:
+    host, kept, offloaded, recomputed, in_parts, whole = walked[QUICK:]
+    assert "cpu" in host["error"]
+    assert "cuda:0" in host["error"]
+    working = "activations and buffers"
+    # At least what the linear layers of one block are given: 128 tokens of a rank, E to q, k, v and to the MLP, Q, F.
+    assert kept["by_kind"][working] - offloaded["by_kind"][working] >= 128 * (2 * 64 + 128 + 128) * 2
+    assert recomputed["by_kind"]["optimizer"] > 1000 * in_parts["by_kind"]["optimizer"]
+    # Of a step that fetches all of its state the update is the fullest moment; parameter by parameter it is not.
+    assert in_parts["peak_bytes"] < whole["peak_bytes"]
+
+
+@needs_compiler
+def test_the_command_walks_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    command = [
+        sys.executable,
+        "train.py",
+        str(path),
+        "--dry-run",
+        "--device",
+        DEVICE,
+        "--training.compute_dtype=bfloat16",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 1, GiB at the peak" in done.stdout
+    assert "attention kernel cpu" not in done.stderr
+
+
+def test_without_a_compiler_the_message_says_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cuda.Path, "expanduser", lambda self: tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs Linux and a C\+\+ compiler"):
+        fake_cuda.build_library()
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/false" if os.path.exists("/bin/false") else None)
+    with pytest.raises(ConfigError, match=r"fake_cuda\.cpp does not compile"):
+        fake_cuda.build_library()
+
+
+def test_device_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--device", DEVICE])
+    assert "--world-size and --device need --dry-run" in capsys.readouterr().err
