@@ -162,20 +162,20 @@ def run_tests(
 
 
 def flash(record: Record) -> None:
-    """Every tile, group of heads and dim."""
-    smallest = " and heads1-dims0 and (full or causal)" if record.rehearsal else ""
+    """Every tile, group of heads and dim, and packed documents."""
+    smallest = " and (documents or heads1-dims0 and (full or causal))" if record.rehearsal else ""
     run_tests(record, KERNEL_TESTS, f"flash{smallest}")
 
 
 def efficient(record: Record) -> None:
     """As flash."""
-    smallest = " and heads1-dims0 and (full or causal)" if record.rehearsal else ""
+    smallest = " and (documents or heads1-dims0 and (full or causal))" if record.rehearsal else ""
     run_tests(record, KERNEL_TESTS, f"efficient{smallest}")
 
 
 def cudnn(record: Record) -> None:
     """Every tile with one group of heads and dim; each new shape costs about a second for its plans."""
-    some = "full or causal" if record.rehearsal else "heads1-dims2 or three_tiles or batch_rows or sdpa"
+    some = "full or causal" if record.rehearsal else "heads1-dims2 or three_tiles or batch_rows or documents or sdpa"
     run_tests(record, KERNEL_TESTS, f"cudnn and not fp16 and ({some})" + " and heads1-dims2" * record.rehearsal)
 
 

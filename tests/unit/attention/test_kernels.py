@@ -55,17 +55,18 @@ def draw(
     return [torch.randn(2, *shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor]) -> list[Tensor]:
-    """out, dq, dk, dv of tiles one step after another, merged, and backward from the merged log-sum-exp."""
+def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor], together: bool = False) -> list[Tensor]:
+    """out, dq, dk, dv of tiles one step after another or in one, merged, and backward from the merged log-sum-exp."""
     q, k, v, dout = tensors
     kernel = KERNELS[name]
     softmax = RunningSoftmax(q, v.shape[-1])
-    for tile in tiles:
-        add_outputs(softmax, (tile,), q, k, v, kernel, Scores(0.11))
+    steps = [tuple(tiles)] if together else [(tile,) for tile in tiles]
+    for step in steps:
+        add_outputs(softmax, step, q, k, v, kernel, Scores(0.11))
     out, lse = softmax.result()
     sums = [GradientSum(x) for x in (q, k, v)]
-    for tile in tiles:
-        add_gradients(sums, (tile,), k, v, (dout, q, out, lse), kernel, Scores(0.11))
+    for step in steps:
+        add_gradients(sums, step, k, v, (dout, q, out, lse), kernel, Scores(0.11))
     return [out, *(gradient.total() for gradient in sums)]
 
 
@@ -77,9 +78,10 @@ def error(got: Tensor, want: Tensor) -> float:
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def check(name: str, dtype: torch.dtype, tiles: list[Tile], tensors: list[Tensor]) -> None:
+def check(name: str, dtype: torch.dtype, tiles: list[Tile], tensors: list[Tensor], together: bool = False) -> None:
     exact = run_tiles("reference", tiles, [x.double().cpu() for x in tensors])
-    for part, got, want in zip(("out", "dq", "dk", "dv"), run_tiles(name, tiles, tensors), exact, strict=True):
+    answer = run_tiles(name, tiles, tensors, together)
+    for part, got, want in zip(("out", "dq", "dk", "dv"), answer, exact, strict=True):
         assert got.isfinite().all(), part
         assert error(got, want) < TOLERANCE[dtype], (part, error(got, want))
 
@@ -109,6 +111,12 @@ def test_a_row_whose_keys_come_in_three_tiles_is_merged_and_differentiated_from_
 def test_batch_rows_may_have_tiles_of_their_own(name: str, device: str, dtype: torch.dtype) -> None:
     tiles = [Tile(0, 0, 100, 0, 100, CAUSAL), Tile(1, 10, 90, 20, 128), Tile(1, 90, 128, 0, 60)]
     check(name, dtype, tiles, draw(128, 128, (4, 2), (64, 64), device, dtype))
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), RUNS)
+def test_documents_of_a_step_go_to_the_kernel_together(name: str, device: str, dtype: torch.dtype) -> None:
+    documents = [Tile(ALL_ROWS, start, stop, start, stop, CAUSAL) for start, stop in pairwise([0, 60, 61, 125, 200])]
+    check(name, dtype, documents, draw(200, 200, (8, 2), (64, 64), device, dtype), together=True)
 
 
 @pytest.mark.parametrize(
