@@ -42,7 +42,7 @@ class Part:
 
 # Most telling first. On one GPU the limits sum to at most twenty minutes, and each half fits into ten.
 PARTS = (
-    Part("versions", 30, "driver, torch, cuDNN, NCCL, compiler and packages"),
+    Part("versions", 50, "driver, torch, cuDNN, NCCL, compiler and packages"),
     Part("parity", 240, "--verify-parity over all GPUs, for each exchange, on NCCL", gpus=2),
     Part("conformance", 180, "attention over all GPUs on NCCL against fp64: exchanges, layouts, masks", gpus=2),
     Part("overlap", 120, "a profiled step: keys and values in flight beside compute", gpus=2),
@@ -51,9 +51,9 @@ PARTS = (
     Part("cudnn", 120, "tests of the cuDNN kernel in bf16; few shapes, as each is a plan to build"),
     Part("quickstart", 240, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
     Part("offload", 90, "tests of activations that go to host memory"),
-    Part("shares", 150, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
-    Part("steps", 220, "steps of the 1B, the planner beside them, and the longest that fits"),
-    Part("flex", 80, "one test of the flex kernel, which Triton compiles"),
+    Part("shares", 120, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
+    Part("steps", 210, "steps of the 1B, the planner beside them, and the longest that fits"),
+    Part("flex", 110, "one test of the flex kernel, which Triton compiles"),
 )
 
 
@@ -186,7 +186,7 @@ def summarize(lines: Sequence[Line]) -> str:
     """Markdown: a line for each part, then what did not run, what failed, and the figures."""
     ends = outcomes(lines)
     text = ["| part | outcome | seconds | limit | passed | failed | not run |", "|---|---|---|---|---|---|---|"]
-    absent, failures, tables = [], [], []
+    absent, parts, failures, logs, tables = [], [], [], [], []
     for part in PARTS:
         end, cases = ends.get(part.name, {"status": "did not run"}), last_run(lines, part.name)
         status = "cut off" if end["status"] == "started" else end["status"]
@@ -199,14 +199,16 @@ def summarize(lines: Sequence[Line]) -> str:
             last = end.get("last_lines", [])
             missing = [line for line in last if "No module named" in line]
             reason = ", ".join(filter(None, (status, end.get("why"), *missing[-1:])))
-            failures += [f"{part.name}: {reason}", *(f"    {line}" for line in last)]
+            parts.append(f"{part.name}: {reason}")
+            logs += ["", f"Last lines of {part.name}:", "", *(f"    {line}" for line in last)]
         failures += [f"{part.name}: {x['case']}: {x.get('why', '')}" for x in cases if x["status"] == "failed"]
         absent += [f"of {part.name}: {x['case']} ({x.get('why', '')})" for x in cases if x["status"] == "not run"]
         tables += _table([case for case in cases if case.get("figures")])
     text += ["", f"Did not run: {', '.join(absent) or 'nothing, all parts ran'}."]
-    text += ["", "Failed:", "", *failures[:MOST_FAILURES]] if failures else ["", "Failed: nothing."]
-    text += [f"... and {len(failures) - MOST_FAILURES} more lines in {RESULTS}"] * (len(failures) > MOST_FAILURES)
-    return "\n".join([*text, *tables]) + "\n"
+    more = len(failures) - MOST_FAILURES
+    failures = [*parts, *failures[:MOST_FAILURES], *[f"... and {more} more cases, in {RESULTS}"] * (more > 0)]
+    text += ["", "Failed:", "", *(f"- {failure}" for failure in failures)] if failures else ["", "Failed: nothing."]
+    return "\n".join([*text, *tables, *logs]) + "\n"
 
 
 def _table(cases: Sequence[Line]) -> list[str]:
@@ -220,13 +222,9 @@ def _table(cases: Sequence[Line]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
 
 
 def main(arguments: Sequence[str]) -> int:

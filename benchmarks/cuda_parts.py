@@ -26,7 +26,7 @@ from benchmarks.cuda import CASES_FAILED, LOG, ROOT, Line, append, gpus_of, kill
 
 CONFORMANCE_TESTS = "tests/ranks/attention/test_conformance.py"
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
-CORPUS_CACHE = Path(tempfile.gettempdir(), "torchtitan-cp-corpus")
+CORPUS_CACHE = Path(tempfile.gettempdir(), f"torchtitan-cp-corpus-{os.getuid()}")
 TRACE_BYTES = 16 << 20  # of a trace that is kept
 
 
@@ -162,20 +162,20 @@ def run_tests(
 
 
 def flash(record: Record) -> None:
-    """Every tile, group of heads and dim."""
-    smallest = " and heads1-dims0 and (full or causal)" if record.rehearsal else ""
+    """Every tile, group of heads and dim, and packed documents."""
+    smallest = " and (documents or heads1-dims0 and (full or causal))" if record.rehearsal else ""
     run_tests(record, KERNEL_TESTS, f"flash{smallest}")
 
 
 def efficient(record: Record) -> None:
     """As flash."""
-    smallest = " and heads1-dims0 and (full or causal)" if record.rehearsal else ""
+    smallest = " and (documents or heads1-dims0 and (full or causal))" if record.rehearsal else ""
     run_tests(record, KERNEL_TESTS, f"efficient{smallest}")
 
 
 def cudnn(record: Record) -> None:
     """Every tile with one group of heads and dim; each new shape costs about a second for its plans."""
-    some = "full or causal" if record.rehearsal else "heads1-dims2 or three_tiles or batch_rows or sdpa"
+    some = "full or causal" if record.rehearsal else "heads1-dims2 or three_tiles or batch_rows or documents or sdpa"
     run_tests(record, KERNEL_TESTS, f"cudnn and not fp16 and ({some})" + " and heads1-dims2" * record.rehearsal)
 
 
@@ -189,7 +189,9 @@ def flex(record: Record) -> None:
 
 def offload(record: Record) -> None:
     """On a CPU the copies are plain ones."""
-    run_tests(record, OFFLOAD_TESTS, "gradients and first and not True" if record.rehearsal else "offload")
+    run_tests(record, OFFLOAD_TESTS, "gradients and first and not True" if record.rehearsal else "not True")
+    if not record.rehearsal:
+        run_tests(record, OFFLOAD_TESTS, "True")  # compiled blocks
 
 
 # Training ------------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def quickstart(record: Record) -> None:
         if not kill_at <= len(before) < sum(steps):
             why = f"it was not killed on its way: {len(before)} steps"
         # One that began anew would have taken its first step again, in other seconds.
-        passed = not why and losses == whole["bf16"] and lines[0] == before[0]
+        passed = not why and losses == whole["bf16"] and len(losses) == sum(steps) and lines[0] == before[0]
         figures = {"killed_after_step": len(before), "largest_difference": difference}
         record.case("bf16, killed and resumed", passed, why, steps=len(losses), **_figures(lines), **figures)
 
@@ -271,7 +273,7 @@ def _command(record: Record, ranks: int, folder: Path, options: Sequence[str]) -
 def shares(record: Record) -> None:
     """Busiest of 8 ranks, one after another; fewer heads for the longest, which the share does not depend on."""
     kernels = importlib.import_module("benchmarks.kernels")
-    sizes = [(8192, [32, 8], 3), (32768, [32, 8], 1), (65536, [32, 8], 1), (131072, [8, 2], 1), (262144, [8, 2], 1)]
+    sizes = [(8192, [32, 8], 3), (32768, [32, 8], 1), (131072, [8, 2], 1), (262144, [8, 2], 1)]
     device, dtype, dim = "cuda", "bfloat16", 128
     if record.rehearsal:
         sizes, device, dtype, dim = [(64, [2, 1], 1), (128, [2, 1], 1)], "cpu", "float32", 64
