@@ -14,6 +14,7 @@ from benchmarks.benchmark import refusal, run
 # A line for the module of each name, imported when it is asked for: that of the kernels needs torch and rich alone.
 BENCHMARKS = {
     "strategies": "every exchange on two one-thread ranks against one process with two threads",
+    "linear": "linear attention on two one-thread ranks against one process with two threads",
     "packed": "packed documents on two ranks against the ideal time for their mask",
     "peers": "other libraries' context parallelism beside ours, on the same ranks in one run",
     "kernels": "how much of a kernel's single-call rate the tiles of a plan reach",

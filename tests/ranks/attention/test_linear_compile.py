@@ -284,9 +284,9 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
         assert "with S/P = 32 and Hv a multiple of Hk, got q (2, " in message
     assert "v torch.bfloat16; cast them to one" in said[6]
     assert "are causal and have no window" in said[7]
-    assert "weight [C, W] and bias [C], got x (2, 32, 6), weight (5, 4)" in said[8]
+    assert "weight [C, W] and bias [C], S/P = 32, got (2, 32, 6), (5, 4); shard x with plan.shard" in said[8]
     assert "activation 'relu' is not available; use one of silu" in said[9]
-    assert "the plan holds 32 tokens a rank, got x (2, 16, 6)" in said[10]
+    assert "S/P = 32, got (2, 16, 6), (6, 4)" in said[10]
 
 
 def run_two_axes() -> list[str]:

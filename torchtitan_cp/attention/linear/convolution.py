@@ -50,17 +50,14 @@ def causal_conv(
     if activation is not None:
         check_name("activation", activation, ACTIVATIONS)
     check_mask(plan, len(x))
-    if (
-        x.ndim != 3
-        or weight.ndim != 2
-        or len(weight) != x.shape[-1]
-        or (bias is not None and bias.shape != x.shape[2:])
-    ):
-        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {None if bias is None else tuple(bias.shape)}"
-        raise PlanError(f"causal_conv takes x [B, S/P, C], weight [C, W] and bias [C], got {shapes}")
-    if x.shape[1] != plan.local_tokens:
-        raise PlanError(f"the plan holds {plan.local_tokens} tokens a rank, got x {tuple(x.shape)}")
-    inputs = [x, weight] if bias is None else [x, weight, bias]
+    inputs, sizes = [x, weight] if bias is None else [x, weight, bias], [3, 2, 1]
+    fits = [y.ndim for y in inputs] == sizes[: len(inputs)] and {x.shape[-1]} == {len(y) for y in inputs[1:]}
+    if not fits or x.shape[1] != plan.local_tokens:
+        shapes = ", ".join(str(tuple(y.shape)) for y in inputs)
+        raise PlanError(
+            f"causal_conv takes x [B, S/P, C], weight [C, W] and bias [C], S/P = {plan.local_tokens}, got {shapes}",
+            fix="shard x with plan.shard",
+        )
     return convolve(inputs, plan.handle, activation is not None)
 
 
