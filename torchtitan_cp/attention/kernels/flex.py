@@ -90,6 +90,7 @@ def _compile() -> Any:
 
 
 _prepared, _masks = DeviceCache(MASK_BYTES), DeviceCache(MASK_BYTES)
+_ON_HOST = torch.empty(0)
 
 
 def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +105,7 @@ def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tupl
         intervals = key_intervals(tiles, rows, queries)
         return intervals, *classify_blocks(intervals, queries, keys)
 
-    return _prepared.get((tiles, rows, queries, keys), torch.empty(0), make)
+    return _prepared.get((tiles, rows, queries, keys), _ON_HOST, make)
 
 
 def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor]:
