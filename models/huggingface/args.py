@@ -110,6 +110,10 @@ class HuggingFaceArgs:
     def state_sizes(self) -> tuple[int, ...]:
         return (0,) * self.n_layers
 
+    @property
+    def state_widths(self) -> tuple[int, int]:
+        return 0, 0
+
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
         return next(_heads(layer) for layer in self.look.layers if layer.window == window)

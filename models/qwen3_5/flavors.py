@@ -52,14 +52,16 @@ class HybridArgs(LlamaArgs):
         size = self.linear_value_heads * self.linear_key_dim * self.linear_value_dim
         return tuple(size if linear else 0 for linear in self.linear_layers)
 
+    @property
+    def state_widths(self) -> tuple[int, int]:
+        """See LlamaArgs."""
+        values = self.linear_value_heads * self.linear_value_dim
+        return 2 * self.linear_key_heads * self.linear_key_dim + values, values
+
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
-        key_dim, value_dim = (
-            self.linear_key_heads * self.linear_key_dim,
-            self.linear_value_heads * self.linear_value_dim,
-        )
-        convolution = self.conv_width * (2 * key_dim + value_dim)
-        delta_net = self.dim * (2 * key_dim + 3 * value_dim + 2 * self.linear_value_heads) + convolution
+        channels, values = self.state_widths
+        delta_net = self.dim * (channels + 2 * values + 2 * self.linear_value_heads) + self.conv_width * channels
         attention = self.dim * self.head_dim * (3 * self.n_heads + 2 * self.n_kv_heads)
         mixers = sum(delta_net if linear else attention for linear in self.linear_layers)
         return mixers + self.n_layers * 3 * self.dim * self.ffn_dim + self.dim * self.vocab_size

@@ -33,7 +33,7 @@ def add_up(*parts: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one layer's tensors on a rank for one micro-batch.
+    """Bytes of one layer's tensors on a rank for one micro-batch; the mean, where some have a recurrent state.
 
     Attributes:
         stream: its input, cut along the sequence by tp.
@@ -67,15 +67,25 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
     traded = planned.all_to_all_ranks
     own, kept_by_trade = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
+    qkv = tokens * (query + 2 * key) * c if traded == 1 else 0.0
+    out = tokens * (query * c + heads.query * FP32_BYTES)
+    trade = kept_by_trade * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
+    if share := sum(map(bool, args.state_sizes)) / args.n_layers:
+        # A gated delta net keeps q, k and v before and after their convolution, and its gate, once more in fp32 and
+        # behind the SiLU, beside the norm and the product of its output.
+        channels, values = args.state_widths
+        kept = tokens * (2 * channels * c + 3 * values * c + 2 * values * FP32_BYTES)
+        qkv, out = qkv * (1 - share) + kept * share, out * (1 - share) + tokens * values * c * share
+        trade *= 1 - share
     return BlockBytes(
         stream=tokens * stream,
         first_norm=tokens * first,
         second_norm=tokens * second,
         # Experts' balance passes the norm once more, beside the same input.
         balance=tokens * (second - stream) if args.token_copies else 0.0,
-        qkv=tokens * (query + 2 * key) * c if traded == 1 else 0.0,
-        out=tokens * (query * c + heads.query * FP32_BYTES),
-        all_to_all=kept_by_trade * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES),
+        qkv=qkv,
+        out=out,
+        all_to_all=trade,
         ffn=tokens * 4 * args.token_ffn_dim / tp * c,
         copies=tokens * 2 * args.token_copies * e * c,
     )

@@ -73,8 +73,9 @@ class PlannedStage:
 
     @cached_property
     def fused_norm(self) -> bool:
-        """See devices.Accelerator; the compiler fuses norms too."""
-        return self.cluster.accelerator.fused_norm or self.config.compile.enable
+        """See devices.Accelerator; the compiler fuses norms too. Those of hybrids add one to their weights in fp32."""
+        plain = not any(self.args.state_sizes)
+        return (self.cluster.accelerator.fused_norm and plain) or self.config.compile.enable
 
     @cached_property
     def counts(self) -> Parameters:
