@@ -22,7 +22,7 @@ from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim import offload
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.planner.devices import ACCELERATORS
-from torchtitan_cp.planner.dry_run import stage_walker, with_shared_batches
+from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches
 from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.training import model
@@ -140,6 +140,15 @@ def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
         patches.enter_context(patch.object(HostMemory.__init__, "__defaults__", (1024,)))
         if case.get("fault") == "rope on the host":
             patches.enter_context(patch.object(model, "set_rope", lambda *given: plain_rope(*given[:-1], "cpu")))
+        if case.get("measured") == "update":
+            forward_backward = DryModel.forward_backward
+
+            def then_start(dry: DryModel, batches: Any) -> Any:
+                result = forward_backward(dry, batches)
+                dry.tracker.start_peak()
+                return result
+
+            patches.enter_context(patch.object(DryModel, "forward_backward", then_start))
         if case.get("fault") == "whole state at once":
             patches.enter_context(patch.object(offload, "_parts", lambda groups: [groups]))
         walk = patches.enter_context(stage_walker(run, 0, device))

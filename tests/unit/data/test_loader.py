@@ -121,6 +121,15 @@ def test_every_token_knows_its_place_in_its_document() -> None:
             assert batch.document_positions[row].tolist() == places[batch.plan.positions].tolist()
 
 
+def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = read_step(Counting(), model_args_of(), 0)[0]
+    pinned = list[int]()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: (pinned.append(id(x)), x)[1])
+    batch.pin_memory()
+    assert set(pinned) == {id(value) for value in vars(batch).values() if isinstance(value, torch.Tensor)}
+    assert len(pinned) == 4
+
+
 class Killed(Counting):
     """The process that reads sequence 6 is killed there, as by a system short of memory."""
 

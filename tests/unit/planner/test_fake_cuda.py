@@ -21,11 +21,12 @@ needs_compiler = pytest.mark.skipif(
 )
 ALL = pairwise_cases()
 QUICK = 16
-WAITS: Case = {"optimizer": "offload_state", "activation": "full"}
+UPDATE: Case = {"measured": "update"}
+WAITS: Case = {**UPDATE, "optimizer": "offload_state"}
 OFFLOADED: Case = {"activation": "offload of all"}
 PROBES: list[Case] = [
     {"fault": "rope on the host"},
-    {}, OFFLOADED, {"activation": "full"}, WAITS, {**WAITS, "fault": "whole state at once"},
+    {}, OFFLOADED, UPDATE, WAITS, {**WAITS, "fault": "whole state at once"},
 ]  # fmt: skip
 
 
@@ -60,15 +61,17 @@ def test_every_pair_of_choices_walks(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_a_tensor_on_the_wrong_device_ends_a_walk_and_offloading_lowers_its_peak(walked: list[dict[str, Any]]) -> None:
-    host, kept, offloaded, recomputed, in_parts, whole = walked[QUICK:]
+    host, kept, offloaded, there, in_parts, whole = walked[QUICK:]
     assert "cpu" in host["error"]
     assert "cuda:0" in host["error"]
     working = "activations and buffers"
     # At least what the linear layers of one block are given: 128 tokens of a rank, E to q, k, v and to the MLP, Q, F.
     assert kept["by_kind"][working] - offloaded["by_kind"][working] >= 128 * (2 * 64 + 128 + 128) * 2
-    assert recomputed["by_kind"]["optimizer"] > 1000 * in_parts["by_kind"]["optimizer"]
-    # Of a step that fetches all of its state the update is the fullest moment; parameter by parameter it is not.
-    assert in_parts["peak_bytes"] < whole["peak_bytes"]
+    state = there["by_kind"]["optimizer"]
+    assert in_parts["by_kind"]["optimizer"] < 0.01 * state  # step counters
+    # Fetched at once, it takes the memory it takes without offloading; in parts, that of three parameters.
+    assert whole["peak_bytes"] >= there["peak_bytes"] - 1024
+    assert in_parts["peak_bytes"] < there["peak_bytes"] - 0.4 * state
 
 
 @needs_compiler
