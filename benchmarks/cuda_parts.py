@@ -326,7 +326,7 @@ def longest_that_fits(length: int, most: int, fits: Callable[[int], bool]) -> in
 def parity(record: Record) -> None:
     """The first step of the quickstart's stages over all GPUs beside one."""
     ranks = gpus_of(read(record.path))
-    for strategy in ("ring", "hybrid") if record.rehearsal else ("ring", "all_gather", "all_to_all", "hybrid"):
+    for strategy in ("hybrid",) if record.rehearsal else ("ring", "all_gather", "all_to_all", "hybrid"):
         with tempfile.TemporaryDirectory() as folder:
             options = ["--verify-parity", f"--context_parallel.strategy={strategy}"]
             options += ["--context_parallel.all_to_all_ranks=2"] * (strategy == "hybrid")
