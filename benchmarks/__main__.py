@@ -14,9 +14,9 @@ from benchmarks.benchmark import refusal, run
 # A line for the module of each name, imported when it is asked for: that of the kernels needs torch and rich alone.
 BENCHMARKS = {
     "strategies": "every exchange on two one-thread ranks against one process with two threads",
-    "linear": "linear attention on two one-thread ranks against one process with two threads",
     "packed": "packed documents on two ranks against the ideal time for their mask",
     "peers": "other libraries' context parallelism beside ours, on the same ranks in one run",
+    "linear": "linear attention on two one-thread ranks against one process with two threads",
     "kernels": "how much of a kernel's single-call rate the tiles of a plan reach",
     "layouts": "keys sent and imbalance of each layout of packed documents, from the plans (nothing runs)",
     "packed_steps": "predicted step time on packed documents, by layout (nothing runs)",

@@ -85,8 +85,8 @@ def draw(
     q, k = normal(key_heads, KEY_DIM), normal(key_heads, KEY_DIM)
     v, dout = normal(value_heads, VALUE_DIM), normal(value_heads, VALUE_DIM)
     shape = (value_heads, KEY_DIM) if rule == "KDA" else (value_heads,)
-    # A head's gates are near a mean of its own.
-    soft = -normal(*shape).abs() * torch.linspace(0.05, 1.0, value_heads).view(-1, *[1] * (len(shape) - 1))
+    # A head's gates are near a mean of its own, and slow: a state outlives a chunk.
+    soft = -normal(*shape).abs() * torch.linspace(0.005, 0.1, value_heads).view(-1, *[1] * (len(shape) - 1))
     kinds = {"soft": soft, **{name: torch.full_like(soft, float(name)) for name in ("0", "-1e-9", "-800")}}
     chosen = torch.randint(4, soft.shape, generator=generator)
     kinds["mixed"] = torch.stack(list(kinds.values())).gather(0, chosen[None])[0]
@@ -327,10 +327,10 @@ LONG, LONG_MASK = 576, AttentionMask(document_lengths=((150, 426),))
 
 
 def long_inputs(seed: int, dtype: torch.dtype, rule: str) -> list[Tensor]:
-    """Several chunks a run; gates near 0, so that states live long."""
+    """Several chunks a run."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, g, beta, dout = draw(generator, (2, 4), rule, "soft", "between", LONG, 1)
-    return [x.to(dtype) for x in (q, k, v, 0.05 * g, beta, dout)]
+    return [x.to(dtype) for x in (q, k, v, g, beta, dout)]
 
 
 @cache
@@ -349,13 +349,13 @@ def long_answers(dtype: torch.dtype, rule: str, exact: bool) -> list[Tensor]:
 def test_the_error_over_many_chunks_is_that_of_one_process(
     ranks: Callable[[int], RankPool], rule: str, strategy: str
 ) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         want, alone = long_answers(dtype, rule, True), long_answers(dtype, rule, False)
         for layout in ("contiguous", "zigzag"):
             answers = ranks(3)(run_long, 1, dtype, rule, strategy, layout)[0]
             for got, single, reference in zip(answers, alone, want, strict=True):
-                allowed = 1.5 * (single - reference).norm() + 1e-7 * reference.norm()
-                assert (got - reference).norm() < allowed, (dtype, layout)
+                error, norm = (got - reference).norm(), reference.norm()
+                assert error < min(tolerance * norm, 1.5 * (single - reference).norm() + 1e-7 * norm), (dtype, layout)
 
 
 def test_gates_that_add_up_to_minus_50000_in_a_chunk_overflow_nothing() -> None:
@@ -370,16 +370,19 @@ def test_gates_that_add_up_to_minus_50000_in_a_chunk_overflow_nothing() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_head_goes_by_its_own_gates_forward_and_backward(rule: str) -> None:
-    *leaves, dout = draw(torch.Generator().manual_seed(3), (4, 4), rule, "soft", "between", 100, 1)
-    plan = make_plan(100)
-    together = with_gradients(lambda *x: gated_delta_rule(*x, plan), leaves, dout)
+    q, k, *rest = draw(
+        torch.Generator().manual_seed(3), (2, 4), rule, "soft", "between", 200, 1
+    )  # a chunk in the middle
+    plan = make_plan(200)
+
+    def answers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, dout: Tensor) -> list[Tensor]:
+        return with_gradients(lambda *x: gated_delta_rule(*x, plan), [q, k, v, g, beta], dout)
+
+    out, _, _, *gradients = answers(q, k, *rest)
     for head in range(4):
-        alone = with_gradients(
-            lambda *x: gated_delta_rule(*x, plan),
-            [x[:, :, head : head + 1] for x in leaves],
-            dout[:, :, head : head + 1],
-        )
-        check([x[:, :, head : head + 1] for x in together], alone, 1e-13, head)
+        key_head, own = slice(head // 2, head // 2 + 1), slice(head, head + 1)
+        alone, _, _, *others = answers(q[:, :, key_head], k[:, :, key_head], *(x[:, :, own] for x in rest))
+        check([x[:, :, own] for x in (out, *gradients)], [alone, *others], 1e-13, head)
 
 
 def test_zeros_of_beta_and_gates_of_zero_keep_the_state_as_it_is() -> None:
