@@ -184,7 +184,8 @@ def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
     check_whole(folder, uninterrupted)
 
 
-@deep_rows("hung", [0, 1], default=[1])
+@pytest.mark.deep  # by default tests/ranks/runtime/test_watchdog.py stops ranks, without a launcher
+@pytest.mark.parametrize("hung", [0, 1])
 def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
     start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], hung: int
 ) -> None:

@@ -225,7 +225,7 @@ def run_emulated(kernel: str) -> tuple[list[list[Tensor]], int]:
     return answers, calls.total()
 
 
-@deep_rows(("kernel", "size"), itertools.product(EMULATED, SIZES), default=[("flash", 2), ("efficient", 2)])
+@deep_rows(("kernel", "size"), itertools.product(EMULATED, SIZES), default=[("flash", 2)])
 def test_the_code_of_cuda_kernels_over_emulated_operators_equals_the_full_sequence(
     ranks: Callable[[int], RankPool], kernel: str, size: int
 ) -> None:

@@ -165,8 +165,12 @@ def lose_a_rank(folder: Path, lost: int, how: signal.Signals, host: str, ranks: 
 
 @pytest.mark.parametrize(
     ("lost", "how", "host"),
-    [(1, signal.SIGSTOP, "one"), (0, signal.SIGSTOP, "one"), (0, signal.SIGKILL, "one"), (1, signal.SIGSTOP, "")],
-    ids=["stopped in a collective", "the store's rank stopped", "the store's rank killed", "cut off on another host"],
+    [
+        pytest.param(1, signal.SIGSTOP, "one", id="stopped in a collective"),
+        pytest.param(0, signal.SIGSTOP, "one", id="the store's rank stopped", marks=pytest.mark.deep),
+        pytest.param(0, signal.SIGKILL, "one", id="the store's rank killed"),
+        pytest.param(1, signal.SIGSTOP, "", id="cut off on another host", marks=pytest.mark.deep),
+    ],
 )
 def test_a_rank_whose_peer_is_lost_names_it_and_ends_by_itself(
     tmp_path: Path, lost: int, how: signal.Signals, host: str
