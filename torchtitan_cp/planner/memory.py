@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from torchtitan_cp.attention.linear.chunks import CHUNK
 from torchtitan_cp.planner.exchange import FP32_BYTES, find_exchange
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 
@@ -39,7 +40,8 @@ class BlockBytes:
         stream: its input, cut along the sequence by tp.
         first_norm, second_norm: what a norm keeps, with its gathered output; the first's input is the stream.
         balance: what experts' balance keeps of a second pass of the second norm.
-        qkv: rotated q, k and v, none where an all-to-all keeps its own; out: attention and log-sum-exp.
+        qkv: rotated q, k and v, none where an all-to-all keeps its own; given: what their products give, before that.
+        out: attention and log-sum-exp.
         all_to_all: what an all-to-all keeps.
         ffn: the MLP's four tensors of ffn_dim.
         copies: rows that are sent to experts, and what comes back.
@@ -50,6 +52,7 @@ class BlockBytes:
     second_norm: float
     balance: float
     qkv: float
+    given: float
     out: float
     all_to_all: float
     ffn: float
@@ -67,7 +70,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
     traded = planned.all_to_all_ranks
     own, kept_by_trade = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
-    qkv = tokens * (query + 2 * key) * c if traded == 1 else 0.0
+    qkv = given = tokens * (query + 2 * key) * c if traded == 1 else 0.0
     out = tokens * (query * c + heads.query * FP32_BYTES)
     trade = kept_by_trade * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
     if share := sum(map(bool, args.state_sizes)) / args.n_layers:
@@ -75,6 +78,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         # behind the SiLU, beside the norm and the product of its output.
         channels, values = args.state_widths
         kept = tokens * (2 * channels * c + 3 * values * c + 2 * values * FP32_BYTES)
+        given = qkv * (1 - share) + tokens * (channels + values) * c * share
         qkv, out = qkv * (1 - share) + kept * share, out * (1 - share) + tokens * values * c * share
         trade *= 1 - share
     return BlockBytes(
@@ -84,11 +88,22 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         # Experts' balance passes the norm once more, beside the same input.
         balance=tokens * (second - stream) if args.token_copies else 0.0,
         qkv=qkv,
+        given=given,
         out=out,
         all_to_all=trade,
         ffn=tokens * 4 * args.token_ffn_dim / tp * c,
         copies=tokens * 2 * args.token_copies * e * c,
     )
+
+
+def _delta_rule_bytes(planned: PlannedStage) -> float:
+    """Bytes at work in the backward of a gated delta rule, in fp32: of each head and token the factors of its chunk and
+    their gradients, rows as long as a key or a chunk, and the chunk's states."""
+    if not (state := max(planned.args.state_sizes)):
+        return 0.0
+    values = planned.args.state_widths[1]
+    dim = state / values
+    return planned.tokens * values / dim * FP32_BYTES * (15 * dim + 8 * CHUNK + 2 * dim * dim / CHUNK)
 
 
 def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, float]:
@@ -103,7 +118,7 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
         # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two of the MLP's tensors.
         width = planned.tokens * planned.args.dim * planned.element_bytes
         ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width)
-        return block.stream + width, attention + block.qkv, ffn
+        return block.stream + width, attention + block.given, ffn
     inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles)
     return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.ffn + block.copies
 
@@ -219,7 +234,7 @@ def _block_moments(
     at_work = gradient if tiles == 1 else 2 * gradient + (block.second_norm - block.stream) / tiles
     in_mlp = {
         "block_inputs": recomputed * (block.first_norm + second) + at_work + parked,
-        "attention": recomputed * (again - (block.qkv if mode == "selective" else 0.0)),
+        "attention": recomputed * (again - (block.given if mode == "selective" else 0.0)),
         "mlp": ffn - (held_ffn if tiles == 1 else 0.0),
         "communication": traffic,
     }
@@ -233,6 +248,8 @@ def _block_moments(
         "communication": traffic,
     }
     layer = [("MLP", in_mlp), ("attention", in_attention)]
+    if working := _delta_rule_bytes(planned):
+        layer.append(("gated delta rule", in_attention | {"attention": recomputed * again + working}))
     moments: list[Moment] = [(f"{part} of the first layer backward", 0.0, extra) for part, extra in layer]
     if tp > 1 and recomputed:
         # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.

@@ -33,6 +33,12 @@ EXPERTS = (
     "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 352}",
 )
 
+HYBRID = (
+    "--model.architecture=qwen3_5",
+    "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 704}",
+    *(f"--model.overrides.linear_{size}" for size in ("key_heads=2", "value_heads=4", "key_dim=64", "value_dim=64")),
+)
+
 
 @deep_rows(
     "overrides",
@@ -58,6 +64,10 @@ EXPERTS = (
         (*EXPERTS, "--activation.checkpoint=attention_saved", "--parallel.cp=2"),
         (*EXPERTS, "--activation.checkpoint=selective"),
         (*EXPERTS, "--activation.mlp_tiles=4"),
+        HYBRID,
+        (*HYBRID, "--activation.checkpoint=attention_saved"),
+        (*HYBRID, "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
+        (*HYBRID, "--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"),
     ],
     default=[
         ("--activation.checkpoint=full", "--activation.mlp_tiles=8"),
@@ -65,6 +75,7 @@ EXPERTS = (
         ("--parallel.cp=2", "--context_parallel.strategy=all_to_all", "--activation.checkpoint=full"),
         ("--parallel.tp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
         (*EXPERTS, "--activation.mlp_tiles=4"),
+        (*HYBRID, "--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"),
     ],
 )
 def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
