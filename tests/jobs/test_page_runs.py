@@ -68,7 +68,7 @@ RUNS = {
     ),
     "train_configs/six_stages_on_cpu.toml": stages(6),
     "train_configs/huggingface_on_cpu.toml": stages(3),
-    "train_configs/qwen3_5_on_cpu.toml": stages(3, seq_len=512, tokens=1024),
+    "train_configs/qwen3_5_on_cpu.toml": stages(3, seq_len=512, tokens=2048),
     "train_configs/1m_on_cpu.toml": stages(1, seq_len=2048, tokens=2048),
     "train_configs/4k_to_1m_on_cpu.toml": stages(5, seq_len=512, tokens=8192),
     # A model of the same kind that a test makes: that of the command does not fit here.
