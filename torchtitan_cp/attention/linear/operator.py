@@ -120,7 +120,7 @@ def choose_strategy(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
 
 @lru_cache(maxsize=256)
 def _log_choice(strategy: str, ranks: int, heads: tuple[int, int], states: int, traded: int) -> None:
-    why = f"{heads[1]} value and {heads[0]} key heads; forward and backward, states send up to {states >> 10:,} KiB "
+    why = f"{heads[0]} value and {heads[1]} key heads; forward and backward, states send up to {states >> 10:,} KiB "
     why += f"a rank, and trading heads (if they divide) {traded >> 10:,} KiB"
     logger.info("linear attention on %d ranks takes strategy %s: %s", ranks, strategy, why)
 
