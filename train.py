@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
         if options.dry_run:
             ranks = options.world_size or 1
             if options.device:
-                use_fake_cuda(options.device, ACCELERATORS[options.device].memory_bytes)
+                use_fake_cuda(options.device)
             walks = dry_run(config, ranks, options.rank, "cuda" if options.device else "cpu")
             print_walks(Console(), walks, ranks, options.rank)
             return 0

@@ -21,7 +21,6 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim import offload
 from torchtitan_cp.parallel.offload import HostMemory
-from torchtitan_cp.planner.devices import ACCELERATORS
 from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches
 from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.planner.parameters import model_args_of
@@ -162,7 +161,7 @@ def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
 def main() -> None:
     device = "cpu" if sys.argv[1] == "cpu" else "cuda"
     if device == "cuda":
-        use_fake_cuda(sys.argv[1], ACCELERATORS[sys.argv[1]].memory_bytes)
+        use_fake_cuda(sys.argv[1])
     register(ARCHITECTURES)
     path, cases = json.load(sys.stdin)
     for case in cases:

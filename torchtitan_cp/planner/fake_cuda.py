@@ -19,17 +19,16 @@ import torch
 import torch._subclasses.fake_tensor as fake_tensor
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.planner.devices import ACCELERATORS
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
-CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
 
 
-def use_fake_cuda(device: str, memory_bytes: float) -> None:
+def use_fake_cuda(device: str) -> None:
     """Make this process believe in one GPU; starts the program again where torch must find the library earlier.
 
     Args:
         device: a name of planner/devices.py, e.g. "h100-80g".
-        memory_bytes: of the GPU.
 
     Raises:
         ConfigError: a platform other than Linux, or the library cannot be compiled.
@@ -40,7 +39,7 @@ def use_fake_cuda(device: str, memory_bytes: float) -> None:
         os.execve(
             sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": str(build_library())}
         )
-    _answer_for_torch_cuda(device, int(memory_bytes))
+    _answer_for_torch_cuda(device)
 
 
 def build_library() -> Path:
@@ -96,9 +95,11 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _answer_for_torch_cuda(device: str, memory_bytes: int) -> None:
+def _answer_for_torch_cuda(device: str) -> None:
     chip = device.partition("-")[0]
-    capability, stream = CAPABILITIES[chip], _Stream()
+    capability, stream = ACCELERATORS[device].capability, _Stream()
+    assert capability is not None
+    memory_bytes = int(ACCELERATORS[device].memory_bytes)
     properties = SimpleNamespace(name=chip.upper(), major=capability[0], minor=capability[1], total_memory=memory_bytes)
     answers = {
         "current_stream": stream, "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
