@@ -28,6 +28,7 @@ from torchtitan_cp.training.trainer import Trainer
 CORES, VOCABULARY, STEP_TOKENS, PATIENCE_SECONDS = 2, 4096, 8192, 3600.0
 ENDLESS = 1000  # steps: a run is over when no turn is left
 OURS = f'flavor = "debug"\noverrides = {{vocab_size = {VOCABULARY}}}'
+MIXTURE = OURS + '\narchitecture = "moe"\n[parallel]\nep = '
 
 CONFIG = """
 [job]
@@ -193,6 +194,7 @@ def reset_peak() -> int:
 
 
 TRANSFORMERS = "torchtitan_cp with transformers' Llama"
+EXPERTS = "moe, 2 ranks"
 # name -> (what runs, ranks, threads of each)
 CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
     "torchtitan_cp, 2 ranks": (ours, CORES, 1),
@@ -206,7 +208,10 @@ CONTENDERS: dict[str, tuple[Callable[..., Run], int, int]] = {
     f"{TRANSFORMERS}, 2 ranks, compiled": (partial(ours_of_transformers, compiled=True), CORES, 1),
     f"{TRANSFORMERS}, 1 rank": (ours_of_transformers, 1, CORES),
     f"{TRANSFORMERS}, 1 rank, compiled": (partial(ours_of_transformers, compiled=True), 1, CORES),
+    f"{EXPERTS}, ep 2": (partial(ours, model=MIXTURE + "2"), CORES, 1),
+    f"{EXPERTS}, experts gathered": (partial(ours, model=MIXTURE + "1"), CORES, 1),
 }
+STANDARD = [name for name in CONTENDERS if TRANSFORMERS not in name and EXPERTS not in name]
 
 
 def guarded(name: str, *arguments: Any) -> Run:
@@ -223,7 +228,8 @@ def measure(lengths: list[int], contenders: list[str], strategy: str, rounds: in
 
     over_last: the median of the rounds' own ratios; the first step is not counted. peak_mib: of all processes, beyond
     what they held before. A contender that is not installed is named with the reason and left out; ratios are over the
-    last that runs. Other contenders: transformers' Llama in this trainer (architecture = "huggingface").
+    last that runs. Other contenders: transformers' Llama in this trainer (architecture = "huggingface"), and the debug
+    mixture with experts shared by the ranks or gathered on each.
     """
     for length in lengths:
         with ExitStack() as stack:
@@ -255,14 +261,14 @@ BENCHMARK = Benchmark(
     measure,
     {
         "lengths": [1024, 4096, 16384, 32768],
-        "contenders": [name for name in CONTENDERS if TRANSFORMERS not in name],
+        "contenders": STANDARD,
         "strategy": "auto",
         "rounds": 5,
         "cache": "outputs/cache",
     },
     {
         "lengths": [1024],
-        "contenders": [name for name in CONTENDERS if TRANSFORMERS not in name and "compiled" not in name],
+        "contenders": [name for name in STANDARD if "compiled" not in name],
         "rounds": 1,
     },
     {"contenders": list(CONTENDERS)},

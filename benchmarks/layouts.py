@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.plan import draw_lengths
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.attention.layout import LAYOUTS, cut_by_document, make_layout, rows_sent
+from torchtitan_cp.attention.layout import cut_by_document, rows_sent
+from torchtitan_cp.attention.layouts import LAYOUTS, make_layout
 from torchtitan_cp.attention.mask import count_rows
 
 K = 1024

@@ -109,7 +109,7 @@ def unguarded(model: ParallelModel, batches: tuple[MicroBatch, ...]) -> None:
     """A step that exchanges three numbers."""
     sums = model.forward_backward(batches)
     norm = square_norms([list(model.parts.parameters())])[0]
-    own = torch.stack([sums.loss.double(), sums.tokens.double(), norm])
+    own = torch.stack([sums.loss.double(), sums.divisor.double(), norm])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     model.update(1e-6, torch.stack(gathered).sum(0).tolist()[2] ** 0.5)

@@ -10,7 +10,7 @@ from benchmarks.plan import draw_lengths
 from benchmarks.published import Setup, config_of
 from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.layout import LAYOUTS
+from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.exchange import LayerCost, busiest_layer

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from benchmarks.benchmark import Benchmark, Row
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.kernels import KERNELS
-from torchtitan_cp.attention.layout import cut_by_document, make_layout
+from torchtitan_cp.attention.layout import cut_by_document
+from torchtitan_cp.attention.layouts import make_layout
 
 KINDS = ("uniform cuts", "log-normal", "5 % long", "one long")
 

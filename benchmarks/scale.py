@@ -12,8 +12,8 @@ from benchmarks.plan import draw_lengths
 from models.llama import FLAVORS
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.plan import ring_steps
+from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
-from torchtitan_cp.planner.estimate import mask_pairs
 from torchtitan_cp.planner.exchange import (
     BACKWARD_FLOPS,
     FORWARD_FLOPS,
@@ -33,6 +33,11 @@ def draw_mask(kind: str, seq_len: int, mean_tokens: int) -> AttentionMask:
     return AttentionMask(document_lengths=(lengths,))
 
 
+def mask_pairs(seq_len: int, mask: AttentionMask) -> int:
+    """Allowed (query, key) pairs of a sequence: the mask's first batch row."""
+    return sum(count_pairs(stop - start, stop - start, mask.band) for start, stop in mask.documents(seq_len)[0])
+
+
 def figures(strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads: Heads, rates: Rates) -> Row:
     """One layer and sequence, forward and backward, on the slowest rank.
 
@@ -43,7 +48,7 @@ def figures(strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads:
     layer = busiest_layer(seq_len, ranks, strategy, all_to_all_ranks, 0, "auto", mask, heads, rates)
     work = layer.pairs * heads.dim * (FORWARD_FLOPS / rates.forward + BACKWARD_FLOPS / rates.backward)
     exposed = layer.forward_exposed + layer.backward_exposed
-    mean_pairs = mask_pairs(seq_len, 0, mask) * heads.query / ranks
+    mean_pairs = mask_pairs(seq_len, mask) * heads.query / ranks
     return {
         "ms": (work + exposed) * 1e3,
         "exposed_share": exposed / (work + exposed),

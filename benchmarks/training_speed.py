@@ -51,7 +51,7 @@ def step_seconds(
     half = shape.head_dim // 2
     model.set_rope([500000.0 ** (-number / half) for number in range(half)], 1.0, device.device)
     (window,) = shape.windows
-    plan = make_plan(seq_len, mask=AttentionMask(window=(window - 1, -1)) if window else AttentionMask())
+    plan = make_plan(seq_len, mask=AttentionMask().windowed(window))
     optimizer = build_optimizer(model, config.optimizer) if optimize else None
     tokens, labels = (torch.randint(shape.vocab_size, (1, seq_len), device=device.device) for _ in range(2))
     positions = plan.positions.to(device.device)

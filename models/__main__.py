@@ -27,7 +27,7 @@ def _rows(architecture: Architecture) -> Iterator[str]:
         sizes = [args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.head_dim, args.ffn_dim]
         options = [option for option in ("tie_embeddings", "qkv_bias", "qk_norm", "sinks") if getattr(args, option)]
         options += [f"windows = {list(args.windows)}"] if any(args.windows) else []
-        if hasattr(args, "n_experts"):
+        if args.n_experts:
             options.append(f"{args.n_experts} experts, {args.experts_per_token} a token")
         if any(args.state_sizes):
             heads = f"{args.linear_key_heads} key and {args.linear_value_heads} value heads of {args.linear_key_dim}"

@@ -43,10 +43,11 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked cuda need the hardware. Those of one file of ranks or jobs share runs, so one worker takes them."""
+    """Tests marked cuda need the hardware. Those of one file share fixtures and ranks, so one worker takes them."""
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if item.path.is_relative_to(TESTS / "ranks") or item.path.is_relative_to(TESTS / "jobs"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))

@@ -10,7 +10,7 @@ COMMANDS = {
     "plan": ("torchtitan_cp.cli.plan", "estimate memory, communication and time of a config on a cluster"),
     "doctor": ("torchtitan_cp.cli.doctor", "say whether context parallelism is safe for a config's model"),
     "evaluate": ("torchtitan_cp.cli.evaluate", "measure what a checkpoint retrieves, by length and depth"),
-    "generate": ("torchtitan_cp.cli.generate", "continue a text"),
+    "generate": ("torchtitan_cp.cli.generate", "continue a text, or answer in a conversation"),
     "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),
     "replay": ("torchtitan_cp.cli.replay", "repeat a step that had non-finite values"),
 }

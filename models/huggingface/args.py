@@ -91,6 +91,10 @@ class HuggingFaceArgs:
     def token_copies(self) -> int:
         return max(layer.experts_per_token for layer in self.look.layers)
 
+    @property
+    def n_experts(self) -> int:
+        return max(layer.n_experts for layer in self.look.layers)
+
     @cached_property
     def rotary_dim(self) -> int:
         """Of the layers of full attention if they turn, else of those with a window; 0 if no buffer turns a layer."""

@@ -55,7 +55,8 @@ class LayerLook:
         parameters: all of the layer; matrices: values of those that have two or more dims.
         token_matrices: of these, those that a token meets: of experts, the share that it is sent to.
         token_mlp_matrices: of these, those outside attention.
-        experts_per_token: experts that a token is sent to; 0: none.
+        experts: name of the module with its experts; "": none.
+        n_experts: X; experts_per_token: those that a token is sent to; 0: none.
     """
 
     name: str
@@ -73,6 +74,8 @@ class LayerLook:
     matrices: int
     token_matrices: int
     token_mlp_matrices: int
+    experts: str
+    n_experts: int
     experts_per_token: int
 
 
@@ -381,7 +384,10 @@ class _Probe:
             facts |= {"name": self.names[layer], "attention": self.names[module], "matrices": _matrices(layer, {})}
             facts |= {"token_matrices": used, "token_mlp_matrices": used - in_attention}
             facts |= {"parameters": sum(p.numel() for p in layer.parameters())}
-            facts |= {"experts_per_token": max(run.experts.get(one, 0) for one in inside)}
+            experts = next((one for one in layer.modules() if one in run.experts), None)
+            facts |= {"experts": self.names[experts] if experts else ""}
+            facts |= {"n_experts": len(next(experts.parameters())) if experts else 0}
+            facts |= {"experts_per_token": run.experts[experts] if experts else 0}
             found.append(facts)
         return found
 

@@ -16,6 +16,7 @@ from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
 
 FULL = "full_attention"  # the layer type whose frequencies a stage changes
+BIASES = ("e_score_correction_bias", "expert_bias")  # names of buffers
 
 
 class Shared:
@@ -86,6 +87,12 @@ class HuggingFaceModel(nn.Module):
         return self._layers[0]
 
     @property
+    def experts(self) -> dict[int, nn.Module]:
+        """Experts by the number of their layer."""
+        names = {number: layer.experts for number, layer in enumerate(self.args.look.layers)}
+        return {number: self.get_submodule(name) for number, name in names.items() if name}
+
+    @property
     def tok_embeddings(self) -> nn.Module:
         module: nn.Module = self.causal.get_input_embeddings()
         return module
@@ -94,6 +101,19 @@ class HuggingFaceModel(nn.Module):
     def output(self) -> nn.Module:
         module: nn.Module = self.causal.get_output_embeddings()
         return module
+
+    @property
+    def router_biases(self) -> dict[int, Tensor]:
+        """By number of the layer, `[X]`: buffers that are added to the experts' scores for the choice alone.
+
+        Families that have them as parameters without gradient (AFMoE, ERNIE 4.5 MoE, Laguna) are left out.
+        """
+        return {
+            int(number): buffer
+            for number, layer in self.layers.items()
+            for name, buffer in layer.named_buffers()
+            if name.endswith(BIASES)
+        }
 
     def keep(self, first: int, stop: int) -> None:
         """See Llama; here all layers stay together."""

@@ -109,6 +109,11 @@ class LlamaArgs:
         """Copies that the MLP makes of a token's hidden state: one for each expert of the token."""
         return 0
 
+    @property
+    def n_experts(self) -> int:
+        """Experts of a layer; 0: it has none."""
+        return 0
+
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)

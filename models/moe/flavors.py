@@ -6,6 +6,8 @@ from typing import Any
 
 from models.llama.flavors import LlamaArgs
 
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+
 
 @dataclass(frozen=True)
 class MoeArgs(LlamaArgs):
@@ -14,20 +16,35 @@ class MoeArgs(LlamaArgs):
     Attributes:
         n_experts: X, experts of a layer.
         experts_per_token: K, experts that a token is sent to.
-        normalize_shares: the K shares of a token sum to one (Qwen3-MoE); else they are those of the softmax over all
-            experts (OLMoE).
+        score_function: makes a token's scores of its logits: `softmax` over all experts, or `sigmoid` of each
+            (DeepSeek-V3).
+        normalize_shares: the K shares of a token sum to one (Qwen3-MoE); else they are the scores (OLMoE).
+        routed_scaling_factor: multiplies the shares.
+        n_groups: groups of equally many neighbouring experts; groups_per_token: those that a token chooses from, the
+            best by the sum of their two best scores (DeepSeek-V3).
+        n_shared_experts: all tokens pass a SwiGLU of this many times `ffn_dim`; 0: none.
+        expert_bias: each expert has a number, no parameter, that is added to its score for the choice alone, and that
+            training.router_bias_update changes (Wang et al., 2024).
         balance: weight of the balance loss beside the cross-entropy of a token.
+        router_z_loss: weight of the squared log-sum-exp of a token's router logits (ST-MoE, Zoph et al., 2022).
     """
 
     n_experts: int = 8
     experts_per_token: int = 2
     normalize_shares: bool = True
     balance: float = 1e-3
+    score_function: str = "softmax"
+    routed_scaling_factor: float = 1.0
+    n_groups: int = 1
+    groups_per_token: int = 1
+    n_shared_experts: int = 0
+    expert_bias: bool = False
+    router_z_loss: float = 0.0
 
     def linear_parameters(self) -> int:
         """Weights that multiply a token once, including those of its experts only."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        experts = self.experts_per_token * 3 * self.dim * self.ffn_dim + self.dim * self.n_experts
+        experts = 3 * self.dim * self.token_ffn_dim + self.dim * self.n_experts
         return self.n_layers * (attention + experts) + self.dim * self.vocab_size
 
     def matrix_parameters(self) -> int:
@@ -38,7 +55,7 @@ class MoeArgs(LlamaArgs):
     @property
     def token_ffn_dim(self) -> int:
         """See LlamaArgs."""
-        return self.experts_per_token * self.ffn_dim
+        return (self.experts_per_token + self.n_shared_experts) * self.ffn_dim
 
     @property
     def token_copies(self) -> int:
@@ -49,6 +66,17 @@ class MoeArgs(LlamaArgs):
         """Why these sizes are not a valid model, or None."""
         if not 1 <= self.experts_per_token <= self.n_experts:
             return f"experts_per_token = {self.experts_per_token} of n_experts = {self.n_experts} cannot be chosen"
+        if self.score_function not in SCORE_FUNCTIONS:
+            return f"score_function = {self.score_function!r} is none of {', '.join(SCORE_FUNCTIONS)}"
+        if not 1 <= self.groups_per_token <= self.n_groups or self.n_experts % self.n_groups:
+            return f"groups_per_token = {self.groups_per_token} of n_groups = {self.n_groups} cannot be chosen"
+        of_group = self.n_experts // self.n_groups
+        if self.n_groups > 1 and of_group < 2:
+            return f"n_groups = {self.n_groups} leaves a group one expert, and a group's score is of its two best"
+        if self.experts_per_token > self.groups_per_token * of_group:
+            return f"experts_per_token = {self.experts_per_token} are more than {self.groups_per_token} groups have"
+        if self.n_shared_experts < 0 or self.routed_scaling_factor <= 0 or self.router_z_loss < 0:
+            return "n_shared_experts, routed_scaling_factor and router_z_loss cannot be negative, nor the factor 0"
         if self.balance < 0:
             return f"balance = {self.balance} would reward experts that are always chosen"
         return super().problem()
@@ -63,6 +91,13 @@ FLAVORS = {
         n_experts=128,
         experts_per_token=8,
     ),
+    "qwen3-235B-A22B": MoeArgs(
+        *(4096, 94, 64, 4, 128, 1536, 151936),
+        norm_eps=1e-6,
+        qk_norm=True,
+        n_experts=128,
+        experts_per_token=8,
+    ),
 }
 
-PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {"qwen3-30B-A3B": {"theta": 1e6}}
+PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {"qwen3-30B-A3B": {"theta": 1e6}, "qwen3-235B-A22B": {"theta": 1e6}}

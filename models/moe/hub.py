@@ -19,9 +19,18 @@ NAMES = {name: theirs for name, theirs in llama.NAMES.items() if ".feed_forward.
     "layers.*.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
 }
 
+# What the format has no keys for.
+FIXED = {
+    "score_function": "softmax",
+    "routed_scaling_factor": 1.0,
+    "n_groups": 1,
+    "n_shared_experts": 0,
+    "expert_bias": False,
+}
+
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a MoeArgs from a config.json; the weight of the balance is the run's own.
+    """Values of a MoeArgs from a config.json; the weights of balance and z-loss are the run's own.
 
     Raises:
         ValueError: this block cannot be the described model; the message says why.
@@ -34,6 +43,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     dense = {**config, "model_type": "qwen3", "intermediate_size": config["moe_intermediate_size"]}
     return {
         **llama.sizes(dense),
+        **FIXED,
         # transformers 5 has renamed it.
         "n_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
         "experts_per_token": config["num_experts_per_tok"],
@@ -49,6 +59,8 @@ def config(args: MoeArgs) -> dict[str, Any]:
     """
     if not args.qk_norm or any(args.layer_windows):
         raise ValueError("Qwen3-MoE has qk_norm, and no windows")
+    if others := [name for name, value in FIXED.items() if getattr(args, name) != value]:
+        raise ValueError(f"Qwen3-MoE has no {others[0]} other than {FIXED[others[0]]!r}")
     return {
         **llama.config(args),
         "architectures": ["Qwen3MoeForCausalLM"],

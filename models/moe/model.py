@@ -1,48 +1,75 @@
 """A mixture of experts: Llama's block with a router and experts in place of the SwiGLU.
 
-Every rank has every expert (sharded by FSDP like all weights), so tokens stay where they are. Source: OLMoE
-(Muennighoff et al., 2024), Qwen3 (2025); the balance loss, Switch Transformer (Fedus et al., 2021), over each sequence
-by itself as in DeepSeek-V3 (2024), section 2.1.2.
+Source: OLMoE (Muennighoff et al., 2024), Qwen3 (2025), DeepSeek-V3 (2024); the balance loss, Switch Transformer (Fedus
+et al., 2021), over each sequence by itself as in DeepSeek-V3, section 2.1.2; the z-loss, ST-MoE (Zoph et al., 2022).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.model import Attend, Attention, Head, Llama
+from models.llama.model import Attend, Attention, FeedForward, Head, Llama
 from models.moe.flavors import MoeArgs
 
 
 class Moe(Llama):
-    """Llama with experts. The balance loss joins the sum that the head gives, so the same division applies to it.
+    """Llama with experts. The routers' losses join the sum that the head gives, which is divided by the step's tokens.
 
-    Let f[e] be the share of a sequence's choices that fell on expert e, and p[t, e] the router's softmax for token
-    t. The balance loss is the sum over layers and tokens of `balance` * X * sum over e of f[e] p[t, e], which is
-    `balance` a layer and token where the experts are balanced. f is counted over the whole sequence, also where ranks
-    share it, and has no gradient; so the loss is a sum over tokens, like the cross-entropy, and like it does not
-    depend on how sequences are distributed over ranks and micro-batches. Tokens whose label is ignored count in it.
+    Let f[e] be the share of a sequence's choices that fell on expert e, p[t, e] the router's scores for token t, made
+    to sum to one, and z[t] the log-sum-exp of its logits. The losses are the sums over layers and tokens of `balance` *
+    X * sum over e of f[e] p[t, e], which is `balance` a layer and token where the experts are balanced, and of
+    `router_z_loss` * z[t]^2. f is counted over the whole sequence, also where ranks share it, and has no gradient; so
+    the losses are sums over tokens, like the cross-entropy, and like it do not depend on how sequences are distributed
+    over ranks and micro-batches. Tokens whose label is ignored count in them.
 
     Args:
         args: sizes; vocab_size must be set.
-        attend: as Llama's; where a sequence lies on several ranks it has `sum_ranks(x, plan)`, the sum over these.
+        attend: as Llama's; where a sequence lies on several ranks it has `sum_ranks(x, plan)`, the sum over these,
+            and where the last layers are on another rank `add_loss(hidden, loss_sum)`; see models/architecture.py.
     """
 
     args: MoeArgs
+
+    def __init__(self, args: MoeArgs, attend: Attend) -> None:
+        super().__init__(args, attend)
+        self.add_loss: Any = getattr(attend, "add_loss", None)
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """See Llama."""
         return MoeBlock(args, attend, args.layer_windows[number])
 
+    @property
+    def experts(self) -> dict[int, nn.Module]:
+        """The experts of each layer, by its number."""
+        return {int(number): layer.experts for number, layer in self.layers.items()}  # type: ignore[misc]
+
+    @property
+    def router_biases(self) -> dict[int, Tensor]:
+        """By number of the layer, fp32 `[X]`: what is added to the experts' scores for the choice alone."""
+        if not self.args.expert_bias:
+            return {}
+        return {int(number): layer.router.expert_bias for number, layer in self.layers.items()}  # type: ignore[misc, union-attr]
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "Moe":
+        """As of any module; biases start at zero."""
+        super().to_empty(device=device, recurse=recurse)
+        for bias in self.router_biases.values():
+            bias.zero_()
+        return self
+
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
-        """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the balance loss."""
-        hidden = self.tok_embeddings(tokens)
+        """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the routers' losses."""
+        hidden = self.tok_embeddings(tokens) if self.opens else tokens
         cos, sin = self._rotations(positions)
-        balance = torch.zeros((), device=hidden.device)
+        added = torch.zeros((), device=hidden.device)
         for layer in self.layers.values():
             hidden, of_layer = layer(hidden, cos, sin, plan)
-            balance = balance + of_layer
+            added = added + of_layer
+        if not self.closes:
+            return self.add_loss(hidden, added) if self.training else hidden
         hidden = self.norm(hidden)
         if head is None:
             return self.output(hidden)
@@ -50,7 +77,7 @@ class Moe(Llama):
         if not self.training:
             return result
         loss_sum, *others = result
-        return (loss_sum + self.args.balance * balance, *others)
+        return (loss_sum + added, *others)
 
     def init_std(self, parameter: str) -> float | None:
         """See Llama."""
@@ -62,36 +89,41 @@ class MoeBlock(nn.Module):
 
     def __init__(self, args: MoeArgs, attend: Attend, window: int) -> None:
         super().__init__()
+        self.args = args
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = Attention(args, attend, window)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.router = Router(args)
         self.experts = Experts(args)
+        shared = replace(args, ffn_dim=args.n_shared_experts * args.ffn_dim)
+        self.shared_experts = FeedForward(shared) if args.n_shared_experts else None
         self.sum_ranks = getattr(attend, "sum_ranks", None)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
-        """Hidden states, and in training the balance loss of the layer: a sum over this rank's tokens, fp32."""
+        """Hidden states, and in training the losses of the router: a sum over this rank's tokens, fp32."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, plan)
-        balance = self.balance(hidden, plan) if self.training else torch.zeros((), device=hidden.device)
-        return self.mlp(hidden), balance
+        added = self.training and (self.args.balance or self.args.router_z_loss)
+        losses = self.router_losses(hidden, plan) if added else torch.zeros((), device=hidden.device)
+        return self.mlp(hidden), losses
 
-    def balance(self, hidden: Tensor, plan: Any) -> Tensor:
-        """X times the sum over tokens and experts of f p; see Moe. The router runs twice, which is cheap."""
-        probabilities, chosen = self.router(self.ffn_norm(hidden))
-        counts = F.one_hot(chosen, probabilities.shape[-1]).sum((1, 2))
+    def router_losses(self, hidden: Tensor, plan: Any) -> Tensor:
+        """Balance and z-loss, see Moe. The router runs twice, which is cheap."""
+        logits, scores, chosen, _ = self.router(self.ffn_norm(hidden))
+        counts = F.one_hot(chosen, self.args.n_experts).sum((1, 2))
         if self.sum_ranks:
             counts = self.sum_ranks(counts, plan)
         shares = counts / counts.sum(-1, keepdim=True)
-        return probabilities.shape[-1] * torch.einsum("bse,be->", probabilities, shares)
+        if self.args.score_function == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        balance = self.args.n_experts * torch.einsum("bse,be->", scores, shares)
+        return self.args.balance * balance + self.args.router_z_loss * logits.logsumexp(-1).square().sum()
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """The second half, a function of each token alone."""
         x = self.ffn_norm(hidden)
-        probabilities, chosen = self.router(x)
-        shares = probabilities.gather(-1, chosen)
-        if self.router.normalize_shares:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return hidden + self.experts(x.flatten(0, 1), shares.flatten(0, 1), chosen.flatten(0, 1)).view_as(hidden)
+        _, _, chosen, shares = self.router(x)
+        out = hidden + self.experts(x.flatten(0, 1), chosen.flatten(0, 1), shares.flatten(0, 1)).view_as(hidden)
+        return out + self.shared_experts(x) if self.shared_experts else out
 
 
 class Router(nn.Module):
@@ -99,13 +131,27 @@ class Router(nn.Module):
 
     def __init__(self, args: MoeArgs) -> None:
         super().__init__()
-        self.experts_per_token, self.normalize_shares = args.experts_per_token, args.normalize_shares
+        self.args = args
         self.gate = nn.Linear(args.dim, args.n_experts, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(args.n_experts) if args.expert_bias else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities `[B, s, X]` fp32 over all experts, and the K chosen ones `[B, s, K]` int64."""
-        probabilities = self.gate(x).float().softmax(-1)
-        return probabilities, probabilities.topk(self.experts_per_token, -1).indices
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits and scores `[B, s, X]` fp32; the K chosen experts `[B, s, K]` int64, and their shares, fp32."""
+        args, logits = self.args, self.gate(x).float()
+        scores = logits.sigmoid() if args.score_function == "sigmoid" else logits.softmax(-1)
+        wanted = scores.detach()
+        if self.expert_bias is not None:
+            wanted = wanted + self.expert_bias.to(wanted.device)  # it is on the host under fsdp_cpu_offload
+        if args.n_groups > 1:
+            groups = wanted.unflatten(-1, (args.n_groups, -1))
+            best = groups.topk(2, -1).values.sum(-1).topk(args.groups_per_token, -1).indices
+            others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            wanted = groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen = wanted.topk(args.experts_per_token, -1).indices
+        shares = scores.gather(-1, chosen)
+        if args.normalize_shares:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+        return logits, scores, chosen, shares * args.routed_scaling_factor
 
 
 class Experts(nn.Module):
@@ -117,21 +163,39 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(args.n_experts, args.ffn_dim, args.dim))
         self.w2 = nn.Parameter(torch.empty(args.n_experts, args.dim, args.ffn_dim))
 
-    def forward(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum of a token's experts.
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """The weighted sum of a token's experts. An expert without tokens gets a gradient of zero.
 
         Args:
-            x: `[tokens, E]`.
-            shares: `[tokens, K]` fp32.
-            chosen: `[tokens, K]` int64.
+            hidden: `[T, E]`; T may be 0.
+            chosen: `[T, K]` int64, numbers below len(w1).
+            shares: `[T, K]`.
         """
         order = chosen.flatten().argsort(stable=True)
         tokens = order // chosen.shape[1]
-        counts = chosen.flatten().bincount(minlength=len(self.w1)).tolist()
-        # An expert without tokens computes too, so that its gradient is zero and not missing.
-        outputs = [
-            F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
-            for rows, w1, w3, w2 in zip(x[tokens].split(counts), self.w1, self.w3, self.w2, strict=True)
-        ]
-        weighted = torch.cat(outputs) * shares.flatten()[order, None].to(x.dtype)
-        return torch.zeros_like(x).index_add(0, tokens, weighted)
+        counts = chosen.flatten().bincount(minlength=len(self.w1))
+        outputs = swiglus(hidden[tokens], counts, self.w1, self.w3, self.w2)
+        weighted = outputs * shares.flatten()[order, None].to(hidden.dtype)
+        return torch.zeros_like(hidden).index_add(0, tokens, weighted)
+
+
+def swiglus(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    """A SwiGLU of each expert on its own rows.
+
+    Args:
+        rows: `[T, E]`, in the order of their experts.
+        counts: `[X]` int64, rows of each expert.
+    """
+    if len(rows) and has_grouped_products(rows, w1.shape[1]):
+        ends = counts.cumsum(0, dtype=torch.int32).to(rows.device)
+        up, gate = (F.grouped_mm(rows, w.mT, offs=ends) for w in (w3, w1))
+        return F.grouped_mm(F.silu(gate) * up, w2.mT, offs=ends)
+    parts = zip(rows.split(counts.tolist()), w1, w3, w2, strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w3, w2 in parts])
+
+
+def has_grouped_products(rows: Tensor, ffn_dim: int) -> bool:
+    """Whether one kernel multiplies all experts: in bf16 from Hopper on, with rows of whole 16 bytes."""
+    fits = rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == ffn_dim % 8 == 0
+    on_gpu = rows.is_cuda and torch.cuda.is_available()
+    return fits and on_gpu and torch.cuda.get_device_capability(rows.device) >= (9, 0)

@@ -37,16 +37,17 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: this block cannot be the described model; the message says why.
     """
-    config = config.get("text_config", config)
-    if config.get("model_type") != "qwen3_5_text":
-        raise ValueError(f"model_type is {config.get('model_type')!r}, and this architecture is qwen3_5")
-    kinds = config.get("layer_types") or []
-    every = config.get("full_attention_interval") or (kinds.index("full_attention") + 1 if kinds else 4)
+    text = config.get("text_config", config)
+    if text.get("model_type") != "qwen3_5_text":
+        raise ValueError(f"model_type is {text.get('model_type')!r}, and this architecture is qwen3_5")
+    kinds = text.get("layer_types") or []
+    every = text.get("full_attention_interval") or (kinds.index("full_attention") + 1 if kinds else 4)
     found = {
-        **llama.sizes({**config, "model_type": "qwen3", "layer_types": None}),
-        **{name: config[key] for name, key in KEYS.items()},
+        # Of a multimodal one, tie_word_embeddings stands beside text_config.
+        **llama.sizes({**text, **config, "model_type": "qwen3", "layer_types": None}),
+        **{name: text[key] for name, key in KEYS.items()},
         "attention_every": every,
-        "rotary_share": (config.get("rope_parameters") or config).get("partial_rotary_factor", 0.25),
+        "rotary_share": {**text, **(text.get("rope_parameters") or {})}.get("partial_rotary_factor", 0.25),
     }
     if kinds and kinds != _kinds(found["n_layers"], every):
         raise ValueError("layer_types is not full attention in the last of every few layers")

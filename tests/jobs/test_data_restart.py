@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.deep import deep_rows
 from tests.support.half_made import BYTES, COMMIT_TOKENS, data_of, files, rows, shrink_until_the_end
+from tests.support.runs import write_conversations
 from tests.support.texts import REPOSITORY, text_corpus
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
@@ -42,6 +43,15 @@ prepare(half_made.data_of(Path(corpus), Path(cache), source, document), half_mad
 """
 
 
+def prepare_and_die(corpus: Path, cache: Path, source: str, document: str, last: int) -> bool:
+    """Kill a process after so many documents. Returns whether it had committed any."""
+    arguments = [str(corpus), str(cache), source, document, str(last)]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = cache.glob("*.partial")
+    return (left / "journal.json").exists()
+
+
 @deep_rows(
     ("source", "document", "last"),
     [("jsonl", "file", 2), ("jsonl", "file", 150), ("text", "file", 61), ("text", "folder", 4)],
@@ -57,12 +67,8 @@ def test_a_killed_tokenizing_pass_resumes_at_its_last_commit(
     whole = list(encoded)
     encoded.clear()
 
-    arguments = [str(corpus), str(tmp_path / "killed"), source, document, str(last)]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=REPOSITORY, timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    [left] = (tmp_path / "killed").glob("*.partial")
     committed = last > 2
-    assert (left / "journal.json").exists() == committed
+    assert prepare_and_die(corpus, tmp_path / "killed", source, document, last) == committed
 
     data = data_of(corpus, tmp_path / "killed", source, document)
     assert prepare(data, BYTES).fingerprint == fingerprint
@@ -71,6 +77,18 @@ def test_a_killed_tokenizing_pass_resumes_at_its_last_commit(
     again = sum(map(len, encoded)) + len(encoded) - (sum(map(len, whole[last:])) + len(whole[last:]))
     assert again < COMMIT_TOKENS + 1000, "no more than since the last commit"
     assert (len(encoded) < len(whole)) == committed
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("last", [100, 230])
+def test_masks_of_conversations_are_the_same_bytes_after_a_kill(tmp_path: Path, small: None, last: int) -> None:
+    write_conversations(tmp_path)
+    corpus, straight, killed = (tmp_path / name for name in ("chats.jsonl", "straight", "killed"))
+    prepare(data_of(corpus, straight, "conversations"), BYTES)
+    assert prepare_and_die(corpus, killed, "conversations", "file", last)
+    prepare(data_of(corpus, killed, "conversations"), BYTES)
+    assert files(killed) == files(straight)
+    assert {"train.mask.bin", "validation.mask.bin"} <= files(killed).keys()
 
 
 def record_encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:

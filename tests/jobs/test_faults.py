@@ -77,13 +77,13 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error(
 
 # Processes ---------------------------------------------------------------------------------------------------
 
-# 20 steps at 128 tokens, then 20 at 256; saved at every second step, so that most moments lie in or beside a save.
+# 12 steps at 128 tokens, then 12 at 256; saved at every second step, so that most moments lie in or beside a save.
 LONG = (
-    TINY
+    TINY.replace("steps = 20", "steps = 12")
     + """
 [[curriculum.stages]]
 seq_len = 256
-steps = 20
+steps = 12
 global_batch_tokens = 512
 cp = -1
 
@@ -91,7 +91,7 @@ cp = -1
 interval = 2
 """
 )
-STEPS = 40
+STEPS = 24
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_run_killed_in_a_save_and_in_a_step_resumes_each_time_and_loses_no_ste
     long_toml: Path, uninterrupted: list[float]
 ) -> None:
     folder, draw = long_toml.parent / "killed", random.Random(1)
-    for kill in (Kill(5, "save"), Kill(30, "step")):
+    for kill in (Kill(5, "save"), Kill(18, "step")):
         job = ForkedJob(2, long_toml, f"--job.dump_folder={folder}")
         try:
             assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()
@@ -143,7 +143,7 @@ def test_a_job_restarts_by_itself_after_a_rank_is_killed_and_loses_no_step(
     """torchrun starts the ranks again; tests/jobs/test_kills.py has many more such moments."""
     folder, draw = long_toml.parent / "storm", random.Random(1)
     # After step 5 a save under way is of step 4 at least, and waited for the first to be whole.
-    kills = [Kill(5, "save"), Kill(STEPS // 2, "transition"), Kill(30, "step")]
+    kills = [Kill(5, "save"), Kill(STEPS // 2, "transition"), Kill(18, "step")]
     job = start(long_toml, f"--job.dump_folder={folder}", f"--job.max_restarts={len(kills)}")
     for kill in kills:
         assert kill_at(job, kill, folder, [STEPS // 2], draw, 2), job.log.read_text()

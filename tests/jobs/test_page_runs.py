@@ -69,6 +69,7 @@ RUNS = {
     "train_configs/six_stages_on_cpu.toml": stages(6),
     "train_configs/huggingface_on_cpu.toml": stages(3),
     "train_configs/qwen3_5_on_cpu.toml": stages(3, seq_len=512, tokens=2048),
+    "train_configs/sft_on_cpu.toml": (*stages(2), "--curriculum.stages[1].lr.warmup_steps=1"),
     "train_configs/1m_on_cpu.toml": stages(1, seq_len=2048, tokens=2048),
     "train_configs/4k_to_1m_on_cpu.toml": stages(5, seq_len=512, tokens=8192),
     # A model of the same kind that a test makes: that of the command does not fit here.
@@ -91,9 +92,21 @@ SMALL = {
     "--rounds": "2",
     "--ranks": "2",
     "--steps": "2",
+    "--gigabytes-per-second": "1",
 }
 # All benchmarks take minutes though each is quick: here are those that no other command of the pages runs.
 REST = ("optimizer", "training_speed")
+# They differ from another command here in the values of keys alone, so a check is all that is asked of them.
+CHECKED = (
+    "./run_train.sh --data.source=text --data.path=my_texts --job.dump_folder=outputs/mine",
+    "./run_train.sh --job.log_level=debug",
+    "CONFIG_FILE=my.toml ./run_train.sh",
+    "CONFIG_FILE=my.toml NPROC=8 ./run_train.sh --optimizer.lr=1e-4 '--curriculum.stages[0].steps=500'",
+)
+CHECK = f"""#!/usr/bin/env bash
+FILE="${{CONFIG_FILE:-train_configs/quickstart.toml}}"
+exec "{sys.executable}" -m torchtitan_cp check "$FILE" --ranks "${{NPROC:-2}}" "$@" $CUT
+"""
 
 
 def cut_of(command: str) -> tuple[str, ...]:
@@ -161,6 +174,8 @@ def give_checkpoint(folder: Path) -> None:
 )
 def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path) -> None:
     cut = cut_of(command)
+    if command in CHECKED:
+        (desk / "run_train.sh").write_text(CHECK)
     if "/data/" in command:
         give_checkpoint(desk / "data")
         command = command.replace("/data/", f"{desk}/data/")
@@ -180,7 +195,9 @@ def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    if "benchmarks" in command:
+    if command in CHECKED:
+        assert re.search(r"\d steps on \d+ ranks: ", done.stdout), done.stdout
+    elif "benchmarks" in command:
         assert "--help" in command or re.search(r"^\|-+\|", done.stdout, re.MULTILINE), done.stdout
         assert (desk / "scale.json").exists() == ("scale.json" in command)
     elif "doctor" in command:

@@ -19,14 +19,14 @@ COMMIT_TOKENS = 2000
 
 def shrink() -> None:
     """Batches, commits and shards as small as the corpus."""
-    tokenization.BATCH_CHARACTERS = 100
+    tokenization.BATCH_CHARACTERS = tokenization.CHAT_BATCH_CHARACTERS = 100
     tokenization.COMMIT_TOKENS = COMMIT_TOKENS
     tokenization.append_documents = partial(append_documents, shard_bytes=3000)
 
 
 def shrink_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process, for one test."""
-    for name in ("BATCH_CHARACTERS", "COMMIT_TOKENS", "append_documents"):
+    for name in ("BATCH_CHARACTERS", "CHAT_BATCH_CHARACTERS", "COMMIT_TOKENS", "append_documents"):
         monkeypatch.setattr(tokenization, name, getattr(tokenization, name))
     shrink()
 
@@ -41,9 +41,12 @@ def rows(folder: Path) -> Path:
 
 
 def data_of(corpus: Path, cache: Path, source: str, document: str = "file") -> Data:
+    """Of source "conversations" `corpus` is the file of tests.support.runs.write_conversations."""
     group_field = "repo" if source == "jsonl" else ""
+    chats = {"messages_field": "messages", "chat_template": str(corpus.with_name("chat.jinja"))}
     return Data(
-        source=source,
+        source="jsonl" if source == "conversations" else source,
+        **(chats if source == "conversations" else {}),
         path=str(corpus),
         cache_folder=str(cache),
         group_field=group_field,

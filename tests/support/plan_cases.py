@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.layout import LAYOUTS
+from torchtitan_cp.attention.layouts import LAYOUTS
 
 
 def draw_lengths(draw: st.DrawFn, total: int) -> tuple[int, ...]:

@@ -80,6 +80,32 @@ def write_run(folder: Path, text: str = TINY) -> Path:
     return path
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+def write_conversations(folder: Path) -> Path:
+    """Conversations of one to six turns, and a config that trains on them. Returns the config."""
+    rows = [
+        [
+            {"role": role, "content": f"{text} {number} {turn} " + word * (number * (turn + 1) % 7)}
+            for turn in range(1 + number % 6)
+            for role, text, word in (("user", "question", "why "), ("assistant", "answer", "so "))
+        ]
+        for number in range(300)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
+    (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
+    keys = 'source = "jsonl"\nmessages_field = "messages"\nchat_template = "{folder}/chat.jinja"\n'
+    text = TINY.replace('source = "text"\n', keys).replace("{folder}/corpus", "{folder}/chats.jsonl")
+    text = text.replace("[training]\n", '[training]\nloss_normalization = "conversation"\n')
+    path = folder / "run.toml"
+    path.write_text(text.format(folder=folder))
+    return path
+
+
 def prepared(path: Path, *overrides: str) -> Trainer:
     """On a rank: the Trainer of a config."""
     register(ARCHITECTURES)

@@ -12,7 +12,7 @@ from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.kernels.reference import hide
-from torchtitan_cp.attention.layout import NODE_RANKS, make_layout
+from torchtitan_cp.attention.layouts import NODE_RANKS, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention

@@ -110,10 +110,7 @@ class Group:
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Give the flat part i to rank i, and get `sizes[i]` values from it; nothing is sent for none."""
         received = [parts[rank].new_empty(size) for rank, size in enumerate(sizes)]
-        received[self.rank] = parts[self.rank]
-        others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        sends = [(rank, parts[rank]) for rank in others if len(parts[rank])]
-        return self._post(sends, [(rank, received[rank]) for rank in others if sizes[rank]], lambda: received).wait()
+        return self._trade(parts, received, lambda: received).wait()
 
     def maximum(self, x: Tensor) -> Tensor:
         """The element-wise maximum over the ranks."""
@@ -122,11 +119,14 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def _trade(self, x: Tensor, received: Tensor, finish: Callable[[], Result]) -> Pending[Result]:
-        """Start to send part i of `[P, ..]` to rank i, the nearest first: they should not all write to the same one."""
-        received[self.rank] = x[self.rank]
+    def _trade(
+        self, parts: Sequence[Tensor] | Tensor, received: list[Tensor] | Tensor, finish: Callable[[], Result]
+    ) -> Pending[Result]:
+        """Start to send part i to rank i, the nearest first: they should not all write to the same one."""
+        received[self.rank] = parts[self.rank]
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        return self._post([(rank, x[rank]) for rank in others], [(rank, received[rank]) for rank in others], finish)
+        sends = [(rank, parts[rank]) for rank in others if parts[rank].numel()]
+        return self._post(sends, [(rank, received[rank]) for rank in others if received[rank].numel()], finish)
 
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]

@@ -185,8 +185,7 @@ class _Comparison:
         now: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
 
         def error(mask: Any = band, window: Any = 0, **options: Any) -> float:
-            mask = replace(mask, window=(round(window) - 1, -1)) if window else mask
-            plan = make_plan(length, mask=mask, kernel="reference")
+            plan = make_plan(length, mask=mask.windowed(round(window)), kernel="reference")
             return difference(sketch(attend(q, k, v, plan, **(now | options)).flatten(2)), want)
 
         documents = replace(band, document_lengths=self.plan.mask.document_lengths)

@@ -1,9 +1,12 @@
-"""Which rows of the sequence each rank holds, the same number on each, and what that costs in pairs and messages."""
+"""Which rows of the sequence each rank holds, the same number on each, and what that costs in pairs and messages.
+
+The layouts of equal chunks stand here; layouts.py has the one of packed documents, and all of them by name.
+"""
 
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -12,19 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.documents import EVEN, assign_documents
-from torchtitan_cp.attention.errors import LayoutError, check_name
+from torchtitan_cp.attention.errors import LayoutError
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
 from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs
 
 FEW_CHUNKS, MOST_CHUNKS = 8, 64
 # A further chunk of a rank counts as this part of its work: smaller ones make smaller tiles.
 CHUNK_COST = 0.005
-# Pairs that a rank computes while a row of keys and values travels to another node: 32 query and 8 key heads of 128
-# in bf16 at 400 TFLOP/s and 50 GB/s. Within a node it travels NODE_LINK times as fast.
-ROW_PAIRS, NODE_LINK, NODE_RANKS = 2000, 8, 8
-# `relative_time` at which no other layout is tried for more than NODE_RANKS ranks, where trying takes long; else EVEN.
-FAIR = 1.1
 
 
 class Segment(NamedTuple):
@@ -190,7 +187,7 @@ def contiguous(sequence_length: int, ranks: int) -> Layout:
     Raises:
         LayoutError: if S is not divisible by P.
     """
-    _check_divisible(sequence_length, ranks, f"cp = {ranks}")
+    check_divisible(sequence_length, ranks, f"cp = {ranks}")
     tokens = sequence_length // ranks
     return Layout(tuple(((rank * tokens, (rank + 1) * tokens),) for rank in range(ranks)))
 
@@ -210,7 +207,7 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
     """
     if ranks == 1:
         return contiguous(sequence_length, 1)
-    _check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}")
+    check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}")
     tokens = sequence_length // (2 * ranks)
     return _of_chunks(tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
@@ -226,7 +223,7 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     Raises:
         LayoutError: if S is not divisible by P.
     """
-    _check_divisible(sequence_length, ranks, f"cp = {ranks}")
+    check_divisible(sequence_length, ranks, f"cp = {ranks}")
     best: tuple[float, Layout] | None = None
     held = 1
     while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
@@ -275,87 +272,9 @@ def _assign_chunks(areas: list[int], ranks: int) -> tuple[list[list[int]], int]:
     return held, busiest
 
 
-def _check_divisible(sequence_length: int, unit: int, name: str) -> None:
+def check_divisible(sequence_length: int, unit: int, name: str) -> None:
+    """Raise LayoutError unless a sequence divides by a unit that is called `name`."""
     if sequence_length < 1 or sequence_length % unit:
         lower = sequence_length // unit * unit
         nearest = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
         raise LayoutError(f"a sequence of {sequence_length} tokens is not divisible by {name}", fix=f"use {nearest}")
-
-
-def documents(
-    sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int = NODE_RANKS, all_to_all_ranks: int = 1
-) -> Layout:
-    """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
-
-    Of `assign_documents`, `balanced` and `zigzag`, the one of least `relative_time`; the first is taken as it is if it
-    is within 5 % of an even share, or 10 % of more than 8 ranks. Batch rows that are packed differently take
-    one of the latter two.
-
-    Args:
-        ranks_per_node: consecutive ranks that sit in one node, within which documents stay first.
-        all_to_all_ranks: consecutive ranks that trade heads: together they are one rank of the ring.
-
-    Raises:
-        LayoutError: if S is not divisible by P.
-    """
-    _check_divisible(sequence_length, ranks, f"cp = {ranks}")
-    if 1 < all_to_all_ranks < ranks:
-        return documents(sequence_length, ranks // all_to_all_ranks, mask, 1).split(all_to_all_ranks)
-    ranks_per_node = math.gcd(ranks, ranks_per_node)
-    best, least = None, math.inf
-    enough = EVEN if ranks <= NODE_RANKS else FAIR
-    for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
-        time = relative_time(layout, mask, sequence_length, ranks_per_node)
-        if time < least:
-            best, least = layout, time
-        if least <= enough:
-            break
-    assert best is not None
-    return best
-
-
-def relative_time(layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int) -> float:
-    """Time of the busiest rank, for its pairs or for its messages in a ring if longer, over that of an even share."""
-    pairs = rank_areas(layout, mask, sequence_length)
-    sent, crossing = rows_sent(layout, mask, sequence_length, ranks_per_node)
-    messages = (ROW_PAIRS * max(across, rows / NODE_LINK) for rows, across in zip(sent, crossing, strict=True))
-    return max(map(max, pairs, messages)) * layout.ranks / (sum(pairs) or 1)
-
-
-def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    rows = set(mask.documents(sequence_length))
-    if len(rows) == 1:
-        size = ranks_per_node if ranks_per_node > 1 else ranks
-        yield Layout.of(assign_documents(rows.pop(), sequence_length, mask.band, ranks, size))
-    yield balanced(sequence_length, ranks, mask)
-    if sequence_length % (2 * ranks) == 0:
-        yield zigzag(sequence_length, ranks)
-
-
-LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "contiguous": lambda sequence_length, ranks, mask, *nodes: contiguous(sequence_length, ranks),
-    "zigzag": lambda sequence_length, ranks, mask, *nodes: zigzag(sequence_length, ranks),
-    "balanced": lambda sequence_length, ranks, mask, *nodes: balanced(sequence_length, ranks, mask),
-    "documents": documents,
-}
-
-
-@lru_cache(maxsize=256)
-def make_layout(
-    name: str,
-    sequence_length: int,
-    ranks: int,
-    mask: AttentionMask,
-    ranks_per_node: int = NODE_RANKS,
-    all_to_all_ranks: int = 1,
-) -> Layout:
-    """Build a layout by name. `auto` is documents where documents are packed, else zigzag.
-
-    Raises:
-        LayoutError: an unknown name, or a length that does not divide.
-    """
-    if name == "auto":
-        packed = any(len(documents) > 1 for documents in mask.documents(sequence_length))
-        name = "documents" if packed else "zigzag"
-    check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
-    return LAYOUTS[name](sequence_length, ranks, mask, ranks_per_node, all_to_all_ranks)

@@ -1,7 +1,7 @@
 """What may attend to what: causal order, a sliding window, and the documents packed into a sequence."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -81,6 +81,10 @@ class AttentionMask:
             raise PlanError(f"cu_seqlens has {len(lengths)} documents and cu_seqlens_padded {len(stored)}")
         kept = [(room, used) for room, used in zip(stored, lengths, strict=True) if room or used]
         return cls(causal, window, (tuple(room for room, _ in kept),), (tuple(used for _, used in kept),))
+
+    def windowed(self, keys: int) -> "AttentionMask":
+        """The mask of a layer whose queries see so many keys, their own included; 0: this mask."""
+        return replace(self, window=(keys - 1, -1)) if keys else self
 
     @property
     def band(self) -> Band:

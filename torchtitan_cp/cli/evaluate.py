@@ -114,6 +114,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--depths", type=int, help="how many places of the key, evenly from top to end")
     parser.add_argument("--trials", type=int, help="prompts for each length and depth")
     parser.add_argument("--tokens", type=int, help="held-out tokens that each loss is measured on")
+    parser.add_argument(
+        "--stage", type=int, help="number of the stage whose length and text are used (default its own)"
+    )
     parser.add_argument("--out", type=Path, help="folder to write (default evaluation/step-N in the run's folder)")
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
@@ -126,6 +129,11 @@ def _evaluate(options: argparse.Namespace) -> int:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)
     saved = open_saved_model(options.checkpoint, collective=True)
+    if options.stage is not None:
+        stages = saved.config.curriculum.stages
+        if not 1 <= options.stage <= len(stages):
+            raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
+        saved = replace(saved, stage=stages[options.stage - 1])
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
     if world.rank == 0:
         out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name

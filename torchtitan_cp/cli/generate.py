@@ -1,8 +1,11 @@
-"""`torchtitan-cp generate CHECKPOINT --prompt TEXT` continues a text, on one device, with a KV cache."""
+"""`torchtitan-cp generate CHECKPOINT` continues a text (--prompt TEXT) or answers line by line (--chat).
+
+On one device, with a KV cache.
+"""
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ from torch import Tensor, nn
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.cache import tokenizer_of
+from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
+from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.registry import architecture, args_from
 
@@ -93,7 +99,7 @@ def generate(
     max_tokens: int,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
-    eos_id: int = -1,
+    end_ids: Collection[int] = (),
 ) -> Iterator[int]:
     """Yield the tokens that continue a prompt.
 
@@ -103,7 +109,7 @@ def generate(
         max_tokens: how many to yield at most.
         temperature: divides the logits; 0 takes the most likely token.
         generator: on the CPU.
-        eos_id: ends the text and is not yielded.
+        end_ids: each ends the text and is not yielded.
     """
     caches = [KVCache() for _ in model.layers]  # type: ignore[union-attr]
     device = next(model.parameters()).device
@@ -113,7 +119,7 @@ def generate(
         logits = model(torch.tensor([tokens], device=device), positions, iter(caches), _last_logits)
         start += len(tokens)
         token = sample_token(logits.float().cpu(), temperature, generator)
-        if token == eos_id:
+        if token in end_ids:
             return
         yield token
         tokens = [token]
@@ -145,10 +151,67 @@ def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[in
         yield text[yielded:]
 
 
+def user_lines() -> Iterator[str]:
+    """Lines of standard input to its end; a person gets a prompt sign."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+
+
+def chat(
+    lines: Iterable[str],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    answer: Callable[[list[int]], Iterator[str]],
+    system: str = "",
+) -> None:
+    """Print an answer to each line. All turns before it are written anew, as some templates shorten older ones.
+
+    Args:
+        lines: of a user. `/quit` ends the conversation, and `/file PATH` puts the file's text before the next line.
+        answer: gives the text that follows a prompt's tokens, piece by piece.
+        system: the first message, if there is one.
+
+    Raises:
+        ConfigError: the template does not take the messages.
+    """
+    messages, before = [{"role": "system", "content": system}] if system else [], ""
+    for line in map(str.strip, lines):
+        if line == "/quit":
+            return
+        if line.startswith("/file "):
+            try:
+                before += Path(line.removeprefix("/file ").strip()).expanduser().read_text(encoding="utf-8") + "\n\n"
+            except (OSError, UnicodeDecodeError) as error:
+                print(f"not read: {error}", file=sys.stderr)
+        elif line:
+            messages.append({"role": "user", "content": before + line})
+            try:
+                prompt = encode_turns(template, tokenizer, messages)
+            except BadConversationError as error:
+                raise ConfigError(f"the chat template does not take these messages: {error}") from error
+            said = ""
+            for text in answer(prompt):
+                print(text, end="", flush=True)
+                said += text
+            print()
+            messages.append({"role": "assistant", "content": said})
+            before = ""
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp generate", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--prompt", help="text to continue")
+    task.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer each line of standard input; /file PATH puts a file before the next line, /quit ends",
+    )
+    parser.add_argument("--system", default="", help="with --chat: the system's message")
     parser.add_argument("--max-tokens", type=int, default=200, help="how many to generate at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default 0)")
@@ -157,18 +220,33 @@ def main(arguments: list[str]) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    """Print the prompt and what continues it. Returns the exit code."""
+    """Print the prompt and what continues it, or answers. Returns the exit code."""
     saved = open_saved_model(options.checkpoint)
     tokenizer = tokenizer_of(saved.config.data, saved.config.tokenizer)
+    template = chat_template_of(saved.config) if options.chat else None
+    if options.chat and not template:
+        raise ConfigError(
+            f"{saved.path} has no chat template: neither its data nor its tokenizer names one",
+            fix="continue a text with --prompt, or train on conversations",
+        )
+    ends = end_tokens(template, tokenizer) if template else {tokenizer.eos_id}
     model = load_model(saved, find_device().device)
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def continue_text(prompt: list[int]) -> Iterator[str]:
+        if len(prompt) + options.max_tokens > saved.stage.seq_len:
+            message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on"
+            print(message, file=sys.stderr)
+        tokens = generate(model, prompt, options.max_tokens, options.temperature, generator, ends)
+        return stream_text(tokens, tokenizer, prompt)
+
+    if template:
+        chat(user_lines(), template, tokenizer, continue_text, options.system)
+        return 0
     # An empty prompt begins a document, as in training: after the end of another.
     prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
-    if len(prompt) + options.max_tokens > saved.stage.seq_len:
-        print(f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on", file=sys.stderr)
-    generator = torch.Generator().manual_seed(options.seed)
-    tokens = generate(model, prompt, options.max_tokens, options.temperature, generator, tokenizer.eos_id)
     print(options.prompt, end="", flush=True)
-    for text in stream_text(tokens, tokenizer, prompt):
+    for text in continue_text(prompt):
         print(text, end="", flush=True)
     print()
     return 0

@@ -16,13 +16,22 @@ class SourceKeys:
 
     Attributes:
         source: python-stdlib: the running interpreter's own library; text: a folder or glob; jsonl: .jsonl[.gz|.zst];
-            parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub)
+            parquet: .parquet (extra parquet); huggingface: a dataset by name or folder (extra hub); python-docstrings:
+            conversations about the functions and classes of the interpreter's own library
         path: file, folder or glob; with huggingface the dataset's name or a local folder
         subset: huggingface: the dataset's configuration, where it has several
         split: huggingface: the split that is read
         revision: huggingface: commit or tag of a dataset by name; without it a change there goes unnoticed
         text_field: field (column) of a row that holds the text
         token_field: field (column) of a row that holds token ids of this tokenizer, instead of text_field
+        messages_field: field (column) of a row that holds a conversation, a list of {role, content}, instead of
+            text_field; the field `tools`, if there is one, holds the tools it may call
+        prompt_field: field (column) with a text or messages to answer, not learned; with completion_field
+        completion_field: field (column) with the answer
+        chat_template: Jinja file that writes conversations as text; default: the tokenizer's own
+        loss_on: what of a conversation is learned: all turns of the assistant, its last one, or every token
+        too_long: what becomes of a conversation with more tokens than max_document (0: than the longest seq_len): drop
+            it, cut off its beginning or its end, or split it, after an assistant's turn where one ends in time
         group_field: field (column) with the group of a row, e.g. its repository; empty: no row is related to another
         group_depth: text: leading folders of a path that name a document's group, 1 if each is a repository; 0: all
         document: what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one
@@ -31,19 +40,30 @@ class SourceKeys:
         validation_fraction: share of files (or rows) held out, chosen by hash
     """
 
-    source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES))
+    source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES, "python-docstrings"))
     path: str = ""
     subset: str = key("", read_by=("huggingface",))
     split: str = key("train", read_by=("huggingface",))
     revision: str = key("", read_by=("huggingface",))
     text_field: str = "text"
     token_field: str = key("", read_by=names.ROW_SOURCES)
+    messages_field: str = key("", read_by=names.ROW_SOURCES)
+    prompt_field: str = key("", read_by=names.ROW_SOURCES)
+    completion_field: str = key("", read_by=names.ROW_SOURCES)
+    chat_template: str = ""
+    loss_on: str = key("assistant", choices=names.LOSS_ON)
+    too_long: str = key("split", choices=names.TOO_LONG)
     group_field: str = key("", read_by=names.ROW_SOURCES)
-    group_depth: int = key(0, least=0, read_by=("python-stdlib", "text"))
+    group_depth: int = key(0, least=0, read_by=("python-stdlib", "text", "python-docstrings"))
     document: str = key("file", choices=("file", "folder"))
     min_document: int = key(0, least=0)
     max_document: int = key(0, least=0)
     validation_fraction: float = key(0.02, least=0, below=1)
+
+    @property
+    def conversations(self) -> bool:
+        """Whether documents are conversations, of which some tokens are not learned."""
+        return bool(self.messages_field or self.prompt_field) or self.source == "python-docstrings"
 
     @property
     def where(self) -> str:
@@ -73,10 +93,11 @@ class Data(SourceKeys):
         order: related keeps documents of one group (folder, repository) together
         separator: token id put after each document, in addition to the tokenizer's own end; -1: none
         packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad
-            nothing
+            nothing. Default: best_fit for a stage that reads conversations, else concat
         packing_window: best_fit: sequences packed at once
-        document_mask: tokens attend to their own document only, and its last token predicts nothing
-        restart_positions: positions begin at 0 in each document
+        document_mask: tokens attend to their own document only, and its last token predicts nothing. Default: true for
+            a stage that reads conversations, else false
+        restart_positions: positions begin at 0 in each document. Default: as for document_mask
         workers: processes that read sequences and plan their attention; 0: a thread
         cache_folder: where tokens and the trained tokenizer are kept between runs
         prefetch_batches: steps read ahead of the training loop
@@ -87,10 +108,10 @@ class Data(SourceKeys):
     max_epochs: dict[str, float] = key({}, least=0)  # noqa: RUF009
     order: str = key("shuffled", choices=("shuffled", "related"))
     separator: int = key(-1, least=-1)
-    packing: str = key("concat", choices=names.PACKINGS)
+    packing: str | None = key(None, choices=names.PACKINGS)
     packing_window: int = key(256, least=1)
-    document_mask: bool = False
-    restart_positions: bool = False
+    document_mask: bool | None = None
+    restart_positions: bool | None = None
     workers: int = key(0, least=0)
     cache_folder: str = "outputs/cache"
     prefetch_batches: int = key(2, least=1)
@@ -164,10 +185,29 @@ def check_sources(data: Data, has_tokenizer: bool) -> None:
                 f"{where}.token_field = {source.token_field!r} holds token ids, and [tokenizer] names no tokenizer",
                 fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
             )
+        _check_conversations(source)
         if 0 < source.max_document < max(2, source.min_document):
             raise ConfigError(
                 f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
                 fix="raise max_document, or set it to 0 to split nothing",
+            )
+
+
+def _check_conversations(source: SourceKeys) -> None:
+    where = source.where
+    if bool(source.prompt_field) != bool(source.completion_field):
+        missing = "prompt_field" if source.completion_field else "completion_field"
+        raise ConfigError(f"{where} has no {missing}", fix="give both prompt_field and completion_field, or neither")
+    text = source.text_field != SourceKeys.text_field and source.text_field
+    fields = {"messages_field": source.messages_field, "prompt_field": source.prompt_field}
+    given = [name for name, value in {**fields, "text_field": text, "token_field": source.token_field}.items() if value]
+    if source.conversations and len(given) > 1:
+        raise ConfigError(f"{where} has both {given[0]} and {given[1]}", fix="give one of them")
+    for name in ("chat_template", "loss_on", "too_long"):
+        if not source.conversations and getattr(source, name) != getattr(SourceKeys, name):
+            raise ConfigError(
+                f"{where}.{name} does nothing with text that is no conversation",
+                fix=f"set {where}.messages_field, or prompt_field and completion_field, or remove {name}",
             )
 
 

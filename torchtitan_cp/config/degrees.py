@@ -15,6 +15,7 @@ class Degrees:
 
     Attributes:
         fsdp: ranks the parameters are sharded over, dp_shard x cp. It is the same in every stage.
+        ep: of these, the ranks that share the experts; it adds none.
     """
 
     pp: int
@@ -22,6 +23,7 @@ class Degrees:
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1
 
     @property
     def fsdp(self) -> int:
@@ -49,7 +51,7 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
         stage: its tp and pp, where it has its own, replace those of [parallel].
 
     Raises:
-        ConfigError: two of -1, or a product that is not `ranks`.
+        ConfigError: two of -1, a product that is not `ranks`, or experts' ranks that do not divide dp_shard x cp.
     """
     degrees = {name: getattr(parallel, name) for name in ORDER}
     for name in ("tp", "pp"):
@@ -71,4 +73,11 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
         )
     if open_axes:
         degrees[open_axes[0]] = ranks // known
-    return Degrees(**degrees)
+    resolved = Degrees(**degrees, ep=parallel.ep)
+    if resolved.fsdp % resolved.ep:
+        divisors = [str(degree) for degree in range(1, resolved.fsdp + 1) if resolved.fsdp % degree == 0]
+        raise ConfigError(
+            f"parallel.ep = {resolved.ep} does not divide dp_shard x cp = {resolved.fsdp}",
+            fix=f"use ep {' or '.join(divisors)}",
+        )
+    return resolved

@@ -88,6 +88,10 @@ class Training:
         max_grad_norm: gradients are clipped to this global norm; 0: never
         loss_chunk_tokens: tokens whose logits exist at the same time
         z_loss: weight of logsumexp(logits)^2 in the loss of each token, e.g. 1e-4
+        router_bias_update: by how much a step raises the bias of experts with fewer tokens than the mean, and lowers
+            that of the others, e.g. 1e-3, in models whose routers have such biases; 0: not at all
+        loss_normalization: what a step's loss is the mean of; token: of the tokens that are learned; conversation: of
+            conversations, each the mean of its learned tokens; batch_tokens: of all tokens, 0 where none is learned
     """
 
     seed: int = key(0, least=0)
@@ -99,6 +103,8 @@ class Training:
     max_grad_norm: float = key(1.0, least=0)
     loss_chunk_tokens: int = key(1024, least=1)
     z_loss: float = key(0.0, least=0)
+    router_bias_update: float = key(0.0, least=0)
+    loss_normalization: str = key("token", choices=("token", "conversation", "batch_tokens"))
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,9 @@ class Parallel:
         dp_shard: data-parallel ranks that shard the parameters
         cp: context-parallel ranks; a stage may set its own
         tp: tensor-parallel ranks; they share a node
+        ep: expert-parallel ranks, a divisor of dp_shard x cp; each has its share of the experts of every layer
+        expert_capacity: tokens that an expert takes from a rank and micro-batch, over the mean of all experts; those
+            beyond are dropped and counted. 0: none is dropped
         async_tp: CUDA, compiled blocks: tensor-parallel communication overlaps the matrix products in parts
         fsdp_reshard: whether a block's gathered weights are freed after its forward; auto: never in a pipeline, else
             always
@@ -193,6 +202,8 @@ class Parallel:
     dp_shard: int = key(-1, least=-1, excluded=0)
     cp: int = key(1, least=-1, excluded=0)
     tp: int = key(1, least=-1, excluded=0)
+    ep: int = key(1, least=1)
+    expert_capacity: float = key(0.0, least=0.0)
     async_tp: bool = False
     fsdp_reshard: str = key("auto", choices=("auto", "always", "never"))
     fsdp_prefetch: int = key(1, least=1)
@@ -315,6 +326,7 @@ class Health:
         max_lr_cuts: times that a run lowers the learning rate before the job halts
         lr_factor: lower_lr: factor on the learning rate, each time
         lr_steps: lower_lr: healthy steps before the learning rate is back
+        idle_expert_steps: steps in a row without a token after which an expert is named in a warning; 0: never
         replay: repeat a step with non-finite values, and name the module, rank and token where they begin
         bundles: replays whose tensors are kept in health/ for offline study
     """
@@ -329,6 +341,7 @@ class Health:
     max_lr_cuts: int = key(1, least=0)
     lr_factor: float = key(0.1, least=0, most=1)
     lr_steps: int = key(100, least=1)
+    idle_expert_steps: int = key(100, least=0)
     replay: bool = True
     bundles: int = key(3, least=0)
     inject: Inject = field(default_factory=Inject)

@@ -12,9 +12,13 @@ from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, R
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
-    """The stage's own keys, with [data]'s for those that it leaves out."""
+    """The stage's own keys, with [data]'s for those that it leaves out, and else what suits its sources."""
     own = dataclasses.asdict(stage.data)
     values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
+    mixture, sources = values["mixture"], data.by_name().items()
+    chat = any(source.conversations for name, source in sources if not mixture or mixture.get(name))
+    suited = {"packing": "best_fit" if chat else "concat", "document_mask": chat, "restart_positions": chat}
+    values.update({name: value for name, value in suited.items() if values[name] is None})
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 

@@ -1,5 +1,6 @@
 """Losses on held-out text: the time they may take, the mode a model is evaluated in, the loss any model must beat."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,11 +53,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def unigram_loss(train_counts: np.ndarray, labels: np.ndarray) -> float:
-    """Mean negative log-likelihood, in nats, of `labels` under the training frequencies, plus one each.
+    """Mean negative log-likelihood, in nats, of `labels` under the training frequencies, plus one each; NaN of none.
 
     Args:
         train_counts: `[V]`, how often each token occurs in the training text.
         labels: token ids, any shape.
     """
     counts = train_counts.astype(np.float64) + 1
-    return float(-(np.log(counts) - np.log(counts.sum()))[labels].mean())
+    return float(-(np.log(counts) - np.log(counts.sum()))[labels].mean()) if labels.size else math.nan

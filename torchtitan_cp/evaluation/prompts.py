@@ -38,22 +38,40 @@ class Prompt(NamedTuple):
     labels: np.ndarray
 
 
+class Frame(NamedTuple):
+    """What a chat template writes around a user's text; empty for plain text.
+
+    Attributes:
+        opening: `[n]` token ids before it.
+        closing: `[n]` token ids after it, to the beginning of the assistant's turn.
+        special: `[n]` token ids that are left out of the filler, since they would end the user's turn.
+    """
+
+    opening: np.ndarray = np.empty(0, np.int64)
+    closing: np.ndarray = np.empty(0, np.int64)
+    special: np.ndarray = np.empty(0, np.int64)
+
+
 class PromptWriter:
-    """Writes prompts from filler text. A prompt depends on its arguments and its number only.
+    """Writes prompts from filler text. A prompt depends on its arguments, its number and the frame only.
 
     Args:
         encode: gives the tokens of a text.
         filler: (number of the prompt, count) -> tokens of real text, `[count]`.
         settings: [evaluation.passkey].
+
+    Attributes:
+        frame: around text and question; the answer follows it.
     """
 
     def __init__(
         self, encode: Callable[[str], np.ndarray], filler: Callable[[int, int], np.ndarray], settings: Passkey
     ) -> None:
         self.encode, self.filler, self.settings = encode, filler, settings
+        self.frame = Frame()
 
     def write(self, variant: str, length: int, depth: float, number: int) -> Prompt | None:
-        """A prompt of exactly `length` tokens; None if needles, question and answer are longer.
+        """A prompt of exactly `length` tokens; None if needles, question, answer and frame are longer.
 
         Args:
             variant: one of VARIANTS.
@@ -61,22 +79,25 @@ class PromptWriter:
             number: seeds names, keys and filler.
         """
         draw = np.random.default_rng([number, length])
+        opening, closing, special = self.frame
         filler = self.filler(number, length)
+        filler = np.resize(filler[~np.isin(filler, special)], length)
         texts, question, answer = VARIANTS[variant](self, draw, filler)
         needles = [self.encode(text) for text in texts]
-        asked, answered = self.encode(question), self.encode(answer)
-        room = length - sum(map(len, needles)) - len(asked) - len(answered)
+        # Behind a header, an answer begins without a space.
+        asked, answered = self.encode(question), self.encode(answer.lstrip() if len(closing) else answer)
+        room = length - sum(map(len, (opening, *needles, asked, closing, answered)))
         if room < 0:
             return None
         others = draw.random(len(needles) - 1)
         if variant == "variable_tracking":  # the chain goes on below its first assignment, in order
             others = np.sort(depth + (1 - depth) * others)
         places = [round(each * room) for each in (depth, *others)]
-        pieces, before = [], 0
+        pieces, before = [opening], 0
         for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
             pieces += [filler[before:place], needle]
             before = place
-        tokens = np.concatenate([*pieces, filler[before:room], asked, answered]).astype(np.int64)
+        tokens = np.concatenate([*pieces, filler[before:room], asked, closing, answered]).astype(np.int64)
         labels = np.full(length, IGNORED, dtype=np.int64)
         labels[-len(answered) - 1 : -1] = answered
         return Prompt(tokens, labels)

@@ -40,6 +40,8 @@ class EvaluationResult:
         loss: mean on held-out text at the stage's length; unigram: a unigram model's, on the same tokens.
         by_source: mean loss of each source.
         position_starts: first position of each bin; position_losses: mean loss of its tokens, NaN without any.
+        turn_losses: mean loss of the learned tokens of a conversation's first, second, third and fourth turn and of
+            all later ones, NaN without any; empty without conversations.
         context_gain: how much lower the loss is with all of the context than with its last few thousand tokens.
         short_loss_rise: of the loss at the first stage's length since that stage's end, as a fraction.
         retrieval: by variant of prompts.
@@ -52,6 +54,7 @@ class EvaluationResult:
     by_source: dict[str, float]
     position_starts: list[int]
     position_losses: list[float]
+    turn_losses: list[float] = field(default_factory=list)
     context_gain: float | None = None
     short_loss_rise: float | None = None
     retrieval: dict[str, Retrieval] = field(default_factory=dict)
@@ -79,9 +82,15 @@ class EvaluationResult:
             "context_gain": self.context_gain,
             "short_loss_rise": self.short_loss_rise,
             **{f"loss_by_source/{name}": loss for name, loss in sources.items()},
+            **{f"loss_by_turn/{turn.replace(' ', '_')}": loss for turn, loss in self._by_turn.items()},
             **{f"{name}_accuracy": found.at(seq_len) for name, found in self.retrieval.items()},
         }
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def _by_turn(self) -> dict[str, float]:
+        names = zip(("1", "2", "3", "4", "5 and later"), self.turn_losses, strict=False)
+        return {name: loss for name, loss in names if not math.isnan(loss)}
 
     def lines(self, step: int, seq_len: int) -> Iterator[str]:
         """Lines for a person."""
@@ -93,6 +102,8 @@ class EvaluationResult:
             yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
         bins = zip(self.position_starts, self.position_losses, strict=True)
         yield "by position: " + ", ".join(f"{start:,} on {loss:.3f}" for start, loss in bins if not math.isnan(loss))
+        if self._by_turn:
+            yield "by turn: " + ", ".join(f"{turn} {loss:.4f}" for turn, loss in self._by_turn.items())
         if self.context_gain is not None:
             yield f"context gain {self.context_gain:.4f} nats a token"
         if self.short_loss_rise is not None:

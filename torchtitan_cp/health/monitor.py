@@ -17,7 +17,7 @@ from torchtitan_cp.config.sections import Health
 logger = logging.getLogger(__name__)
 
 # Entries of a rank's vector. The blocks' largest outputs and then their squared gradient norms follow.
-LOSS, TOKENS, GRADIENT, LOGIT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(8)
+LOSS, DIVISOR, LEARNED, GRADIENT, LOGIT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(9)
 
 MAD_TO_STD = 1.4826  # median absolute deviations (MAD) of a normal distribution in a standard deviation
 MIN_STD_FRACTION = 0.05  # of the median: a number that hardly varies still has this standard deviation
@@ -29,7 +29,7 @@ class StepReport:
     """The numbers of a step over all ranks; every rank has the same report.
 
     Attributes:
-        loss: mean over all unmasked tokens of the step.
+        loss: of the step, by training.loss_normalization; learned_tokens: that have a label.
         grad_norm: global norm before clipping; block_grad_norms: of each block's parameters.
         peak_memory_bytes: the most that any rank has used so far.
         findings: a line for each non-finite number, naming the rank.
@@ -49,6 +49,7 @@ class StepReport:
     block_outputs: tuple[float, ...] = ()
     stop: bool = False
     save: bool = False
+    learned_tokens: int = 0
 
     @property
     def summary(self) -> str:
@@ -109,7 +110,8 @@ class HealthMonitor:
     def check_step(
         self,
         loss_sum: Tensor,
-        tokens: Tensor,
+        divisor: Tensor,
+        learned_tokens: Tensor,
         largest_logit: Tensor,
         square_norms: Tensor,
         peak_memory_bytes: int,
@@ -119,7 +121,7 @@ class HealthMonitor:
 
         Args:
             loss_sum: summed loss of this rank's tokens, scalar.
-            tokens: unmasked tokens of the step over all ranks, scalar.
+            divisor: of the loss; learned_tokens: of the step; scalars over all ranks.
             largest_logit: of this rank, scalar.
             square_norms: this rank's share of the squared gradient norm of each block and of the parameters in none,
                 `[blocks + 1]`.
@@ -129,7 +131,7 @@ class HealthMonitor:
         device = loss_sum.device
         largest_values = self.pop_largest()
         on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
-        scalars = (loss_sum, tokens, largest_values[-1], largest_logit)
+        scalars = (loss_sum, divisor, learned_tokens, largest_values[-1], largest_logit)
         numbers = (*scalars, on_host, largest_values[:-1], square_norms)
         own = torch.cat([x.to(device, torch.float64, non_blocking=True).flatten() for x in numbers])
         report = read_report(gather_rows(own))
@@ -158,11 +160,11 @@ def gather_rows(own: Tensor) -> np.ndarray:
 
 
 def read_report(rows: np.ndarray) -> StepReport:
-    """The report that the ranks' vectors, `[ranks, 8 + 2 blocks]`, make."""
+    """The report that the ranks' vectors, `[ranks, 9 + 2 blocks]`, make."""
     blocks = (rows.shape[1] - FIRST_BLOCK - 1) // 2
     outputs, squares = np.split(rows[:, FIRST_BLOCK:], [blocks], axis=1)
     return StepReport(
-        loss=float(rows[:, LOSS].sum() / max(1.0, rows[0, TOKENS])),
+        loss=float(rows[:, LOSS].sum() / max(1.0, rows[0, DIVISOR])),
         grad_norm=math.sqrt(squares.sum()),
         peak_memory_bytes=int(rows[:, MEMORY].max()),
         findings=tuple(_nonfinite(rows, outputs, squares)),
@@ -171,6 +173,7 @@ def read_report(rows: np.ndarray) -> StepReport:
         block_outputs=tuple(outputs.max(0).tolist()),
         stop=bool(rows[:, STOP].any()),
         save=bool(rows[:, SAVE].any()),
+        learned_tokens=int(rows[0, LEARNED]),
     )
 
 

@@ -124,8 +124,8 @@ def save_bundle(
             if module and (trace.inputs or trace.named):
                 (report["arguments"], report["named"]), inputs = _whole_arguments(diagnoser, module, trace, batch)
                 tensors |= inputs
-        weights = module.named_parameters() if module else ()
-        tensors |= {f"weight.{name}": x.full_tensor() for name, x in weights if isinstance(x, DTensor)}
+        weights = (*module.named_parameters(), *module.named_buffers()) if module else ()
+        tensors |= {f"weight.{name}": x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights}
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
@@ -250,11 +250,8 @@ def _argument(bundle: Bundle, entry: Any) -> Any:
     report = bundle.report
     lengths = report["document_lengths"]
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)
-    masks = {
-        window: AttentionMask(window=(window - 1 if window else -1, -1), document_lengths=rows)
-        for window in {0, *report["windows"]}
-    }
-    return {window: make_plan(report["seq_len"], mask=mask) for window, mask in masks.items()}
+    mask = AttentionMask(document_lengths=rows)
+    return {window: make_plan(report["seq_len"], mask=mask.windowed(window)) for window in {0, *report["windows"]}}
 
 
 def _fault_again(module: nn.Module, report: dict[str, Any]) -> AbstractContextManager[None]:

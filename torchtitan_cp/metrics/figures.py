@@ -16,6 +16,7 @@ from torchtitan_cp.config.names import format_tokens
 DPI = 110
 MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
 NOT_ALLOWED = -1
+MOST_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
 
 
 def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> np.ndarray:
@@ -108,6 +109,26 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
     for rank in range(min(ranks, 8)):
         axes.plot([], [], marker="s", linestyle="", color=colors[rank], label=f"rank {rank}")
     axes.legend(loc="upper right", frameon=False, fontsize=8)
+    return _pixels(figure)
+
+
+def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
+    """Load of each expert (across) of each layer (down): blue below the even share, red above, black at none.
+
+    Args:
+        loads: `[layers, X]`, see `metrics.expert_load`.
+    """
+    layers, experts = loads.shape
+    figure, axes = _figure(3.0 + min(6.0, 0.2 * experts), 1.6 + min(8.0, 0.2 * layers))
+    octaves = np.log2(np.clip(loads, 2.0**-MOST_OCTAVES, None))  # NaN stays
+    colors = importlib.import_module("matplotlib").colormaps["RdBu_r"].with_extremes(under="black", bad="#dddddd")
+    shown = np.where(loads == 0, -MOST_OCTAVES - 1, octaves)
+    image = axes.imshow(shown, colors, aspect="auto", vmin=-MOST_OCTAVES, vmax=MOST_OCTAVES, interpolation="nearest")
+    bar = figure.colorbar(image, label="tokens over the even share")
+    bar.ax.yaxis.set_major_formatter(lambda octave, _: f"{2.0**octave:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="expert", ylabel="layer")
     return _pixels(figure)
 
 

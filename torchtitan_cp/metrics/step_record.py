@@ -17,7 +17,8 @@ class StepRecord:
         step: number of the optimizer step, from 1; skipped steps count.
         stage: name of the curriculum's stage; stage_index: its place from 0.
         tokens: tokens the whole run has trained on.
-        loss: mean over the step's tokens, in nats; grad_norm: global, before clipping. None if the step was skipped.
+        loss: of the step, in nats, by training.loss_normalization; grad_norm: global, before clipping. None if the
+            step was skipped.
         mfu: model FLOPs utilization with causal attention, as a fraction of the devices' peak.
         peak_memory_bytes: the most that any one rank has used so far.
         data_wait_seconds: time rank 0 waited for the batch.
@@ -34,7 +35,12 @@ class StepRecord:
         cp_imbalance: query-key pairs of the busiest context-parallel rank over the mean, in rank 0's worst micro-batch.
         cp_keys_sent: rows of keys that a context-parallel rank has to send, over its own rows; likewise.
         unlabelled: fraction of the step's tokens that predict nothing.
+        learned_tokens: of the step, that predict a token.
         memory_bytes: on rank 0: `weights`, `gradients`, `optimizer`, and `other`, the rest of its peak.
+        expert_load: of each layer's busiest expert, its tokens over the even share; router_entropy: of the shares of a
+            token's experts, in nats, the mean of each layer.
+        idle_experts: fraction of all experts that no token reached.
+        dropped_pairs: of a token and an expert whose capacity was full, over all layers.
     """
 
     step: int
@@ -69,7 +75,12 @@ class StepRecord:
     cp_imbalance: Annotated[float | None, "speed/cp_imbalance"] = None
     cp_keys_sent: Annotated[float | None, "speed/cp_keys_sent"] = None
     unlabelled: Annotated[float | None, "data/unlabelled_share"] = None
+    learned_tokens: Annotated[int | None, "data/learned_tokens"] = None
     memory_bytes: Annotated[dict[str, int], "memory"] = field(default_factory=dict)
+    expert_load: Annotated[Numbers, "experts/largest_load"] = field(default_factory=dict)
+    router_entropy: Annotated[Numbers, "experts/router_entropy"] = field(default_factory=dict)
+    idle_experts: Annotated[float | None, "experts/idle_share"] = None
+    dropped_pairs: Annotated[int | None, "experts/dropped_pairs"] = None
 
     def scalars(self) -> Numbers:
         """The step's numbers by tag, without those that are None."""

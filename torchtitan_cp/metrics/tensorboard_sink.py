@@ -13,6 +13,7 @@ LAYOUT = {
     "Loss": {"train": "train/loss$", "by position": "loss_by_position/", "gradient norm": "train/grad_norm$"},
     "Validation": {
         "loss on held-out text": "validation/(unigram_)?loss$",
+        "by turn of a conversation": "validation/loss_by_turn/",
         "context gain": "validation/context_gain$",
         "retrieval accuracy": "validation/.*_accuracy$",
         "rise of the loss at the first stage's length": "validation/short_loss_rise$",

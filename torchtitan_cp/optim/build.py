@@ -83,15 +83,17 @@ def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[di
     muon_matrices: set[nn.Parameter] = set()
     if settings.name == "muon":
         muon_matrices = {parameter for parameter in model.layers.parameters() if parameter.ndim == 2}  # type: ignore[union-attr]
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)
         default = settings.weight_decay if parameter.ndim >= 2 else 0.0
         decay = default if rule.weight_decay is None else rule.weight_decay
-        groups.setdefault((rule.lr_scale, decay, parameter in muon_matrices), []).append(parameter)
+        # One fused update takes tensors of one mesh.
+        mesh = getattr(parameter, "device_mesh", None)
+        groups.setdefault((rule.lr_scale, decay, parameter in muon_matrices, mesh), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay, "muon": muon}
-        for (lr_scale, decay, muon), parameters in groups.items()
+        for (lr_scale, decay, muon, _), parameters in groups.items()
     ]
 
 

@@ -55,9 +55,14 @@ class ChunkedCrossEntropy(nn.Module):
         self.largest_logit: Tensor | None = None
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: VocabularyShard | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: VocabularyShard | None = None,
+        token_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the losses, and the loss of each token.
+        """Weighted sum of the losses, and the loss of each token.
 
         With a `vocabulary` shard, `hidden` and `labels` are the same on all ranks of its group, and so are both
         results. Each chunk costs one all-gather of two numbers a token. The gradient of `hidden` is then PARTIAL,
@@ -69,19 +74,25 @@ class ChunkedCrossEntropy(nn.Module):
             labels: `[B, S/cp]` int64; IGNORED tokens do not count, and a label outside the vocabulary makes the loss
                 infinite.
             vocabulary: None if this rank holds all rows.
+            token_weights: `[B, S/cp]` fp32, finite, of each token in the sum; None: 1.
 
         Returns:
-            (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32, not differentiable, 0 where ignored).
+            (sum over tokens, fp32 scalar; loss of each token `[B, S/cp]` fp32 without its weight, not differentiable,
+            0 where ignored).
         """
+        weights = (labels != IGNORED).float()
+        if token_weights is not None:
+            weights *= token_weights
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _LinearCrossEntropy.apply(hidden, weight, labels, vocabulary, self)
+            return _LinearCrossEntropy.apply(hidden, weight, labels, vocabulary, weights, self)
         chunk = self.chunk_tokens
         chunks = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True)
         results = [
             _chunk_loss(self.finish(_logits(rows, weight)), targets, vocabulary, None) for rows, targets in chunks
         ]
         losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
-        return losses.sum() + self.z_loss * squares.sum(), losses.view(labels.shape)
+        total = ((losses + self.z_loss * squares) * weights.flatten()).sum()
+        return total, losses.view(labels.shape)
 
     def finish(self, products: Tensor) -> Tensor:
         """Logits from the products of hidden states and output matrix, scaled and capped."""
@@ -159,9 +170,15 @@ def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Any, settings: ChunkedCrossEntropy
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: Any,
+        token_weights: Tensor,
+        settings: ChunkedCrossEntropy,
     ) -> tuple[Tensor, Tensor]:
-        rows, targets = hidden.flatten(0, 1), labels.flatten()
+        rows, targets, weights = hidden.flatten(0, 1), labels.flatten(), token_weights.flatten()
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         z_sum = losses.new_zeros(())
         d_rows = torch.empty_like(rows)
@@ -171,13 +188,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = settings.finish(_logits(rows[chunk], weight))
             result = _chunk_loss(logits, targets[chunk], vocabulary, settings.largest_logit)
             losses[chunk], squares, log_sums, row, is_here = result
-            z_sum += squares.sum()
-            slope = (1 + 2 * settings.z_loss * log_sums) * (targets[chunk] != IGNORED)
+            z_sum += (squares * weights[chunk]).sum()
+            slope = (1 + 2 * settings.z_loss * log_sums) * weights[chunk]
             capped = logits.clone() if settings.softcap else logits
             d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
             if len(weight):
                 # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
-                d_logits.scatter_(-1, row, d_logits.gather(-1, row) - is_here.float().unsqueeze(-1))
+                d_logits.scatter_(-1, row, d_logits.gather(-1, row) - (is_here * weights[chunk]).unsqueeze(-1))
             d_logits = settings.finish_backward(d_logits, capped).to(rows.dtype)
             d_rows[chunk] = d_logits @ weight
             d_weight += d_logits.t() @ rows[chunk]
@@ -185,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.weight_dtype = weight.dtype
         per_token = losses.view(labels.shape)
         ctx.mark_non_differentiable(per_token)
-        return losses.sum() + settings.z_loss * z_sum, per_token
+        return (losses * weights).sum() + settings.z_loss * z_sum, per_token
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,4 +210,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
-        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None
+        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None, None

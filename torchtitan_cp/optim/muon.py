@@ -41,26 +41,15 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients exist before a step"
-        by_mesh: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if group["muon"] and parameter.grad is not None:
-                    by_mesh[getattr(parameter, "device_mesh", None)].append((parameter, group))
-        for mesh, matrices in by_mesh.items():
-            self._step_matrices(matrices, ranks=mesh.size() if mesh else 1)
+        for batch in matrix_batches(self.param_groups):
+            matrices = [(group["params"][0], group) for group in batch]
+            directions = _orthogonalized([self._direction(*entry) for entry in matrices])
+            for (parameter, group), direction in zip(matrices, directions, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
         self._rest.state = self.state
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._rest.step()
-
-    def _step_matrices(self, matrices: list[tuple[Tensor, dict[str, Any]]], ranks: int) -> None:
-        """Step matrices of one mesh, as many at a time as it has ranks, largest first so that equal sizes meet."""
-        matrices.sort(key=lambda entry: entry[0].numel(), reverse=True)
-        for start in range(0, len(matrices), ranks):
-            batch = matrices[start : start + ranks]
-            directions = _orthogonalized([self._direction(*entry) for entry in batch])
-            for (parameter, group), direction in zip(batch, directions, strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Nesterov's momentum, after adding the gradient to it."""
@@ -70,6 +59,22 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(state["momentum_buffer"], group["momentum"]).to(self._dtype)
+
+
+def matrix_batches(groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Muon's matrices that have a gradient, each as a group of its own: as many at a time as their mesh has ranks.
+
+    Each rank orthogonalises one of a batch. The largest come first, so that equal sizes meet.
+    """
+    by_mesh: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for group in groups:
+        for parameter in group["params"]:
+            if group.get("muon") and parameter.grad is not None:
+                by_mesh[getattr(parameter, "device_mesh", None)].append({**group, "params": [parameter]})
+    for mesh, matrices in by_mesh.items():
+        matrices.sort(key=lambda group: group["params"][0].numel(), reverse=True)
+        ranks = mesh.size() if mesh else 1
+        yield from (matrices[start : start + ranks] for start in range(0, len(matrices), ranks))
 
 
 def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:

@@ -1,6 +1,5 @@
 """Optimizer state in host memory; in a step it is on the device for a few parameters at a time."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan_cp.optim.muon import matrix_batches
 
 # The parameters of one call of the optimizer's own step, as parameter groups of these alone.
 Part = list[dict[str, Any]]
@@ -64,21 +65,9 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
 
 
 def _parts(groups: list[dict[str, Any]]) -> list[Part]:
-    """One parameter each; of Muon's matrices one for each rank of their mesh, largest first, as it takes them."""
-    parts: list[Part] = []
-    matrices: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for group in groups:
-        for parameter in group["params"]:
-            alone = {**group, "params": [parameter]}
-            if group.get("muon"):
-                matrices[getattr(parameter, "device_mesh", None)].append(alone)
-            else:
-                parts.append([alone])
-    for mesh, entries in matrices.items():
-        entries.sort(key=lambda entry: entry["params"][0].numel(), reverse=True)
-        ranks = mesh.size() if mesh else 1
-        parts += [entries[start : start + ranks] for start in range(0, len(entries), ranks)]
-    return parts
+    """One parameter each, and Muon's matrices in the batches that it takes."""
+    alone = [[{**group, "params": [x]}] for group in groups if not group.get("muon") for x in group["params"]]
+    return [*alone, *matrix_batches(groups)]
 
 
 def _map_plain(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

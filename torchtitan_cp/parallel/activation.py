@@ -17,7 +17,7 @@ from torchtitan_cp.parallel.offload import HostMemory
 Forward = Callable[..., Any]
 
 # Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}
 
 
 def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory | None = None) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Activation, Compile
 from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
+from torchtitan_cp.parallel.experts import shard_experts
 from torchtitan_cp.parallel.float8 import convert_linears
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.offload import HostMemory
@@ -38,13 +40,16 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         apply_tensor_parallel(model, roles, meshes.tp)
         if config.parallel.async_tp:
             enable_async_tp(meshes.tp)
+    experts = meshes.experts if getattr(model, "experts", None) else None
+    if experts:
+        shard_experts(model, experts[0])
     if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
         disable_compile_cache()
     wrap_blocks(model, config.activation, config.compile, meshes.device_type)
     on_host = config.parallel.fsdp_cpu_offload and meshes.device_type != "cpu"
     if config.parallel.fsdp_cpu_offload and not on_host:
         logger.warning("parallel.fsdp_cpu_offload is inactive: on a CPU the weights are in host memory")
-    apply_fsdp(model, meshes.fsdp, config, on_host)
+    apply_fsdp(model, meshes.fsdp, config, on_host, experts[1] if experts else None)
     model.to_empty(device="cpu" if on_host else meshes.device_type)
     init_weights(model, config.training.seed, loads=bool(config.model.hub_checkpoint and config.model.load_weights))
 
@@ -79,11 +84,14 @@ def apply_compile(model: nn.Module, mode: str) -> None:
         layer.forward = compile_whole(layer.forward, mode)
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool) -> None:
+def apply_fsdp(
+    model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool, experts_mesh: DeviceMesh | None = None
+) -> None:
     """FSDP2 by block. Gradients are summed, never averaged: the loss is divided once, by all its tokens.
 
     Args:
         on_host: weights, gradients and optimizer state live in host memory.
+        experts_mesh: ranks that the experts are sharded over, if not these.
     """
     # Inputs are not cast: rotary cos and sin stay fp32 beside a bf16 residual stream.
     policy = MixedPrecisionPolicy(
@@ -95,21 +103,23 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Config, on_host: bool
     reshard = config.parallel.fsdp_reshard == "always" or (
         config.parallel.fsdp_reshard == "auto" and config.parallel.pp == 1
     )
-    ranks = mesh.size(mesh.ndim - 1)
+    modules = [(module, mesh) for module in (*model.layers.values(), model)]  # type: ignore[operator]
+    if experts_mesh:
+        modules = [(module, experts_mesh) for module in model.experts.values()] + modules  # type: ignore[operator]
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        """Fewer experts than ranks are cut in the dim after theirs; None: dim 0."""
-        few = parameter.ndim == 3 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
-        return Shard(1) if few else None
+    def placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
+        """Experts that the ranks cannot share evenly are cut in the dim after theirs; None: dim 0."""
+        uneven = parameter.ndim == 3 and len(local_tensor(parameter)) % ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if uneven else None
 
-    for module in (*model.layers.values(), model):  # type: ignore[operator]
+    for module, its_mesh in modules:
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=its_mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard,
-            shard_placement_fn=placement,
+            shard_placement_fn=partial(placement, its_mesh.size(its_mesh.ndim - 1)),
         )
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum, which a divide factor would otherwise ask for.

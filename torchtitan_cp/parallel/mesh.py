@@ -1,5 +1,6 @@
 """Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,26 @@ class Meshes:
     def fsdp(self) -> DeviceMesh:
         """Ranks that FSDP2 shards over; 2-D with the replicas first where there are any."""
         return self.parameters["dp_replicate", "fsdp"] if self.degrees.dp_replicate > 1 else self.parameters["fsdp"]
+
+    @cached_property
+    def _experts(self) -> DeviceMesh:
+        """(pp, dp_replicate, efsdp, ep): tensor-parallel ranks have tokens of their own, and shard experts too."""
+        pp, replicas, fsdp, tp = self.parameters.mesh.shape
+        shared = self.parameters.mesh.view(pp, replicas, fsdp // self.degrees.ep, self.degrees.ep, tp)
+        axes = ("pp", "dp_replicate", "efsdp", "ep")
+        own: Any = tuple((dist.get_backend(), None) if axis == "ep" else (None, None) for axis in axes)
+        ranks = shared.transpose(3, 4).flatten(2, 3)
+        mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=own)
+        _set_timeouts(mesh)
+        return mesh
+
+    @property
+    def experts(self) -> tuple[DeviceMesh, DeviceMesh] | None:
+        """Ranks that share the experts, and those that FSDP2 shards each share over; None: as all else."""
+        if self.degrees.ep == self.degrees.tp == 1:
+            return None
+        axes = ("dp_replicate", "efsdp") if self.degrees.dp_replicate > 1 else ("efsdp",)
+        return self._experts["ep"], self._experts[axes]
 
     @property
     def tp(self) -> DeviceMesh | None:
@@ -94,6 +115,8 @@ class Meshes:
             if peers:
                 shown = ", ".join(map(str, peers[:8])) + " ..." * (len(peers) > 8)
                 lines.append(f"  rank {first} shares {name} with ranks {shown}")
+        if self.degrees.ep > 1:
+            sizes.append(f"experts shared by {self.degrees.ep} of dp_shard x cp")
         return "\n".join([f"mesh, outermost first: {', '.join(sizes)}", *lines])
 
 

@@ -68,13 +68,10 @@ class HostMemory:
     Args:
         device: the one that computes. On a CPU the copies are made too, for tests.
         min_bytes: smaller tensors stay on the device.
-
-    Attributes:
-        offloaded_bytes: copied out so far.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
-        self.min_bytes, self.offloaded_bytes = min_bytes, 0
+        self.min_bytes = min_bytes
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: weakref.ref[OffloadedTensor] | None = None
 
@@ -100,7 +97,6 @@ class HostMemory:
             return tensor
         offloaded = OffloadedTensor(self, tensor, self.last() if self.last else None)
         self.last = weakref.ref(offloaded)
-        self.offloaded_bytes += tensor.nbytes
         return offloaded
 
     def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import _inductor as inductor
 from torch._functorch import config as functorch_config
@@ -66,6 +67,27 @@ class PerHead(ParallelStyle):
         return module
 
 
+class LocalLinear(ParallelStyle):
+    """A linear layer without bias on a rank's own part of the sequence, its weight replicated."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = distribute_tensor(module.weight, device_mesh, [Replicate()])  # type: ignore[arg-type]
+        module.weight = nn.Parameter(weight)
+
+        def forward(x: Tensor) -> Tensor:
+            return F.linear(x, module.weight.to_local(grad_placements=[Partial()]))  # type: ignore[operator, union-attr]
+
+        module.forward = forward
+        return module
+
+
+class Apart(ParallelStyle):
+    """A module on a rank's own part of the sequence, whose parameters are sharded on another mesh."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 # The roles that an architecture may give its modules. A new role goes here.
 ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # A linear layer with sharded outputs, and one with sharded inputs; between them a rank works alone.
@@ -74,8 +96,11 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # The embedding and the output layer, sharded by rows of the vocabulary.
     "embedding": VocabularyRows,
     "output": lambda: ColwiseParallel(input_layouts=SEQUENCE),
-    # A norm on a rank's own part of the sequence, its weight replicated.
+    # A norm on a rank's own part of the sequence, its weight replicated; and what may follow it there.
     "sequence": SequenceParallel,
+    "local_sequence": lambda: SequenceParallel(use_local_output=True),
+    "local_linear": LocalLinear,
+    "experts": Apart,
     "gather": GatherSequence,
     # A norm over each head of `[B, s, H/tp, D]`, its weight replicated; and a weight with one number for each head.
     "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
@@ -124,11 +149,13 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
         for name in others:
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, model.get_parameter(first))
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    apart = tuple(f"{name}." for name, style in plan.items() if isinstance(style, Apart))
+    plain = (name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
+    left = [name for name in plain if not name.startswith(apart)]
     assert not left, f"no role shards {', '.join(left)}"
 
 
-def enable_async_tp(mesh: DeviceMesh) -> bool:
+def enable_async_tp(mesh: DeviceMesh) -> None:
     """Let the compiler split gathers and reduce-scatters, and overlap them with the matrix products they feed.
 
     Source: async tensor parallelism of PyTorch, on symmetric memory. Inactive, with a warning, off CUDA.
@@ -138,10 +165,9 @@ def enable_async_tp(mesh: DeviceMesh) -> bool:
     """
     if mesh.device_type != "cuda":
         logger.warning("parallel.async_tp is inactive: symmetric memory is CUDA's, and this is %s", mesh.device_type)
-        return False
+        return
     inductor.config._micro_pipeline_tp = True
     symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
-    return True
 
 
 def disable_compile_cache() -> None:

@@ -95,17 +95,15 @@ class Estimate(PlannedStage):
     @cached_property
     def volumes(self) -> dict[str, Volume]:
         """What the rank that sends most sends for attention, by strategy; hybrid only where it is possible."""
-        stage, settings = self.stage, self.config.context_parallel
+        stage, inner = self.stage, self.config.context_parallel.all_to_all_ranks
         windows = [window for own in self.ranks for window in own.windows]
-        ranks = stage.all_to_all_ranks if stage.strategy == "hybrid" else settings.all_to_all_ranks
-        ranks = ranks if stage.cp % ranks == 0 else 1
+        traded = {"all_to_all": stage.cp, "hybrid": inner}  # else one rank: itself
         forwards = 2 if self.config.activation.checkpoint == "full" else 1
         found = {}
         for strategy in EXCHANGES:
-            all_to_all_ranks = self.all_to_all_ranks_of(strategy, ranks)
-            if strategy == "hybrid" and all_to_all_ranks in (1, stage.cp):
+            if strategy == "hybrid" and (inner in (1, stage.cp) or stage.cp % inner):
                 continue
-            costs = {window: self.attention(strategy, all_to_all_ranks, window) for window in set(windows)}
+            costs = {window: self.attention(strategy, traded.get(strategy, 1), window) for window in set(windows)}
             mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
             sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
             step = max(sum(sent[window] for window in own.windows) for own in self.ranks)
@@ -134,17 +132,12 @@ def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
 
     6 a weight, 18 a number of a recurrent state, and 6 Hq (Dqk + Dv) for each allowed pair of each layer.
     """
-    pairs = {window: mask_pairs(seq_len, window, AttentionMask()) for window in set(args.layer_windows)}
+    bands = {window: AttentionMask().windowed(window).band for window in args.layer_windows}
+    pairs = {window: count_pairs(seq_len, seq_len, band) for window, band in bands.items()}
     widths = zip(args.layer_windows, args.attention_widths, strict=True)
     return 6.0 * (args.linear_parameters() + 3 * sum(args.state_sizes)), 6.0 * sum(
         width * pairs[window] for window, width in widths
     )
-
-
-def mask_pairs(seq_len: int, window: int, mask: AttentionMask) -> int:
-    """Allowed (query, key) pairs of a sequence in a layer with this window, 0 for none; the mask's first batch row."""
-    banded = AttentionMask(mask.causal, (window - 1, -1) if window else mask.window)
-    return sum(count_pairs(stop - start, stop - start, banded.band) for start, stop in mask.documents(seq_len)[0])
 
 
 def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
@@ -210,6 +203,8 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     message = cluster.collective_seconds(tokens * args.dim * planned.element_bytes, tp, 1)
     tp_forward = 4 * message * (ASYNC_TP_EXPOSED if config.parallel.async_tp else 1.0)
     tp_backward = tp_forward * (1 + recomputed)
+    ep = planned.degrees.ep
+    trade = cluster.trade_seconds(planned.sent_to_experts * (ep - 1) / ep, ep, tp)
     busy_forward = forward + attention_forward + moved + cp_forward + tp_forward
     busy_backward = linear_backward + attention_backward + moved * (2 + recomputed) + cp_backward + tp_backward
     return {
@@ -218,6 +213,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
         "elementwise kernels": moved * (3 + recomputed),
         "context-parallel messages": cp_forward + cp_backward,
         "tensor-parallel messages": tp_forward + tp_backward,
+        "expert-parallel messages": planned.dispatch_passes * trade,
         "FSDP messages": _fsdp_exposed(planned, busy_forward, busy_backward),
         "offload messages": _offload_exposed(planned, busy_forward, busy_backward),
     }
@@ -235,7 +231,7 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """What of a layer's gathers and reductions does not hide behind a layer's work; in a pipeline once a step."""
-    degrees, cluster, parameters = planned.degrees, planned.cluster, planned.counts.block
+    degrees, cluster, parameters = planned.degrees, planned.cluster, planned.gathered_block
     gather = cluster.collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
     reduce = cluster.collective_seconds(parameters * planned.reduce_bytes, degrees.fsdp, degrees.tp)
     shard = parameters * planned.reduce_bytes / degrees.fsdp

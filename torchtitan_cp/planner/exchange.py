@@ -141,8 +141,7 @@ def busiest_layer(
     plan = make_plan(
         seq_len, mask=mask, ranks=ranks, strategy=strategy, layout=layout, all_to_all_ranks=all_to_all_ranks
     )
-    if window:  # on the layout of the batch
-        plan = dataclasses.replace(plan, mask=dataclasses.replace(mask, window=(window - 1, -1)))
+    plan = dataclasses.replace(plan, mask=mask.windowed(window))  # on the layout of the batch
     chosen = sorted({0, busiest_rank(plan), ranks // 2, ranks - 1})
     layers = [layer_of(dataclasses.replace(plan, rank=rank), heads, rates) for rank in chosen]
     return LayerCost(*map(max, zip(*layers, strict=True)))

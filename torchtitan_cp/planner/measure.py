@@ -109,7 +109,7 @@ def _attention_rates(device: Device, dtype: torch.dtype, args: Any, tokens: int)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     pairs, forward, backward = 0, 0.0, 0.0
     for window, layers in Counter(args.layer_windows).items():
-        mask = AttentionMask(window=(window - 1, -1)) if window else AttentionMask()
+        mask = AttentionMask().windowed(window)
         run = partial(attend, q, k, v, make_plan(tokens, mask=mask))
         pairs += layers * count_pairs(tokens, tokens, mask.band)
         with torch.no_grad():

@@ -92,7 +92,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         out=out,
         all_to_all=trade,
         ffn=tokens * 4 * args.token_ffn_dim / tp * c,
-        copies=tokens * 2 * args.token_copies * e * c,
+        copies=tokens * 2 * args.token_copies * e * c / tp,
     )
 
 
@@ -117,7 +117,9 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
     if mode == "selective":
         # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two of the MLP's tensors.
         width = planned.tokens * planned.args.dim * planned.element_bytes
-        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width)
+        # Rows that come back from experts are joined by a product.
+        joined = width if planned.sent_to_experts else 0.0
+        ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width) + joined
         return block.stream + width, attention + block.given, ffn
     inputs = block.stream + block.first_norm + _second_norm_kept(block, tiles)
     return inputs, attention + block.qkv, 0.0 if tiles > 1 else block.ffn + block.copies
@@ -181,14 +183,15 @@ def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], 
 
 def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
     """Gathered weights: the ends' for the whole step, and of the layers those at work, or all in a pipeline."""
-    parallel, block = planned.config.parallel, planned.counts.block
+    parallel, block = planned.config.parallel, planned.gathered_block
     # A pipeline's backward leaves all of them gathered, whatever a forward does.
     again = parallel.fsdp_reshard != "never" and parallel.pp == 1
     # At work: one, those gathered ahead, and the buffer a gather arrives in.
     blocks = min(own.layers, 2 + parallel.fsdp_prefetch) if again else own.layers + 1
     gathered = (blocks * block + own.end_parameters) * planned.element_bytes
     # A pipeline reduces once a step: until then whole gradients add up.
-    return gathered + (own.parameters * planned.reduce_bytes if parallel.pp > 1 else 0)
+    whole = own.parameters + own.layers * (block - planned.counts.block)
+    return gathered + (whole * planned.reduce_bytes if parallel.pp > 1 else 0)
 
 
 def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Moment]:
@@ -217,7 +220,7 @@ def _block_moments(
     mode, tiles = activation.checkpoint, activation.mlp_tiles
     output = -(-args.vocab_size // tp) * args.dim * c if own.closes else 0
     # A block's gradients whole, and two reduce-scatters of them under way; a pipeline's add up in `weights`.
-    reduced = planned.counts.block * (c + 2 * planned.reduce_bytes) + output
+    reduced = planned.gathered_block * (c + 2 * planned.reduce_bytes) + output
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = planned.tokens * args.dim / tp * c
@@ -228,6 +231,8 @@ def _block_moments(
     # Backward of SwiGLU's product: three of the MLP's tensors are still needed, beside their three gradients. Experts
     # have theirs one after another, and the gradients of their rows all at once.
     ffn = (block.ffn + 2 * block.copies if block.copies else 1.5 * block.ffn) / tiles
+    if tiles == 1:  # what arrives while what was sent is still there
+        ffn += recomputed * planned.sent_to_experts
     held_ffn = {"none": block.ffn + block.copies, "selective": (block.ffn + block.copies) / 2}.get(mode, 0.0)
     second = _second_norm_kept(block, tiles)
     # In tiles the second norm is run again with each, and the gradients of their inputs add up beside the output's.

@@ -39,6 +39,12 @@ TABLES: dict[str, Columns] = {
     "attention's messages, sent by a rank: MiB a layer, GiB a step": STAGE
     | {"cp": lambda estimate: str(estimate.stage.cp), "strategy": lambda estimate: estimate.strategy}
     | {strategy: partial(_volume, strategy=strategy) for strategy in EXCHANGES},
+    "rows sent to experts and back, by a rank: GiB a step": STAGE
+    | {
+        "ep": lambda estimate: str(estimate.degrees.ep),
+        "in all": lambda estimate: f"{estimate.dispatch_bytes / GIB:.2f}",
+        "to other ranks": lambda estimate: f"{estimate.dispatch_bytes * (1 - 1 / estimate.degrees.ep) / GIB:.2f}",
+    },
     "a step of the whole job": STAGE
     | {
         "PFLOP linear": lambda estimate: f"{estimate.linear_flops / 1e15:.4g}",
@@ -56,7 +62,7 @@ TABLES: dict[str, Columns] = {
 
 
 def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
-    """Three tables, and what there is to say of single stages."""
+    """Three tables, a fourth where ranks share experts, and what there is to say of single stages."""
     cluster = estimates[0].cluster
     accelerator = cluster.accelerator
     kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
@@ -71,6 +77,8 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
         f"{USABLE_MEMORY:.0%} of memory usable"
     )
     for title, columns in TABLES.items():
+        if "experts" in title and estimates[0].degrees.ep == 1:
+            continue
         table = Table(*columns, title=title)
         for estimate in estimates:
             table.add_row(*(cell(estimate) for cell in columns.values()))

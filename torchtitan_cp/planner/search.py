@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.names import ACTIVATIONS
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
@@ -13,7 +14,6 @@ from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.exchange import EXCHANGES
 from torchtitan_cp.planner.parameters import model_args_of
 
-MODES = ("none", "selective", "attention_saved", "full")
 MOST_PIPELINE_RANKS = 16
 
 
@@ -23,10 +23,11 @@ class Choice(NamedTuple):
     tp: int
     pp: int
     checkpoint: str
+    ep: int = 1
 
 
 def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
-    """Try tp, pp and activation modes for the run, and context-parallel degrees and strategies for each stage.
+    """Try tp, pp, ep and activation modes for the run, and context-parallel degrees and strategies for each stage.
 
     The rest of the config stays, but dp_replicate becomes 1, and a stage's own tp, pp and mode are dropped.
 
@@ -66,7 +67,7 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
 
 
 def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
-    """Degrees and modes to try: powers of two, tensor parallelism inside a node."""
+    """Degrees and modes to try: powers of two, tensor parallelism inside a node; experts by none, a node or all."""
     for tp in _powers(cluster.accelerator.ranks_per_node):
         try:
             check_tensor_parallel(args, tp)
@@ -74,7 +75,11 @@ def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
             continue
         for pp in _powers(min(cluster.ranks // tp, args.n_layers, MOST_PIPELINE_RANKS)):
             if cluster.ranks % (tp * pp) == 0:
-                yield from (Choice(tp, pp, mode) for mode in MODES)
+                fsdp, node = cluster.ranks // (tp * pp), cluster.accelerator.ranks_per_node // tp
+                shared = (
+                    [ep for ep in (1, node, fsdp) if args.n_experts % ep == fsdp % ep == 0] if args.n_experts else [1]
+                )
+                yield from (Choice(tp, pp, mode, ep) for ep in dict.fromkeys(shared) for mode in ACTIVATIONS)
 
 
 def _powers(most: int) -> list[int]:
@@ -87,7 +92,7 @@ def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(
-            config.parallel, tp=choice.tp, pp=choice.pp, dp_replicate=1, dp_shard=-1, cp=1, pp_split=()
+            config.parallel, tp=choice.tp, pp=choice.pp, ep=choice.ep, dp_replicate=1, dp_shard=-1, cp=1, pp_split=()
         ),
         activation=dataclasses.replace(config.activation, checkpoint=choice.checkpoint),
         context_parallel=dataclasses.replace(
@@ -146,7 +151,9 @@ def best(options: list[Estimate]) -> Estimate:
 def _choice_reasons(chosen: Choice, days: dict[Choice, float], tried: list[Choice]) -> list[str]:
     """A line for each choice: the best that every other value gives."""
     reasons = []
-    for part, key in enumerate(("parallel.tp", "parallel.pp", "activation.checkpoint")):
+    for part, key in enumerate(("parallel.tp", "parallel.pp", "activation.checkpoint", "parallel.ep")):
+        if key == "parallel.ep" and len({choice.ep for choice in tried}) == 1:
+            continue
         others = []
         for value in dict.fromkeys(choice[part] for choice in tried if choice[part] != chosen[part]):
             alike = [days[choice] for choice in days if choice[part] == value]

@@ -83,6 +83,33 @@ class PlannedStage:
         return count_parameters(self.args, self.degrees.tp)
 
     @cached_property
+    def gathered_block(self) -> float:
+        """Parameters of a layer that FSDP gathers at a time: all but other ranks' experts."""
+        experts, degrees = self.counts.experts, self.degrees
+        return self.counts.block + experts * (degrees.tp / degrees.ep - 1) if degrees.ep > 1 else self.counts.block
+
+    @cached_property
+    def sent_to_experts(self) -> float:
+        """Bytes of the rows that a layer sends to experts for a micro-batch, T K E, also to itself; 0 without ep."""
+        if self.degrees.ep == 1:
+            return 0.0
+        return self.tokens / self.degrees.tp * self.args.token_copies * self.args.dim * self.element_bytes
+
+    @cached_property
+    def dispatch_passes(self) -> float:
+        """How often a step sends such rows: to experts and back, forward, backward and where they run again."""
+        mode, tiles = self.config.activation.checkpoint, self.config.activation.mlp_tiles
+        # A block that is run again needs no result of its last tile.
+        again = 2 * (mode != "none") if tiles == 1 else 2 + 2 * (mode != "none") * (tiles - 1) / tiles
+        return 4 + again
+
+    @property
+    def dispatch_bytes(self) -> float:
+        """Bytes of all-to-alls of the rank with most layers in a step, what stays on the rank included."""
+        layers = max(own.layers for own in self.ranks)
+        return layers * self.stage.micro_batches * self.dispatch_passes * self.sent_to_experts
+
+    @cached_property
     def ranks(self) -> tuple[PlannedRank, ...]:
         """Each pipeline rank; the longest stage decides which layers it has."""
         longest = max([self.stage.seq_len, *(other.seq_len for other in self.config.curriculum.stages)])
@@ -118,13 +145,7 @@ class PlannedStage:
     @cached_property
     def all_to_all_ranks(self) -> int:
         """Ranks that trade heads."""
-        return self.all_to_all_ranks_of(self.strategy, self.stage.all_to_all_ranks)
-
-    def all_to_all_ranks_of(self, strategy: str, all_to_all_ranks: int) -> int:
-        """Ranks that trade heads under a strategy, where hybrid has so many."""
-        if strategy == "all_to_all":
-            return self.stage.cp
-        return all_to_all_ranks if strategy == "hybrid" and self.stage.cp > 1 else 1
+        return self.stage.cp if self.strategy == "all_to_all" else self.stage.all_to_all_ranks
 
     @cached_property
     def heads(self) -> Heads:

@@ -21,6 +21,7 @@ from torchtitan_cp.data.batches.samples import StageSamples, held_out_samples
 from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
 from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache
 from torchtitan_cp.data.errors import PreparationStoppedError
+from torchtitan_cp.training.registry import start_folder
 
 POLL_SECONDS = 0.5
 
@@ -51,7 +52,8 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
 
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            result: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops).build()
+            start = start_folder(config.model)
+            result: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
         except Exception as error:
             result = error
         store.set(node, pickle.dumps(result).hex())
@@ -149,20 +151,25 @@ class DataPipeline:
         return read_steps(self.samples, first, count, batch_layout, workers=workers, read_ahead=ahead, pin=pin)
 
     def held_out_samples(
-        self, batch_layout: BatchLayout, data: ResolvedStageData, block: int = 0
+        self, seq_len: int, count: int, data: ResolvedStageData, block: int = 0
     ) -> StageSamples | None:
-        """Held-out sequences of a stage's sources; None if those sources hold nothing out.
+        """`count` held-out sequences of a stage's sources; None if those sources hold nothing out.
 
         Args:
-            batch_layout: gives the length, and the number of sequences in one round on all ranks.
             data: from `stage_data`.
             block: tokens that attend to each other, counted from each sequence's start; 0: all.
         """
-        return held_out_samples(self.held_out, batch_layout.seq_len, data, batch_layout.sequences, block)
+        return held_out_samples(self.held_out, seq_len, data, count, block)
 
     def filler(self, number: int, count: int) -> np.ndarray:
-        """Held-out tokens, `[count]` int64, different ones for each number while the text lasts."""
-        return max(self.held_out.values(), key=lambda stream: stream.store.tokens).read(number * count, count)
+        """Held-out tokens, `[count]` int64, different ones for each number while the text lasts.
+
+        They are of the largest source of plain text, or of conversations where all sources are.
+        """
+        sources = self.config.data.by_name()
+        plain = {name: stream for name, stream in self.held_out.items() if not sources[name].conversations}
+        streams = (plain or self.held_out).values()
+        return max(streams, key=lambda stream: stream.store.tokens).read(number * count, count)
 
     def describe_stage(self, stage: StagePlan) -> str:
         """What is special about the stage's text, each item after a semicolon; empty if nothing is."""
@@ -179,6 +186,12 @@ class DataPipeline:
             notes.append(
                 f"packed by {data.packing}, {largest.whole_fraction(0):.0%} of the first window's documents whole"
             )
+        for name, packed in self.samples.packed.items():
+            if packed.stream.store.has_masks:
+                conversations, cut, inside = packed.cuts()
+                notes.append(
+                    f"{name}: {cut:,} of {conversations:,} conversations cut, {inside:,} cuts inside a learned turn"
+                )
         if data.document_mask:
             notes.append("documents masked")
         if data.short_share:

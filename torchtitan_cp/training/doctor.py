@@ -27,7 +27,7 @@ LEAST_TOKENS = 256
 
 @dataclass
 class ProbeSamples:
-    """A stage's sequences cut into documents, with an uneven share of labels, and a token changed."""
+    """A stage's sequences cut into documents, the last two thirds of their tokens learned, and a token changed."""
 
     samples: Samples
     lengths: tuple[int, ...]
@@ -35,7 +35,7 @@ class ProbeSamples:
 
     def sequence(self, number: int) -> PackedSequence:
         row = self.samples.sequence(number)
-        tokens, labels = row.tokens.copy(), row.labels.copy()
+        tokens, labels = row.tokens.copy(), np.roll(row.tokens, -1)  # in conversations few tokens are learned, or none
         if self.changed is not None:
             tokens[self.changed] = (tokens[self.changed] + 1) % (tokens.max() + 1)
         labels[: len(labels) // 3] = IGNORED
@@ -88,9 +88,9 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
 
         def step(changed: int | None) -> float:
             samples.changed = changed
-            tokens, labels, positions, documents = (device.move(x) for x in parity.all_sequences(trainer, layout))
+            tokens, labels, shares, positions, documents = map(device.move, parity.all_sequences(trainer, layout))
             with own_attention(documents):
-                return parity.single_loss(model, tokens, labels, positions, plans or documents)
+                return parity.single_loss(model, tokens, labels, shares, positions, plans or documents)
 
         return Side(model, step, lambda: parity.gradients_of(model), measure_peak)
 

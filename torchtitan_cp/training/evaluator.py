@@ -16,10 +16,20 @@ from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
 from torchtitan_cp.data.batches.samples import PackedSequence, Span
-from torchtitan_cp.evaluation import Budget, EvaluationResult, Prompt, PromptWriter, Retrieval, evaluating, unigram_loss
-from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin
+from torchtitan_cp.evaluation import (
+    Budget,
+    EvaluationResult,
+    Frame,
+    Prompt,
+    PromptWriter,
+    Retrieval,
+    evaluating,
+    unigram_loss,
+)
+from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin, sum_by_index
 from torchtitan_cp.optim.loss import wrong_answers
 from torchtitan_cp.runtime.signals import any_rank
+from torchtitan_cp.training.chat import chat_template_of, prompt_frame
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 
@@ -27,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # any question fits
 FORWARD_TOKENS = 16384  # at once, as nothing is kept for a backward
+TURNS = 5  # the last one and all after it count together
 
 
 class HeldOutLosses(NamedTuple):
@@ -37,12 +48,14 @@ class HeldOutLosses(NamedTuple):
         starts: first position of each bin.
         by_bin: `[sources, 2, bins]` fp64, (sum, tokens) by source and position.
         late: `[2]` fp64, of the tokens that context gain compares.
+        by_turn: `[2, TURNS]` fp64, of conversations that are read from their beginning.
     """
 
     sources: list[str]
     starts: list[int]
     by_bin: Tensor
     late: Tensor
+    by_turn: Tensor
 
     @property
     def loss(self) -> float:
@@ -122,6 +135,7 @@ class Evaluator:
             by_source={name: _mean(sums) for name, sums in zip(held_out.sources, held_out.by_bin.sum(2), strict=True)},
             position_starts=by_position.starts,
             position_losses=[_mean(pair) for pair in by_position.by_bin.sum(0).T],
+            turn_losses=[_mean(pair) for pair in held_out.by_turn.T if held_out.by_turn.any()],
             context_gain=gain,
             short_loss_rise=rise,
             retrieval=retrieval,
@@ -158,12 +172,14 @@ class Evaluator:
             data: of the stage; gives the mixture and the mask of documents.
             block: cut documents into blocks of so many tokens, none of which sees another; 0: leave them whole.
         """
-        samples = self.data_pipeline.held_out_samples(batch_layout, data, block)
+        seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
+        count, starts = self._count(seq_len), bin_starts(seq_len)
+        samples = self.data_pipeline.held_out_samples(seq_len, count, data, block)
         if samples is None:
             return None
-        seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
-        sources, starts, count = list(samples.packed), bin_starts(seq_len), self._count(seq_len)
+        sources = list(samples.packed)
         sums = torch.zeros(len(sources) + 1, 2, len(starts), dtype=torch.float64, device=device)
+        by_turn = sums.new_zeros(2, TURNS)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
             for batch in self._batches(samples.sequence, count, batch_layout):
                 result = self.model.measure(batch, self.model.token_loss)
@@ -174,12 +190,18 @@ class Evaluator:
                 counted = batch.labels.to(device) != IGNORED
                 for row, source in enumerate(batch.sources):
                     sums[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
+                    if samples.packed[source].stream.store.has_masks:
+                        read = samples.sequence(min(batch.numbers[row], count - 1)).turns
+                        turns = batch.plan.shard(torch.from_numpy(read), dim=0).to(device)
+                        known = counted[row] & (turns >= 0)
+                        by_turn += sum_by_index(losses[row] * known, known, turns.clamp(0, TURNS - 1), TURNS)
                 if compared:
                     late = counted & (positions >= compared) & (positions % compared >= compared // 2)
                     sums[-1] += sum_by_bin(losses * late, late, positions, seq_len)
             dist.all_reduce(sums)
+            dist.all_reduce(by_turn)
             sums = sums.cpu()
-        return HeldOutLosses(sources, starts, sums[:-1], sums[-1].sum(1))
+        return HeldOutLosses(sources, starts, sums[:-1], sums[-1].sum(1), by_turn.cpu())
 
     def _count(self, seq_len: int) -> int:
         """Held-out sequences of one validation."""
@@ -213,9 +235,10 @@ class Evaluator:
 
     def _labels(self, batch_layout: BatchLayout, data: ResolvedStageData) -> np.ndarray:
         """The labels that held_out_losses counts, `[tokens]` int64."""
-        samples = self.data_pipeline.held_out_samples(batch_layout, data)
+        count = self._count(batch_layout.seq_len)
+        samples = self.data_pipeline.held_out_samples(batch_layout.seq_len, count, data)
         assert samples is not None
-        labels = [samples.sequence(number).labels for number in range(self._count(batch_layout.seq_len))]
+        labels = [samples.sequence(number).labels for number in range(count)]
         return np.concatenate(labels)[np.concatenate(labels) != IGNORED]
 
     def _batches(
@@ -248,6 +271,7 @@ class Evaluator:
         default = [stage.seq_len // part // unit * unit for part in (4, 2, 1)]
         lengths = tuple(sorted({length for length in passkey.lengths or default if length}))
         depths = tuple(place / max(1, passkey.depths - 1) for place in range(passkey.depths))
+        self.prompts.frame = self._frame(stage)
         found = {}
         for variant in passkey.variants:
             accuracy = np.full((len(depths), len(lengths)), np.nan)
@@ -259,6 +283,15 @@ class Evaluator:
                     accuracy[place, lengths.index(length)] = np.mean(right[place :: len(depths)])
             found[variant] = Retrieval(accuracy, lengths, depths)
         return found
+
+    def _frame(self, stage: StagePlan) -> Frame:
+        """Of the chat template, where the stage reads conversations."""
+        config, mixture = self.data_pipeline.config, self.data_pipeline.stage_data(stage).mixture
+        if not any(source.conversations and mixture.get(name) for name, source in config.data.by_name().items()):
+            return Frame()
+        template = chat_template_of(config)
+        assert template, "the corpus was made with it"
+        return prompt_frame(template, self.data_pipeline.corpus.tokenizer)
 
     def answer_prompts(
         self, variant: str, depths: Sequence[float], batch_layout: BatchLayout, for_gate: bool

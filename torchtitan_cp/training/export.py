@@ -18,10 +18,12 @@ from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.corpus.cache import tokenizer_of
-from torchtitan_cp.data.corpus.store import write_json
+from torchtitan_cp.data.corpus.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
+from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
-from torchtitan_cp.training.registry import args_from, config_for_hub, hub_folder, hub_of
+from torchtitan_cp.training.chat import chat_template_of, end_tokens
+from torchtitan_cp.training.registry import args_from, config_for_hub, hub_of, start_folder
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:
-    """Write weights, config.json, generation_config.json and the tokenizer's files; all of them, or nothing.
+    """Write weights, config.json, generation_config.json, tokenizer and chat template; all of them, or nothing.
 
     Args:
         checkpoint: a step-N folder, or a run's.
@@ -141,11 +143,11 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
 def _write_settings(
     saved: SavedModel, config: dict[str, Any], args: Any, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
-    """config.json with the trained length and rotary embedding, and the files of the tokenizer.
+    """config.json with the trained length and rotary embedding, the files of the tokenizer, and the chat template.
 
     A run that started from model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
-    start = hub_folder(saved.config.model) if saved.config.model.hub_checkpoint else None
+    start = start_folder(saved.config.model)
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     if hub.load:
@@ -169,3 +171,19 @@ def _write_settings(
         write_json(out / "generation_config.json", {"eos_token_id": values.get("eos_token_id", tokenizer.eos_id)})
     for name, path in tokenizer_files(saved.config.tokenizer, tokenizer, start).items():
         shutil.copyfile(path, out / name)
+    if template := chat_template_of(saved.config):
+        _write_chat_template(template, tokenizer, out)
+
+
+def _write_chat_template(template: ChatTemplate, tokenizer: Tokenizer, out: Path) -> None:
+    """The template, the special tokens that it reads, and the tokens that end an answer."""
+    (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    settings, generation = out / CONFIG_FILE, out / "generation_config.json"
+    if (out / "tokenizer.json").is_file():
+        # Without a class, transformers makes a tokenizer of the model's family, which may differ from tokenizer.json.
+        own = {"tokenizer_class": "PreTrainedTokenizerFast", **template.variables}
+        write_json(settings, own | (read_json(settings) or {}))
+    values = read_json(generation) or {}
+    before = values.get("eos_token_id") or []
+    ends = end_tokens(template, tokenizer).union(before if isinstance(before, list) else [before])
+    write_json(generation, {**values, "eos_token_id": sorted(ends)})

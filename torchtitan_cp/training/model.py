@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cp.attention import (
     ContextParallel,
@@ -29,6 +31,7 @@ from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
+from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
@@ -44,7 +47,18 @@ WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
 class LayerAttention:
-    """The attention that the model calls, with a plan for each window that its layers have."""
+    """The attention that the model calls, with a plan for each window that its layers have.
+
+    Args:
+        tp_mesh: this rank's tensor-parallel peers; None if it has none.
+
+    Attributes:
+        loss_scale: gradient of a step's loss by the sum of what `add_loss` was given, a scalar; set before backward.
+    """
+
+    def __init__(self, tp_mesh: DeviceMesh | None = None) -> None:
+        self.tp_mesh = tp_mesh
+        self.loss_scale: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plans: dict[int, Plan], window: int, **options: Any) -> Tensor:
         """Attention of a layer with this window; options as of `attend`."""
@@ -61,21 +75,47 @@ class LayerAttention:
         return gated_delta_rule(q, k, v, g, beta, plans[0], **options)
 
     def sum_ranks(self, x: Tensor, plans: dict[int, Plan]) -> Tensor:
-        """Sum over the ranks that share each sequence."""
-        return sum_ranks(x, next(iter(plans.values())))
+        """Sum over the ranks that share each sequence, also its parts under tensor parallelism."""
+        total = sum_ranks(x, next(iter(plans.values())))
+        if self.tp_mesh:
+            dist.all_reduce(total, group=self.tp_mesh.get_group())
+        return total
+
+    def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
+        """`hidden` as it is; backward also differentiates `loss_sum`, a scalar, as a part of the step's loss.
+
+        So a part of the model before the last adds losses, which do not travel to the head.
+        """
+        added: Tensor = _AddLoss.apply(hidden, loss_sum, self)
+        return added
+
+
+class _AddLoss(torch.autograd.Function):
+    """See LayerAttention.add_loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss_sum: Tensor, owner: LayerAttention) -> Tensor:
+        ctx.owner = owner
+        return hidden.clone()  # FSDP and zero-bubble schedules take no view as the output of a part
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return gradient, ctx.owner.loss_scale, None
 
 
 class StepSums(NamedTuple):
     """Sums over a step's forwards on this rank, scalars.
 
     Attributes:
-        loss: summed loss of the tokens that this rank counts.
-        tokens: unmasked, over all ranks.
+        loss: weighted sum of the losses of the tokens that this rank counts.
+        divisor: of the loss, over all ranks; see training.loss_normalization.
+        learned_tokens: over all ranks.
         largest_logit: of this rank's rows of the vocabulary; minus infinity on a rank without the last part.
     """
 
     loss: Tensor
-    tokens: Tensor
+    divisor: Tensor
+    learned_tokens: Tensor
     largest_logit: Tensor
 
 
@@ -118,12 +158,16 @@ class ParallelModel:
         self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, run.longest))
         architecture = registry.architecture(config.model)
         self.parts = nn.ModuleList()
+        self.attend = LayerAttention(meshes.tp)
+        self.routing = RoutingSums(args.n_layers, args.n_experts, self.device)
+        experts = meshes.experts if settings.ep > 1 else None
         for number in self.layers.of_rank(mesh.get_local_rank()):
             with torch.device("meta"):
-                part = architecture.build(args, LayerAttention())
+                part = architecture.build(args, self.attend)
                 whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
                 part.keep(*self.layers.layers[number])
             parallelize(part, meshes, architecture.sharding, run.config_of(begins))
+            dispatch_experts(part, self.routing, experts[0].get_group() if experts else None, settings.expert_capacity)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
@@ -173,6 +217,7 @@ class ParallelModel:
             mesh.get_local_rank("dp"),
             context_parallel.make_plan,
             tuple(sorted({0, *self.args.layer_windows})),
+            self.config.training.loss_normalization == "conversation",
         )
 
     def _wrap_blocks(self, compiling: Compile) -> None:
@@ -193,22 +238,31 @@ class ParallelModel:
                 vars(layer).update(replaced)
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepSums:
-        """Forward and backward of a step. The loss is divided once, by the unmasked tokens of all ranks."""
-        count = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-        # Filled on the device: a copy of a number from pageable memory would have the host wait.
-        tokens = torch.full((), count if self.meshes.owns_tokens else 0, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tokens)
-        tokens.clamp_min_(1)
+        """Forward and backward of a step.
+
+        The loss is divided once, by what training.loss_normalization counts over all ranks. What a model adds to the
+        loss of each token, such as experts' balance, is divided by all tokens of the step.
+        """
+        move = self.world.device.move
+        divisor, learned, tokens = self._count(micro_batches)
+        self.attend.loss_scale = 1 / tokens
         loss_sum = torch.zeros((), device=self.device)
         self.token_loss.largest_logit = torch.full((), -torch.inf, device=self.device)
 
         def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
-            result = self._forward(forward, state, batch)
+            weights = None if batch.weights is None else move(batch.weights)
+
+            def measure(*head: Any) -> tuple[Tensor, Tensor]:
+                total, losses = self.token_loss(*head, weights)
+                return total * (tokens / divisor.clamp_min(1)), losses
+
+            result = self._forward(forward, state, batch, measure)
             if isinstance(result, Tensor):
                 return result
-            loss_sum.add_(result[1].sum())
+            losses = result[1]
+            loss_sum.add_((losses if weights is None else losses * weights).sum())
             if self.observe:
-                self.observe(batch, result[1])
+                self.observe(batch, losses)
             return result[0] / tokens
 
         if self.pipeline:
@@ -219,7 +273,26 @@ class ParallelModel:
                     loss = run(self.parts[0], None, batch)
                 with self.watches["backward"].running():
                     self._backward(loss)
-        return StepSums(loss_sum * self.meshes.owns_loss, tokens, self.token_loss.largest_logit)
+        return StepSums(loss_sum * self.meshes.owns_loss, divisor, learned, self.token_loss.largest_logit)
+
+    def _count(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
+        """What a step's loss is divided by, its learned tokens and all its tokens, `[3]` int64 over all ranks.
+
+        With l[t] the loss of a learned token, the step's loss is sum l[t] / learned tokens (`token`), sum l[t] / all
+        tokens (`batch_tokens`), or the sum of l[t] / (learned tokens of t's document in its sequence) over the number
+        of documents that have any (`conversation`).
+        """
+        counts = np.zeros(3)
+        for batch in micro_batches if self.meshes.owns_tokens else ():
+            learned, tokens = int((batch.labels != IGNORED).sum()), batch.labels.numel()
+            # The weights of a document add up to 1 over its ranks, but for rounding.
+            documents = 0.0 if batch.weights is None else float(batch.weights.double().sum())
+            divisors = {"token": learned, "conversation": documents, "batch_tokens": tokens}
+            counts += divisors[self.config.training.loss_normalization], learned, tokens
+        # Filled on the device: a copy of a number from pageable memory would have the host wait.
+        summed = torch.stack([torch.full((), x, dtype=torch.float64, device=self.device) for x in counts.tolist()])
+        dist.all_reduce(summed)
+        return summed.round_().long()
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -235,14 +308,12 @@ class ParallelModel:
             return self.pipeline.evaluate(batch, self._hidden(batch), run)
         return run(self.parts[0], None, batch)
 
-    def _forward(
-        self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure | None = None
-    ) -> Any:
+    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure) -> Any:
         """Forward of one part on a micro-batch.
 
         Args:
             state: hidden states of the part before it; None for the first part, which reads the tokens.
-            measure: what the last part computes from its hidden states; by default the loss.
+            measure: what the last part computes from its hidden states.
 
         Returns:
             the result of `measure` from the last part, hidden states from the others.
@@ -253,7 +324,7 @@ class ParallelModel:
         def head(hidden: Tensor, output: nn.Linear) -> Any:
             hidden, weight, group, first = vocabulary_shard(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
-            return (measure or self.token_loss)(hidden, weight, labels, vocabulary)
+            return measure(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
@@ -274,6 +345,10 @@ class ParallelModel:
                 set_learning_rates(optimizer, lr)
                 optimizer.step()
             self.zero_grad()
+
+    def take_routing(self) -> Routing | None:
+        """What routers chose over all ranks since the last call; None without experts. Collective."""
+        return self.routing.take() if self.args.n_experts else None
 
     def pop_timings(self) -> dict[str, float]:
         """Seconds since the last call, by name.

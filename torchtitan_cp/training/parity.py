@@ -162,8 +162,7 @@ def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
         report = trainer.forward_backward(batches)
     peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    plan = batch_layout.plans()[0]
-    own = {key: plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
+    own = {key: batches[0].plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
     gradients = gather(trainer, lambda p: p.grad)
     trainer.model.zero_grad()
     return Step(_values(report.loss, _gather_pipeline(trainer, own), gradients), int(peak))
@@ -175,11 +174,11 @@ def _single_step(
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32."""
     device = trainer.device
     model = single_model(trainer, stage, weights, PlainAttention(), dtype)
-    tokens, labels, positions, documents = (device.move(x) for x in all_sequences(trainer, batch_layout))
+    inputs = [device.move(x) for x in all_sequences(trainer, batch_layout)]
     device.reset_peak_memory()
     before = device.peak_memory_bytes()
     with _record_attention([model]) as outputs:
-        loss = single_loss(model, tokens, labels, positions, documents)
+        loss = single_loss(model, *inputs)
     peak = device.peak_memory_bytes() - before
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     return Step(_values(loss, attention, gradients_of(model)), peak)
@@ -201,15 +200,22 @@ def single_model(
     return model
 
 
-def single_loss(model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor, plan: Any) -> float:
-    """The loss of whole sequences, from full logits in fp32; its backward has run where gradients are enabled."""
+def single_loss(
+    model: nn.Module, tokens: Tensor, labels: Tensor, weights: Tensor, positions: Tensor, plan: Any
+) -> float:
+    """The loss of whole sequences, from full logits in fp32; its backward has run where gradients are enabled.
+
+    Args:
+        weights: of each token in the mean over all tokens, as all others `[sequences, S]`.
+    """
 
     def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
         logits = output(hidden).float().flatten(0, 1)
-        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
+        loss = (losses * weights.flatten()).sum()
         return loss, loss.detach()
 
-    differentiated, loss = (x / (labels != IGNORED).sum() for x in model(tokens, positions, plan, head))
+    differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plan, head))
     if torch.is_grad_enabled():
         differentiated.backward()
     return loss.item()
@@ -220,20 +226,25 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, ...]:
     """Unsharded sequences of the step, beginning with data-parallel rank 0's first micro-batch.
 
     Returns:
-        tokens, labels, positions, and the number of each token's document, all `[sequences, S]` int64.
+        tokens, labels, weights (fp32) of the losses in the mean over all tokens, positions, and the number of each
+        token's document, all `[sequences, S]`, int64 but for the weights.
     """
     rows = [
         trainer.data_pipeline.samples.sequence(number)
         for number in assign_sequences(trainer.data_pipeline.samples, 0, batch_layout).flatten().tolist()
     ]
     documents = [np.repeat(np.arange(len(row.document_lengths)), row.document_lengths) for row in rows]
-    parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "positions")]
-    tokens, labels, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
-    return tokens, labels, positions, numbers
+    parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "weights", "positions")]
+    tokens, labels, weights, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
+    normalization = trainer.config.training.loss_normalization
+    if normalization != "conversation":
+        weights = (labels != IGNORED).float()
+    mean = 1.0 if normalization == "batch_tokens" else weights.double().mean().item() or 1.0
+    return tokens, labels, weights / mean, positions, numbers
 
 
 @contextmanager
@@ -262,8 +273,9 @@ def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]
 
 
 def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """`get` of each parameter, gathered from all ranks, fp32 on the host. Collective."""
-    found = {name: get(p) for part in trainer.model.parts for name, p in part.named_parameters()}
+    """`get` of each parameter and buffer, gathered from all ranks, fp32 on the host. Collective."""
+    parts = trainer.model.parts
+    found = {name: get(x) for part in parts for name, x in (*part.named_parameters(), *part.named_buffers())}
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
     return _gather_pipeline(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
@@ -82,6 +84,24 @@ def check_rope(stage: Any, args: Any) -> None:
     if reason:
         raise ConfigError(
             f"curriculum.stages[{stage.index}].rope: {reason}", fix="leave it out; the model keeps its own"
+        )
+
+
+def check_router_biases(config: Config, args: Any) -> None:
+    """Refuse to update biases of routers that have none.
+
+    Raises:
+        ConfigError: training.router_bias_update is set, and the model of these args has no such biases.
+    """
+    if not config.training.router_bias_update:
+        return
+    with torch.device("meta"):
+        model = architecture(config.model).build(dataclasses.replace(args, vocab_size=args.vocab_size or 1), None)
+    if not getattr(model, "router_biases", None):
+        raise ConfigError(
+            f"training.router_bias_update = {config.training.router_bias_update} is for routers that choose experts by "
+            "scores plus a bias, and this model has none",
+            fix='leave it out, or set model.overrides = {expert_bias = true} with model.architecture = "moe"',
         )
 
 
@@ -240,6 +260,11 @@ def hub_folder(model: Model, pattern: str = "config.json") -> Path:
             f"model.hub_checkpoint: there is no folder {name}, and downloading it failed: {error}",
             fix="give a folder with config.json and *.safetensors, or a name on the hub",
         ) from None
+
+
+def start_folder(model: Model) -> Path | None:
+    """The folder of model.hub_checkpoint; None if training begins from no checkpoint."""
+    return hub_folder(model) if model.hub_checkpoint else None
 
 
 def _check_hub_sizes(model: Model, args: Any, hub_sizes: dict[str, Any]) -> None:

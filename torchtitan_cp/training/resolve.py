@@ -4,6 +4,7 @@ The launcher waits for it, so nothing that only training needs is imported.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,13 @@ from torchtitan_cp.checkpoint.hub import hub_rope
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
+from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.data.corpus.tokenizer import check_tokenizer
 from torchtitan_cp.metrics.throughput import layer_costs
+from torchtitan_cp.parallel.experts import check_expert_parallel
 from torchtitan_cp.parallel.pipeline import plan_pipeline
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.training import registry
@@ -57,7 +60,8 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
     - `registry.config_for_hub`: whether Hugging Face's format can describe a model that is to be exported.
     - `registry.check_support`: degrees and flags that the architecture lacks.
-    - `parallel.check_tensor_parallel`: tp divides heads and MLP.
+    - `parallel.check_tensor_parallel`: tp divides heads and MLP; `parallel.check_expert_parallel`: ep divides experts.
+    - `registry.check_router_biases`: the model has the biases that training.router_bias_update changes.
     - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
@@ -77,12 +81,14 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     check_head_dim(stages, model_args.rotary_dim)
     if config.checkpoint.export != "no":
         registry.config_for_hub(config.model, model_args)
+    registry.check_router_biases(config, model_args)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         registry.check_support(config, stage)
         registry.check_compile(config, stage, model_args)
         registry.check_rope(stage, model_args)
         check_tensor_parallel(model_args, stage.tp)
+        check_expert_parallel(model_args, config.parallel)
         plan_pipeline(config.parallel, stage.pp, costs)
         make_plan(
             stage.seq_len,
@@ -98,8 +104,12 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
 
 
 def _with_defaults(config: Config) -> Config:
-    """The config with a flavor and with a RoPE in each stage: as written, else config.json's, else defaults."""
+    """The config with a flavor and with a RoPE in each stage: as written, else config.json's, else defaults.
+
+    Conversations get a limit of their length.
+    """
     model, stages = config.model, config.curriculum.stages
+    config = dataclasses.replace(config, data=_with_limits(config.data, stages))
     if registry.architecture(model).args_of:
         return config
     if not all(stage.rope for stage in stages):
@@ -109,6 +119,17 @@ def _with_defaults(config: Config) -> Config:
         model = dataclasses.replace(model, flavor=model.flavor or registry.DEFAULT_FLAVOR)
     curriculum = dataclasses.replace(config.curriculum, stages=stages)
     return dataclasses.replace(config, model=model, curriculum=curriculum)
+
+
+def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
+    """The limit of conversations that have none is the longest stage."""
+    longest = max((stage.seq_len for stage in stages), default=0)
+
+    def limit(source: SourceKeys) -> int:
+        return source.max_document or longest * source.conversations
+
+    sources = tuple(dataclasses.replace(source, max_document=limit(source)) for source in data.sources)
+    return dataclasses.replace(data, max_document=limit(data), sources=sources)
 
 
 def examined_config(config: Config, ranks: int) -> Config:
@@ -122,6 +143,7 @@ def examined_config(config: Config, ranks: int) -> Config:
             "dp_replicate": 1,
             "dp_shard": 1,
             "cp": ranks,
+            "ep": math.gcd(config.parallel.ep, ranks),
             "pp_split": (),
             "async_tp": False,
         },
@@ -143,4 +165,7 @@ def check_files(config: Config) -> None:
     """
     check_corpus(config.data)
     check_tokenizer(config.tokenizer)
+    for source in config.data.by_name().values():
+        if source.conversations:
+            find_chat_template(source, config.tokenizer, registry.start_folder(config.model))
     check_dump_folder(config.job.dump_folder)

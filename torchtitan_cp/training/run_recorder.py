@@ -25,12 +25,14 @@ from torchtitan_cp.data.corpus.tokenizer import trains_tokenizer
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health import StepReport
 from torchtitan_cp.metrics import figures
+from torchtitan_cp.metrics.expert_load import expert_fields, expert_loads
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
 from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, mean_keys
+from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
@@ -69,6 +71,7 @@ class RunRecorder:
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
+        self.routing: Routing | None = None
 
     def start(self, done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
@@ -160,6 +163,7 @@ class RunRecorder:
         seconds: float,
         skipped: bool,
         total_steps: int,
+        routing: Routing | None = None,
     ) -> None:
         """Record an optimizer step. Collective.
 
@@ -167,6 +171,7 @@ class RunRecorder:
             progress: after the step.
             waited: seconds until its batch was there; seconds: of the whole step.
             total_steps: of the run, as far as is known now.
+            routing: of the step's tokens to experts.
         """
         self.model.observe = None
         speed = stage.global_batch_tokens / seconds
@@ -196,15 +201,16 @@ class RunRecorder:
             skipped_steps=progress.health["all_skips"],
             rollbacks=progress.health["rollbacks"],
             lr_cuts=progress.health["lr_cuts"],
-            **({} if skipped else self._details(stage, report, speed)),
+            **({} if skipped else self._details(stage, report, speed, routing)),
         )
-        self.newest = record
+        self.newest, self.routing = record, None if skipped else routing
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
         self.logger.step(record, total_steps)
 
-    def _details(self, stage: StagePlan, report: StepReport, speed: float) -> dict[str, Any]:
+    def _details(self, stage: StagePlan, report: StepReport, speed: float, routing: Routing | None) -> dict[str, Any]:
         """The other fields of a healthy step's record; most of them every metrics.interval steps. Collective."""
         details = {
+            "learned_tokens": report.learned_tokens,
             "largest_logit": report.largest_logit if math.isfinite(report.largest_logit) else None,
             "block_grad_norm": {str(block): norm for block, norm in enumerate(report.block_grad_norms)},
             "block_output": {str(block): value for block, value in enumerate(report.block_outputs)},
@@ -226,6 +232,7 @@ class RunRecorder:
             "cp_keys_sent": max(batch.plan.keys_sent for batch in self.micro_batches),
             "unlabelled": 1 - self.step_losses.tokens / stage.global_batch_tokens,
             "memory_bytes": memory | {"other": other},
+            **(expert_fields(*routing, stage.global_batch_tokens) if routing else {}),
         }
 
     def _mfu(self, speed: float, flops: float) -> float:
@@ -241,11 +248,21 @@ class RunRecorder:
         scalars = {f"validation/{name}": value for name, value in result.scalars(stage.seq_len).items()}
         logger.evaluation(record, scalars, step)
         self.evaluation_curves[stage.name] = (result.position_starts, result.position_losses)
+        self._draw_routing(step)
         curves = partial(figures.draw_loss_by_position, self.evaluation_curves)
         logger.image("validation/loss_by_position", curves, step)
         for name, found in result.retrieval.items():
             draw = partial(figures.draw_retrieval_map, *found, trained_length=stage.seq_len, title=name)
             logger.image(f"validation/{name}/{stage.name}", draw, step)
+
+    def _draw_routing(self, step: int) -> None:
+        """Draw the load of the experts in the newest step, once, and say how much they dropped."""
+        if self.routing:
+            counts, _, dropped = self.routing
+            self.logger.image("experts/load", lambda: figures.draw_expert_loads(expert_loads(counts)), step)
+            if dropped:
+                self.logger.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
+        self.routing = None
 
     def record_gate(self, stage: StagePlan, progress: Progress, verdict: Verdict, outcome: str) -> None:
         """Record how far the stage's gate is from opening. `outcome`: what follows from the verdict."""
@@ -256,6 +273,7 @@ class RunRecorder:
 
     def end_stage(self, stage: StagePlan, progress: Progress) -> None:
         """Print the table of the stages so far, and draw their losses by position."""
+        self._draw_routing(progress.step)
         first, last, steps = progress.stage_losses.get(str(stage.index), (None, None, 0))
         curve = {int(start): loss for start, loss in self.stage_losses.means()["loss_by_position"].items()}
         if curve:

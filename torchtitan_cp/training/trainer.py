@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
@@ -17,12 +19,14 @@ from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
+from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import HealthMonitor, StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 from torchtitan_cp.health.replay import save_bundle
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
+from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.schedule import LearningRates
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.consistency import check_agreement
@@ -77,6 +81,7 @@ class Trainer:
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
         self.model = model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
         self.health_monitor = HealthMonitor(config.health, model.parts, args.n_layers, model.device)
+        self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.injector = Injector(config.health.inject, model.parts, args.vocab_size, model.shares_batch_with)
         self.diagnoser = Diagnoser(
             model.numbered_parts(),
@@ -347,6 +352,7 @@ class Trainer:
             seconds=seconds,
             skipped=not healthy,
             total_steps=self.total_steps,
+            routing=self.routing,
         )
         return healthy
 
@@ -362,6 +368,8 @@ class Trainer:
         return self._check_step(sums)
 
     def _check_step(self, sums: StepSums) -> StepReport:
+        # Also of a bad step and of its repetitions, so that it counts in no later one.
+        self.routing = self.model.take_routing()
         memory, requests = self.device.peak_memory_bytes(), self._stop_and_save_requests()
         return self.health_monitor.check_step(*sums, self.model.square_norms(), memory, requests)
 
@@ -380,6 +388,22 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
         self._keep_health()
+        if self.routing:
+            self._balance_experts(self.routing.counts)
+
+    def _balance_experts(self, counts: Tensor) -> None:
+        """Update the biases of routers after a healthy step, and warn of idle experts.
+
+        Args:
+            counts: `[layers, X]`, see Routing.
+        """
+        rate = self.config.training.router_bias_update
+        for part in self.model.parts if rate else ():
+            update_router_biases(part.router_biases, counts, rate)  # type: ignore[arg-type]
+        self.idle_experts.record_healthy_step(counts)
+        looks = self.progress.step % self.config.metrics.interval == 0
+        if looks and (warning := self.idle_experts.find()):
+            self.metrics_logger.warn(warning, self.progress.step)
 
     def _keep_health(self) -> None:
         """Put the state of what watches the run into the progress."""

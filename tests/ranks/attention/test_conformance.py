@@ -18,7 +18,7 @@ from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
 from tests.support.rank_pool import RankPool, rank_device
 from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError
-from torchtitan_cp.attention.layout import LAYOUTS
+from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
 
 S, BATCH, SCALE = 96, 2, 0.3

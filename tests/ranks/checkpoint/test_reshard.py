@@ -24,7 +24,13 @@ MESHES = {
     "pp 2 x fsdp 2": (4, ("--parallel.pp=2",)),
     "one process": (1, ()),
 }
-SAVED, AFTER = 3, 5
+EXPERTS = ("--model.architecture=moe", "--model.overrides.ffn_dim=40", "--model.overrides.n_experts=4")
+EXPERT_MESHES = {
+    "ep 2 x fsdp 4": (4, (*EXPERTS, "--parallel.ep=2", "--parallel.cp=2")),
+    "ep 4": (4, (*EXPERTS, "--parallel.ep=4")),
+    "all experts on 2 ranks": (2, EXPERTS),
+}
+SAVED, AFTER = 3, 3
 State = dict[str, Tensor]
 
 
@@ -83,7 +89,7 @@ def saved(ranks: Callable[[int], RankPool], run_toml: Path) -> Callable[[str], S
 
     def make(mesh: str) -> Saved:
         if mesh not in made:
-            size, degrees = MESHES[mesh]
+            size, degrees = {**MESHES, **EXPERT_MESHES}[mesh]
             folder = run_toml.parent / mesh.replace(" ", "-")
             settings = (f"--job.dump_folder={folder}", f"--checkpoint.interval={SAVED}", "--checkpoint.keep=9")
             state, later = ranks(size)(observed, run_toml, *settings, *degrees)[0]
@@ -95,8 +101,11 @@ def saved(ranks: Callable[[int], RankPool], run_toml: Path) -> Callable[[str], S
 
 @deep_rows(
     ("other", "mesh"),
-    [(other, mesh) for other in MESHES for mesh in MESHES if mesh != "one process"],
-    default=[("tp 2 x cp 2", "pp 2 x fsdp 2")],
+    [
+        *((other, mesh) for other in MESHES for mesh in MESHES if mesh != "one process"),
+        *((other, mesh) for other in EXPERT_MESHES for mesh in EXPERT_MESHES if mesh != other),
+    ],
+    default=[("tp 2 x cp 2", "pp 2 x fsdp 2"), ("all experts on 2 ranks", "ep 2 x fsdp 4")],
 )
 def test_what_one_mesh_saved_another_has_bit_for_bit_and_goes_on_with(
     ranks: Callable[[int], RankPool],
@@ -108,7 +117,7 @@ def test_what_one_mesh_saved_another_has_bit_for_bit_and_goes_on_with(
 ) -> None:
     checkpoint, state, later = saved(mesh)
     shutil.copytree(checkpoint, tmp_path / "checkpoints" / checkpoint.name)
-    size, degrees = MESHES[other]
+    size, degrees = {**MESHES, **EXPERT_MESHES}[other]
     loaded, losses = ranks(size)(observed, run_toml, f"--job.dump_folder={tmp_path}", *degrees)[0]
     assert loaded.keys() == state.keys()
     for name, value in state.items():

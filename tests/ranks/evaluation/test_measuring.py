@@ -113,9 +113,8 @@ def plain_sums(path: Path) -> Sums:
     """On one rank: the same by hand, from the plain model and the text."""
     trainer = prepared(path)
     stage = trainer.stages[0]
-    samples = trainer.data_pipeline.held_out_samples(
-        trainer.enter_stage(stage), trainer.data_pipeline.stage_data(stage)
-    )
+    trainer.enter_stage(stage)
+    samples = trainer.data_pipeline.held_out_samples(128, 1152 // 128, trainer.data_pipeline.stage_data(stage))
     assert samples
     names, bins = list(samples.packed), [0, 16, 32, 64, 128]
     by_bin = np.zeros((len(names), 2, len(bins) - 1))
@@ -370,6 +369,9 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
             assert found[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name
         pictures = {picture.name for picture in (tmp_path / f"out{size}").glob("*.png")}
         assert pictures == {"passkey.png", "loss_by_position.png"}
+    code, said = ranks(1)(refused, str(tmp_path / "run"), "--stage", "9")[0]
+    assert code == 2
+    assert said.startswith("error: --stage 9 does not exist")
 
 
 def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
@@ -380,6 +382,6 @@ def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
     assert said.startswith(f"error: {tmp_path} is not a checkpoint and contains none")
 
 
-def refused(folder: str) -> tuple[int, str]:
+def refused(*words: str) -> tuple[int, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        return main([folder]), said.getvalue()
+        return main([*words]), said.getvalue()

@@ -149,12 +149,14 @@ def modules(layout: str) -> dict[str, str]:
     return {"feed_forward": "experts", "feed_forward.w2": "router.gate"} if "experts" in layout else {}
 
 
-def faults_of(layout: str) -> dict[int, Inject]:
-    """Each place on the first rank and another, every second step from the third on."""
+def faults_of(layout: str, both: bool) -> dict[int, Inject]:
+    """Each place on the first rank and another, or on one of the two, every second step from the third on."""
     faults = []
     for rank in (0, 1):
-        for place, fault in PLACES.items():
+        for index, (place, fault) in enumerate(PLACES.items()):
             if "pp" in layout and place == "embedding" and rank:
+                continue
+            if not both and index % 2 != rank:
                 continue
             ranks_of_stage = 2 if layout.startswith("tp 2 x pp") else 1
             layer = rank // ranks_of_stage if "pp" in layout else 1 - rank
@@ -179,20 +181,20 @@ def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     assert found["reproduces"]
 
 
-@deep_rows("layout", LAYOUTS, default=["cp 2"])
+@deep_rows(("layout", "both"), [("cp 2", False), *((layout, True) for layout in LAYOUTS)], default=[("cp 2", False)])
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
-    ranks: Callable[[int], RankPool], run_toml: Path, layout: str
+    ranks: Callable[[int], RankPool], run_toml: Path, layout: str, both: bool
 ) -> None:
     size, overrides = LAYOUTS[layout]
-    faults = faults_of(layout)
-    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}"
-    stage = ("--curriculum.stages[0].steps=12", "--checkpoint.enable=false")
+    faults, steps = faults_of(layout, both), 12 if both else 7
+    folder = f"--job.dump_folder={run_toml.parent / layout.replace(' ', '-')}-{both}"
+    stage = (f"--curriculum.stages[0].steps={steps}", "--checkpoint.enable=false")
     for seen in ranks(size)(watched_run, run_toml, faults, folder, *stage, *overrides):
         assert seen.bad == list(faults)
         assert seen.changed == []
         assert [line["step"] for line in seen.lines if line["skipped"]] == list(faults)
         values = [line["loss"] for line in seen.lines if not line["skipped"]]
-        assert len(values) == 12
+        assert len(values) == steps
         assert values[-1] < values[0]
         for step, fault in faults.items():
             check_culprit(layout, fault, seen.diagnoses[step])
@@ -224,7 +226,8 @@ def test_nan_in_one_ranks_optimizer_input_reaches_no_moment(
     ranks: Callable[[int], RankPool], run_toml: Path, implementation: str
 ) -> None:
     folder = f"--job.dump_folder={run_toml.parent / ('shard-' + implementation)}"
-    for seen in ranks(2)(poisoned_shard, run_toml, folder, f"--optimizer.implementation={implementation}"):
+    settings = (folder, f"--optimizer.implementation={implementation}", *SHORT)
+    for seen in ranks(2)(poisoned_shard, run_toml, *settings):
         assert (seen.bad, seen.changed) == ([3], [])
         assert seen.findings[3][0].startswith("rank 1: a weight's gradient in block 0 is nan")
 
@@ -517,7 +520,8 @@ def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
     text = [number // 4 for number in found[1]]
     # Step 5 was taken, and undone; then the stage's steps 5 to 10.
     assert text == [0, 1, 2, 3, 4, *range(8, 14)]
-    schedule = ranks(1)(train, run_toml, f"--job.dump_folder={folder}-whole", *settings[:1])[0]
+    whole = (f"--job.dump_folder={folder}-whole", "--checkpoint.enable=false", *settings[:1])
+    schedule = ranks(1)(train, run_toml, *whole)[0]
     rates = [line["lr"] for line in schedule]
     assert found[2] == [*rates[:5], *rates[4:]]
     progress = json.loads((folder / "checkpoints" / "step-8" / "progress.json").read_text())
@@ -554,7 +558,7 @@ def test_a_run_that_diverges_is_skipped_rolled_back_and_slowed_and_ends_as_the_f
         "--checkpoint.keep=99",
         f"--health.lr_factor={factor}",
     )
-    end, lines = ranks(2)(ending, run_toml, folder, *settings)[0]
+    end, lines = ranks(1)(ending, run_toml, folder, *settings)[0]
     skipped = [line for line in lines if line["skipped"]]
     assert end.startswith(ends if ends == "trained" else "step ")
     assert (lines[-1]["rollbacks"], lines[-1]["lr_cuts"]) == (1, 1)

@@ -16,6 +16,7 @@ PACKED = (
     "--data.packing=best_fit",
     "--data.max_document=60",
     "--metrics.interval=2",
+    "--curriculum.stages[0].steps=4",
     "--checkpoint.enable=false",
 )
 LAYOUTS = {

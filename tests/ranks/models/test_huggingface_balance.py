@@ -54,6 +54,8 @@ def test_the_balance_loss_and_its_gradients_are_those_of_one_process(
     path = write_family(tmp_path, FAMILY)
     config = {**FAMILIES[FAMILY], "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loss, alone, error = ranks(2)(step_with_balance, path, "--parallel.cp=2", "--activation.checkpoint=full")[0]
+    loss, alone, error = ranks(2)(
+        step_with_balance, path, "--parallel.cp=2", "--parallel.ep=2", "--activation.checkpoint=full"
+    )[0]
     assert abs(loss - alone) <= 5e-6 * alone, (loss, alone)
     assert error <= 5e-5

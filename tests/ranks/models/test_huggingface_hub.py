@@ -23,12 +23,13 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "Llama": ("Llama", {}, 2, []),
     "Llama, tied": ("Llama, tied", {}, 2, []),
     "Gemma 3": ("Gemma 3", {}, 2, ["--curriculum.stages[0].rope={theta = 2e6, kind = 'linear', factor = 2.0}"]),
-    "gpt-oss": ("gpt-oss", {}, 2, []),
+    "gpt-oss, EP 2": ("gpt-oss", {}, 2, ["--parallel.ep=2"]),
     "Mixtral": ("Mixtral", {}, 2, []),
     "Mixtral, one expert on two ranks": ("Mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, 2, []),
     "Mixtral, three experts on four ranks": ("Mixtral", {"num_local_experts": 3}, 4, ["--parallel.cp=2"]),
-    "Qwen3-MoE, replicated": ("Qwen3-MoE", {}, 4, ["--parallel.dp_replicate=2"]),
-    "DeepSeek-V3": ("DeepSeek-V3", {}, 2, []),
+    "Qwen3-MoE, replicated, EP 2": ("Qwen3-MoE", {}, 4, ["--parallel.dp_replicate=2", "--parallel.ep=2"]),
+    "Qwen3-MoE, EP 2 on four ranks": ("Qwen3-MoE", {}, 4, ["--parallel.ep=2"]),
+    "DeepSeek-V3, EP 2": ("DeepSeek-V3", {}, 2, ["--parallel.ep=2"]),
     "MiniMax-M2": ("MiniMax-M2", {}, 2, []),
     "Phi-3, longrope": ("Phi-3, longrope", {}, 2, []),
     "OLMo 3": ("OLMo 3", {}, 2, []),
@@ -154,7 +155,7 @@ def test_persistent_buffers_are_in_checkpoints_that_other_numbers_of_ranks_resum
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     path = write_start(tmp_path, FAMILIES["DeepSeek-V3"])
-    trained = ranks(2)(loaded_and_trained, path, "--curriculum.stages[0].steps=2")[0].trained
+    trained = ranks(2)(loaded_and_trained, path, "--curriculum.stages[0].steps=2", "--parallel.ep=2")[0].trained
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert bias in trained
     for size in (1, 4):

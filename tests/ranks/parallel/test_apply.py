@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch import _inductor as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -187,7 +188,8 @@ def test_every_group_has_the_timeout_that_the_ranks_joined_with(ranks: Callable[
 
 
 def overlap() -> bool:
-    return enable_async_tp(init_device_mesh("cpu", (dist.get_world_size(),)))
+    enable_async_tp(init_device_mesh("cpu", (dist.get_world_size(),)))
+    return inductor.config._micro_pipeline_tp
 
 
 def test_products_overlap_on_cuda_only(ranks: Callable[[int], RankPool]) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,10 +31,10 @@ def config_of(data: Data) -> Config:
 def prepare_and_count_listings(data: Data) -> tuple[str, int]:
     listings, found = 0, cache.Corpus
 
-    def list_files(source: Data) -> cache.Corpus:
+    def list_files(*arguments: Any) -> cache.Corpus:
         nonlocal listings
         listings += 1
-        return found(source)
+        return found(*arguments)
 
     cache.Corpus = list_files  # type: ignore[assignment, misc]
     try:

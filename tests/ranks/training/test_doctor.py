@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from tests.support.deep import deep_rows
 from tests.support.doctor import diagnose, write_family
 from tests.support.rank_pool import RankPool
 from tests.support.runs import EXPERTS, TINY, write_run
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.data.batches.samples import PackedSequence, Span
+from torchtitan_cp.training.doctor import ProbeSamples
 
 WINDOWS = TINY.replace("ffn_dim = 96", "ffn_dim = 96, windows = [40, 0], sinks = true")
 
@@ -22,6 +27,14 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
     assert any(line.startswith("gradients, layers.1: relative difference") for line in lines)
     assert "MiB on one process" in lines[-2]
     assert lines[-1] == "safe: nothing differs"
+
+
+def test_tokens_count_in_the_loss_where_no_label_of_the_text_does() -> None:
+    """As in the first tokens of a long conversation."""
+    tokens = np.arange(12)
+    row = PackedSequence(tokens, np.full(12, IGNORED), tokens, (12,), (Span("chats", 0, 0, 12),))
+    probe = ProbeSamples(Mock(sequence=lambda number: row), (5, 7)).sequence(0)
+    assert (probe.labels != IGNORED).tolist() == [False] * 4 + [True] * 8
 
 
 FOUND = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from models import ARCHITECTURES
 from tests.support.parity import rows_of, verify
 from tests.support.rank_pool import RankPool
-from tests.support.runs import write_run
+from tests.support.runs import write_conversations, write_run
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
 from torchtitan_cp.config import ConfigError, load_config
@@ -56,6 +56,23 @@ def test_parity_holds_on_every_layout(ranks: Callable[[int], RankPool], tmp_path
     assert compared[:3] == ["loss", "attention output, layers.0.attention", "attention output, layers.1.attention"]
     assert {"gradients, layers.0", "gradients, layers.1", "gradients, tok_embeddings"} <= set(compared)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--parallel.cp=2"],
+        pytest.param(
+            ["--parallel.cp=2", "--parallel.tp=2", "--training.loss_normalization=batch_tokens"], marks=pytest.mark.deep
+        ),
+        pytest.param(["--parallel.cp=4", "--context_parallel.strategy=hybrid"], marks=pytest.mark.deep),
+        pytest.param(["--parallel.pp=2", "--parallel.cp=2"], marks=pytest.mark.deep),
+    ],
+)
+def test_parity_holds_on_packed_conversations_with_a_masked_loss(
+    ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]
+) -> None:
+    assert ranks(4)(verify, write_conversations(tmp_path), *overrides) == [True] * 4
 
 
 def test_a_broken_exchange_is_found_and_the_first_layer_named(

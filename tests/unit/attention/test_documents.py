@@ -7,16 +7,8 @@ import pytest
 from benchmarks.layouts import CASES, count, find_lengths
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.documents import EVEN, assign_documents
-from torchtitan_cp.attention.layout import (
-    Layout,
-    balanced,
-    documents,
-    make_layout,
-    rank_areas,
-    relative_time,
-    rows_sent,
-    zigzag,
-)
+from torchtitan_cp.attention.layout import Layout, balanced, rank_areas, rows_sent, zigzag
+from torchtitan_cp.attention.layouts import documents, make_layout, relative_time
 from torchtitan_cp.attention.mask import UNBOUNDED, count_rows
 
 WINDOWS = {"causal": (True, UNBOUNDED), "bidirectional": (False, UNBOUNDED), "window": (True, (40, -1))}

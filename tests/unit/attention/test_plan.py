@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.oracle import allowed
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, make_plan
-from torchtitan_cp.attention.layout import make_layout
+from torchtitan_cp.attention.layouts import make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan

@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.kernels import KERNELS
-from torchtitan_cp.attention.layout import LAYOUTS
+from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.config import names
 

@@ -10,11 +10,10 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.benchmark import table_of
 from benchmarks.kernels import pairs_of, plans_to_run, steps_of
-from benchmarks.scale import draw_mask, figures
+from benchmarks.scale import draw_mask, figures, mask_pairs
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import mask_pairs
 from torchtitan_cp.planner.exchange import Heads, Rates, step_pairs
 
 
@@ -114,7 +113,7 @@ def test_work_over_the_mean_is_that_of_all_ranks_plans(strategy: str, kind: str)
     ]
     shares = {1: 8, 4: 2, 16: 1}  # query heads of a rank: 16 ranks share 8, so that half of them have only zeros
     work = [sum(step_pairs(plan)) * shares[inner] for plan in plans]
-    assert row["over_mean_work"] == pytest.approx(max(work) / (mask_pairs(8192, 0, mask) * 8 / ranks))
+    assert row["over_mean_work"] == pytest.approx(max(work) / (mask_pairs(8192, mask) * 8 / ranks))
     # At a gigaflop a second nothing but the work takes time.
     assert row["ms"] * (1 - row["exposed_share"]) == pytest.approx(max(work) * 14 * 64 / 1e9 * 1e3)
 

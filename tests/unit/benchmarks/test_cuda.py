@@ -172,6 +172,7 @@ def test_a_summary_of_nothing_names_every_part() -> None:
 
 @pytest.mark.deep
 @pytest.mark.jobs
+@pytest.mark.xdist_group("jobs/test_page_runs.py")  # takes minutes: at the end, the other worker would have none
 def test_every_part_runs_on_a_cpu_with_emulated_kernels(tmp_path: Path) -> None:
     done = subprocess.run(**command(sys.executable, tmp_path, "--rehearsal"), check=False)
     log = (tmp_path / "out" / "log.txt").read_text()

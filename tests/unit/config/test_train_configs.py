@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.chats import TURNS
 from tests.support.deep import deep_rows
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.cli.check import preflight
@@ -22,10 +23,12 @@ def ranks_of(path: Path) -> int:
 
 
 def load(path: Path, dump_folder: Path, *overrides: str) -> Config:
-    """The file as it is, but for the corpus and the tokenizer, which do not come with it."""
+    """The file as it is, but for the corpus, the tokenizer and its template, which do not come with it."""
     own = ["--data.source=python-stdlib", "--data.path=", "--tokenizer.kind=bytes", "--tokenizer.path="]
-    sources = range(len(load_config(path, []).data.sources))
-    own += [f"--data.sources[{number}].{key}" for number in sources for key in ("source=python-stdlib", "path=")]
+    for number, source in enumerate(load_config(path, []).data.sources):
+        chat = ("source=python-docstrings", f"chat_template={source.chat_template or TURNS}", "messages_field=")
+        keys = (*(chat if source.conversations else ("source=python-stdlib",)), "path=")
+        own += [f"--data.sources[{number}].{key}" for key in keys]
     return load_config(path, [*own, f"--job.dump_folder={dump_folder}", *overrides])
 
 
@@ -69,6 +72,8 @@ PUBLISHED = {
     "gemma3_4b_128k_to_512k": [(2**17, 1e6, 8), (2**18, 1e6, 16), (2**19, 1e6, 32)],
     "gpt_oss_20b_256k": [(2**17, 150000, 32), (2**18, 150000, 64)],
     "olmo3_7b_65k": [(65536, 5e5, 8)],
+    "sft_128k": [(2**17, 5e5, 8)],
+    "qwen3_235b_256k": [(2**18, 5e6, 1)],
     "qwen3_8b_1m": [(2**17, 5e6, 1), (2**18, 1e7, 1), (2**19, 1e7, 2), (2**20, 1e7, 4)],
 }
 

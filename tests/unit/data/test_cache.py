@@ -136,7 +136,7 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, data: Da
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(*arguments: object) -> None:
+    def append(*arguments: object, masks: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tokenization, "append_documents", append)

@@ -24,9 +24,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, data: Data, last: int) -> Path:
     """Prepare, and stop after so many documents. Returns the half-made folder."""
     write, written = Tokenization._write, 0
 
-    def write_or_stop(self: Tokenization, document: Document, ids: np.ndarray) -> None:
+    def write_or_stop(self: Tokenization, document: Document, ids: np.ndarray, mask: np.ndarray | None) -> None:
         nonlocal written
-        write(self, document, ids)
+        write(self, document, ids, mask)
         written += 1
         if written == last:
             raise KeyboardInterrupt

@@ -113,6 +113,6 @@ def test_held_out_text_comes_from_the_stages_sources_that_have_some() -> None:
     held = streams()
     assert held_out_samples({}, S, replace(BEST, mixture={"a": 1.0}), 2) is None
     assert held_out_samples(held, S, replace(BEST, mixture={"c": 1.0}), 2) is None
-    samples = held_out_samples(held, S, replace(BEST, mixture={"a": 1.0, "c": 5.0}), 2)
+    samples = held_out_samples(held, S, replace(BEST, mixture={"a": 1.0, "c": 5.0}), 9)
     assert samples is not None
     assert {span.source for number in range(9) for span in samples.sequence(number).spans} == {"a"}

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_no_special_token_is_added_or_read_from_text_and_none_is_decoded(tokeniz
     assert max(row.max() for row in rows if row.size) < tokenizer.vocab_size > tokenizer.eos_id
     end = np.array([tokenizer.eos_id])
     assert tokenizer.decode(np.concatenate([rows[-1], end])) == SAMPLE[-1]
+
+
+def test_a_conversation_has_its_special_tokens_and_says_where_each_token_begins(tokenizer: Tokenizer) -> None:
+    unspecial = [re.sub(r"</?s>|<pad>|<.endoftext.>|<unk>", "", text) for text in SAMPLE]
+    for text in (*ODD_TEXTS[:-1], *unspecial):
+        [(ids, starts)] = tokenizer.encode_chat_batch([text + tokenizer.eos_token + text])
+        plain = tokenizer.encode_batch([text])[0]
+        assert ids.tolist() == [*plain, tokenizer.eos_id, *plain]
+        assert (ids.dtype, starts.dtype) == (np.int32, np.int64)
+        assert starts[len(plain)] == len(text)
+        assert (np.diff(starts) >= 0).all()
+        inner = sorted(set(starts[: len(plain)].tolist()))
+        for start, stop in pairwise([*inner, len(text)]):  # every character, and the tokens that hold it
+            held = tokenizer.decode(plain[(starts[: len(plain)] == start)])
+            assert held == text[start:stop]
 
 
 def test_a_batch_gives_what_each_text_alone_gives(tokenizer: Tokenizer) -> None:

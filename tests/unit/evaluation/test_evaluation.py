@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_cp.evaluation import Budget, Retrieval, evaluating, unigram_loss
+from torchtitan_cp.evaluation import Budget, EvaluationResult, Retrieval, evaluating, unigram_loss
 
 
 def test_unigram_loss_is_that_of_the_frequencies_plus_one() -> None:
@@ -45,3 +45,20 @@ def test_a_budget_says_no_where_the_next_tokens_would_go_beyond_its_share() -> N
         pass
     assert 5.0 < budget.spent_seconds < 6.0
     assert budget.token_seconds == pytest.approx((budget.spent_seconds - 5.0) / 4)
+
+
+def test_losses_by_turn_are_said_and_plotted_where_there_are_conversations() -> None:
+    result = EvaluationResult(2.0, 3.0, {}, [0], [2.0], turn_losses=[2.5, math.nan, 1.5, 1.25, 1.0])
+    assert "by turn: 1 2.5000, 3 1.5000, 4 1.2500, 5 and later 1.0000" in result.lines(7, 64)
+    plotted = {name: value for name, value in result.scalars(64).items() if "turn" in name}
+    assert plotted == {
+        f"loss_by_turn/{turn}": loss
+        for turn, loss in zip(("1", "3", "4", "5_and_later"), (2.5, 1.5, 1.25, 1.0), strict=True)
+    }
+    assert result.to_json()["turn_losses"] == [2.5, None, 1.5, 1.25, 1.0]
+    plain = EvaluationResult(2.0, 3.0, {}, [0], [2.0])
+    assert not [line for line in plain.lines(7, 64) if "turn" in line]
+
+
+def test_a_unigram_model_of_no_labels_has_no_loss() -> None:
+    assert math.isnan(unigram_loss(np.array([7, 1, 0]), np.empty(0, dtype=np.int64)))

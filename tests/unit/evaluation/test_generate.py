@@ -1,10 +1,17 @@
 """Generation with a cache gives what full forwards give, and text comes as it is made."""
 
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
 from models.llama import Llama, LlamaArgs
-from torchtitan_cp.cli.generate import KVCache, attend_cached, generate, sample_token, stream_text
+from tests.support.chats import TURNS
+from torchtitan_cp.cli.generate import KVCache, attend_cached, chat, generate, sample_token, stream_text, user_lines
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 
 SHAPES = {
@@ -49,7 +56,7 @@ def test_greedy_tokens_are_those_of_full_forwards_and_end_at_the_end_of_text(nam
     made = tokens[len(PROMPT) :]
     assert list(generate(model, PROMPT, 12)) == made
     end = made[5]
-    assert list(generate(model, PROMPT, 12, eos_id=end)) == made[: made.index(end)]
+    assert list(generate(model, PROMPT, 12, end_ids=(end, -1))) == made[: made.index(end)]
 
 
 def test_sampled_tokens_follow_the_seed_and_the_temperature() -> None:
@@ -76,3 +83,34 @@ def test_text_comes_in_whole_characters_and_all_of_it() -> None:
     parts = list(stream_text("bé→".encode(), ByteTokenizer(), prompt))
     assert parts == ["b", "é", "→"]
     assert list(stream_text("é".encode()[:1], ByteTokenizer(), prompt)) == ["\ufffd"]
+
+
+def test_lines_come_from_a_pipe_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
+    assert list(user_lines()) == ["one", "", "two"]
+
+
+def test_a_conversation_keeps_its_turns_and_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, prompts = ByteTokenizer(), list[str]()
+    template = ChatTemplate(TURNS.read_text(), {"eos_token": tokenizer.eos_token})
+
+    def answer(prompt: list[int]) -> Iterator[str]:
+        prompts.append(bytes(0 if token == 256 else token for token in prompt).decode())
+        yield from ("it is ", str(len(prompts)))
+
+    (tmp_path / "box.txt").write_text("In the box.\n")
+    lines = ["What?\n", "", "/file none.txt", f"/file {tmp_path / 'box.txt'}", "And where?", "/quit", "Never asked"]
+    chat(lines, template, tokenizer, answer, system="Be brief.")
+    printed = capsys.readouterr()
+    assert printed.out == "it is 1\nit is 2\n"
+    assert "none.txt" in printed.err
+    first = "system\nBe brief.\0user\nWhat?\0assistant\n"
+    assert prompts == [first, first + "it is 1\0user\nIn the box.\n\n\nAnd where?\0assistant\n"]
+
+
+def test_a_template_that_refuses_a_role_ends_the_conversation_with_its_reason() -> None:
+    template = ChatTemplate(
+        "{% if messages and messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    with pytest.raises(ConfigError, match=r"does not take these messages.*no system"):
+        chat(["Hi"], template, ByteTokenizer(), lambda prompt: iter(()), system="Be brief.")

@@ -9,7 +9,7 @@ import pytest
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import VARIANTS as CONFIG_VARIANTS
 from torchtitan_cp.config.sections import Passkey
-from torchtitan_cp.evaluation.prompts import VARIANTS, Prompt, PromptWriter
+from torchtitan_cp.evaluation.prompts import VARIANTS, Frame, Prompt, PromptWriter
 
 PASSKEY = Passkey(
     needle=" The magic number for {name} is: {key}. ", question=" What is the magic number for {name}? It is {key}"
@@ -120,3 +120,22 @@ def test_a_name_that_the_filler_holds_is_not_taken() -> None:
         prompt = PromptWriter(encode, letters, TERSE).write("passkey", 200, 0.5, number)
         assert prompt
         assert text_of(prompt).count("Q") == 2, "the only letter that is free, told and asked for"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_within_a_frame_is_a_conversation_whose_answer_follows_the_assistants_header(variant: str) -> None:
+    plain, framed = writer(), writer()
+    special = np.array([ord("g"), ord("\x02")])
+    framed.frame = Frame(encode("\x01user:"), encode("\x02assistant:"), special)
+    before, prompt = plain.write(variant, 900, 0.3, 1), framed.write(variant, 900, 0.3, 1)
+    assert before
+    assert prompt
+    assert len(prompt.tokens) == 900
+    text = text_of(prompt)
+    assert text.startswith("\x01user:")
+    assert text.count("\x02") == 1, "only the frame has it"
+    user, answer = text.split("\x02assistant:")
+    assert answer == answer_of(prompt) == answer_of(before).lstrip()
+    assert "the rass is reen" in user, "the filler has no special tokens"
+
+    assert framed.write(variant, len("\x01user:\x02assistant:"), 0.0, 1) is None

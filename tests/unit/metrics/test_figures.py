@@ -10,6 +10,7 @@ from torchtitan_cp.metrics.figures import (
     attention_owners,
     draw_attention_owners,
     draw_document_lengths,
+    draw_expert_loads,
     draw_loss_by_position,
     draw_retrieval_map,
 )
@@ -45,11 +46,18 @@ def test_figures_are_arrays_of_colors() -> None:
         draw_document_lengths(np.array([0, 1, 5, 4096, 100_000]), "books"),
         draw_document_lengths(np.array([], dtype=np.int64), "nothing"),
         draw_attention_owners(plan, "zigzag"),
+        draw_expert_loads(np.array([[np.nan] * 3, [0.0, 0.01, 2.99], [1.0, 1.0, 1.0]])),
     ):
         assert image.dtype == np.uint8
         assert image.ndim == 3
         assert image.shape[2] == 3
         assert len(np.unique(image.reshape(-1, 3), axis=0)) > 4
+
+
+def test_only_an_expert_without_tokens_is_black() -> None:
+    loads = np.array([[4.0, 1.0, 1.0, 1e-3, 3.999], [1.0, 1.0, 1.0, 1.0, 1.0], [np.nan] * 5])
+    black = [(draw_expert_loads(x) == 0).all(2).sum() for x in (loads, np.where(loads < 0.01, 0.0, loads))]
+    assert black[1] > black[0] + 500  # of text and axes
 
 
 def test_lengths_are_written_in_powers_of_two() -> None:

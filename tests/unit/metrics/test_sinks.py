@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import resource
 from collections.abc import Iterator
@@ -54,6 +55,10 @@ def record(step: int, loss: float | None = 2.0) -> StepRecord:
         cp_keys_sent=0.4,
         unlabelled=0.01,
         memory_bytes={"weights": 10**6},
+        expert_load={"1": 2.5},
+        router_entropy={"1": 0.6},
+        idle_experts=0.25,
+        dropped_pairs=0,
         skipped=loss is None,
     )
 
@@ -68,6 +73,7 @@ TAGS = {
     *("speed/cp_imbalance", "speed/cp_keys_sent"),
     *("loss_by_position/0", "loss_by_position/16", "loss_by_document_position/0", "loss_by_source/books"),
     *("seconds/forward", "data/unlabelled_share", "memory/weights", "memory/peak_bytes"),
+    *("experts/largest_load/1", "experts/router_entropy/1", "experts/idle_share", "experts/dropped_pairs"),
     *("curriculum/stage", "curriculum/seq_len", "curriculum/cp", "curriculum/tokens_seen"),
 }
 FOUND = EvaluationResult(
@@ -77,6 +83,7 @@ FOUND = EvaluationResult(
     [0, 16],
     [3.0, 2.0],
     context_gain=0.1,
+    turn_losses=[2.0, math.nan, 1.5],
     short_loss_rise=0.0,
     retrieval={"passkey": Retrieval(np.ones((1, 1)), (64,), (0.0,))},
 )

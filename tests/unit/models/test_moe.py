@@ -16,23 +16,41 @@ from torchtitan_cp.cli import check as preflight
 SHAPE = MoeArgs(48, 2, 4, 2, 16, 40, 97, n_experts=6, experts_per_token=2, balance=0.5)
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_a_token_gets_the_shared_sum_of_its_experts(normalized: bool) -> None:
-    shape = MoeArgs(8, 1, 2, 1, 4, 12, 97, n_experts=5, experts_per_token=3, normalize_shares=normalized)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"normalize_shares": False},
+    "normalized": {},
+    "scaled": {"routed_scaling_factor": 2.5},
+    "sigmoid": {"score_function": "sigmoid"},
+    "shared": {"n_shared_experts": 2},
+    "bias": {"expert_bias": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_token_gets_the_shared_sum_of_its_experts(option: str) -> None:
+    shape = MoeArgs(8, 1, 2, 1, 4, 12, 97, n_experts=5, experts_per_token=3, **OPTIONS[option])
     block = MoeBlock(shape, lambda *_: torch.zeros(()), 0).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
+    bias = torch.zeros(5)
+    if block.router.expert_bias is not None:
+        bias = torch.nn.init.normal_(block.router.expert_bias)
     hidden = torch.randn(2, 7, 8, dtype=torch.float64)
     got = block.mlp(hidden)
     for row, token in [(0, 0), (1, 6), (1, 3)]:
         x = block.ffn_norm(hidden[row, token])
-        probabilities = (block.router.gate.weight @ x).float().softmax(-1)
-        chosen = probabilities.argsort(descending=True)[:3]
-        shares = probabilities[chosen] / (probabilities[chosen].sum() if normalized else 1.0)
+        logits = (block.router.gate.weight @ x).float()
+        scores = logits.sigmoid() if option == "sigmoid" else logits.softmax(-1)
+        chosen = (scores + bias).argsort(descending=True)[:3]
+        shares = scores[chosen] / (1.0 if option == "plain" else scores[chosen].sum())
         want = hidden[row, token].clone()
-        for expert, share in zip(chosen, shares, strict=True):
+        for expert, share in zip(chosen, shares * shape.routed_scaling_factor, strict=True):
             w1, w2, w3 = (getattr(block.experts, name)[expert] for name in ("w1", "w2", "w3"))
             want += share * (w2 @ (F.silu(w1 @ x) * (w3 @ x)))
+        if block.shared_experts:
+            w1, w2, w3 = (getattr(block.shared_experts, name).weight for name in ("w1", "w2", "w3"))
+            assert w1.shape == (24, 8)
+            want += w2 @ (F.silu(w1 @ x) * (w3 @ x))
         # Shares are fp32.
         assert (got[row, token] - want).norm() < 1e-6 * want.norm()
 
@@ -41,7 +59,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     experts = Experts(SHAPE)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
-    experts(torch.randn(3, 48), torch.ones(3, 2), torch.tensor([[0, 1], [1, 0], [0, 1]])).sum().backward()
+    experts(torch.randn(3, 48), torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.ones(3, 2)).sum().backward()
     assert experts.w1.grad is not None
     assert experts.w1.grad[:2].abs().amin((1, 2)).min() >= 0
     assert experts.w1.grad[:2].norm() > 0
@@ -67,7 +85,7 @@ def head(hidden: Tensor, output: Any) -> tuple[Tensor, Tensor]:
 
 def test_the_balance_loss_is_the_formula_and_only_in_training() -> None:
     model, tokens = make(), torch.randint(97, (3, 10))
-    routed: list[tuple[Tensor, Tensor]] = []
+    routed: list[tuple[Tensor, ...]] = []
     for module in model.modules():
         if isinstance(module, Router):
             module.register_forward_hook(lambda module, inputs, output: routed.append(output))
@@ -76,7 +94,7 @@ def test_the_balance_loss_is_the_formula_and_only_in_training() -> None:
     model.eval()
     without, _ = model(tokens, torch.arange(10), None, head)
     want = 0.0
-    for probabilities, chosen in of_layers:
+    for _, probabilities, chosen, _ in of_layers:
         for row in range(3):
             for expert in range(6):
                 share = (chosen[row] == expert).sum() / 20
@@ -93,14 +111,14 @@ def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
     block.router.gate.weight.data[0] += 0.1
 
     def most_chosen() -> float:
-        _, chosen = block.router(block.ffn_norm(hidden))
+        _, _, chosen, _ = block.router(block.ffn_norm(hidden))
         return (chosen.flatten().bincount(minlength=6).max() / chosen.numel()).item()
 
     before = most_chosen()
-    optimizer = torch.optim.SGD(block.router.parameters(), lr=4e-5)
+    optimizer = torch.optim.SGD(block.router.parameters(), lr=8e-5)
     for _ in range(100):
         optimizer.zero_grad()
-        block.balance(hidden, None).backward()
+        block.router_losses(hidden, None).backward()
         optimizer.step()
     assert before > 0.4
     assert most_chosen() < 0.2
@@ -109,8 +127,6 @@ def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--parallel.tp=2", "parallel.tp is not supported by the architecture 'moe': its experts are not sharded"),
-        ("--parallel.pp=2", "set parallel.pp = 1, or use another model.architecture"),
         ("--compile.enable=true", "set compile.enable = false"),
         ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),
         ("--model.overrides.balance=-1.0", "balance = -1.0 would reward experts"),

@@ -14,8 +14,10 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 from models import ARCHITECTURES
 from models.qwen3_5 import FLAVORS, Hybrid, HybridArgs
 from models.qwen3_5.hub import HUB, NAMES, config, sizes
+from tests.support.runs import write_run
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.checkpoint.hub import hub_names, load_hub_weights
+from torchtitan_cp.cli import check as preflight
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.curriculum import rope_frequencies
@@ -113,3 +115,12 @@ def test_what_this_block_is_not_is_refused(tmp_path: Path) -> None:
         ({"conv_width": 0}, "every size of the gated delta net"),
     ):
         assert why in (dataclasses.replace(ARGS, **size).problem() or ""), size
+
+
+def test_tensor_parallelism_is_refused_before_a_rank_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Elsewhere the gradient of the delta nets' norm was not summed over its ranks."""
+    path = write_run(tmp_path)
+    overrides = ("--model.architecture=qwen3_5", "--model.overrides.n_layers=4", "--parallel.tp=2")
+    assert preflight.main([str(path), "--ranks", "2", *overrides]) == 2
+    refused = "parallel.tp is not supported by the architecture 'qwen3_5': the heads of its gated delta nets"
+    assert refused in capsys.readouterr().err

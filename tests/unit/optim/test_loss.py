@@ -25,6 +25,27 @@ def test_loss_and_gradients_equal_full_logits_at_any_chunk(chunk: int) -> None:
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_weights_scale_the_loss_and_the_gradients_of_each_token_and_not_the_losses_given_back(z_loss: float) -> None:
+    hidden, weight, labels = case(torch.float32)
+    weights = torch.rand(labels.shape)
+    loss = ChunkedCrossEntropy(8, z_loss)
+    total, per_token = loss(hidden, weight, labels, token_weights=weights)
+    total.backward()
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = wide_hidden @ wide_weight.t()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    squares = logits.logsumexp(-1).square() * (labels != IGNORED)
+    expected = ((losses.view(2, 37) + z_loss * squares) * weights).sum()
+    expected.backward()
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(per_token, loss(hidden, weight, labels)[1])
+    torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(hidden, weight, labels, token_weights=weights)[0], total)
+
+
 def test_a_shard_of_ignored_tokens_alone_gives_zero_loss_and_gradients() -> None:
     hidden, weight, labels = case(torch.float32)
     total, per_token = ChunkedCrossEntropy(8)(hidden, weight, torch.full_like(labels, IGNORED))

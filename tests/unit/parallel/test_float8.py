@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.llama import Llama, LlamaArgs
-from tests.support.float8_llama import TOKENS, make_model, run
+from tests.support.float8_llama import TOKENS, convert_emulated, make_model, run
 from tests.support.small_llama import attend
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.parallel.float8 import convert_linears
@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPat
         convert_linears(model, "rowwise", "cuda")
     odd = Llama(LlamaArgs(24, 1, 3, 3, 8, 40, vocab_size=61), attend)
     with pytest.raises(ConfigError, match="no linear layer has sizes divisible by 16"):
-        convert_linears(odd, "rowwise", "cpu", emulate=True)
+        convert_emulated(odd, "rowwise")
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match=r"(?s)needs the package `torchao`, .*pip install 'torchtitan-cp\[float8\]'"):
-        convert_linears(model, "rowwise", "cpu", emulate=True)
+        convert_emulated(model, "rowwise")

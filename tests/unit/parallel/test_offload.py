@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +47,19 @@ def gradients(model: Llama, device: str, order: Callable[[list[Tensor]], Iterato
     return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
 
 
-def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> HostMemory:
-    host = HostMemory(torch.device(device), min_bytes=1024)
+class CountingMemory(HostMemory):
+    """Counts the bytes that it copies out."""
+
+    offloaded_bytes = 0
+
+    def offload(self, tensor: Tensor) -> Any:
+        held = super().offload(tensor)
+        self.offloaded_bytes += tensor.nbytes * isinstance(held, OffloadedTensor)
+        return held
+
+
+def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> CountingMemory:
+    host = CountingMemory(torch.device(device), min_bytes=1024)
     tile_mlps(model, tiles)
     apply_activation_checkpointing(model, kind, None if compiled else host)
     if compiled:

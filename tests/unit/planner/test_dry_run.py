@@ -32,6 +32,7 @@ EXPERTS = (
     "--model.architecture=moe",
     "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 352}",
 )
+SHARED = "--parallel.ep=2"
 
 HYBRID = (
     "--model.architecture=qwen3_5",
@@ -64,6 +65,10 @@ HYBRID = (
         (*EXPERTS, "--activation.checkpoint=attention_saved", "--parallel.cp=2"),
         (*EXPERTS, "--activation.checkpoint=selective"),
         (*EXPERTS, "--activation.mlp_tiles=4"),
+        (*EXPERTS, SHARED),
+        (*EXPERTS, SHARED, "--activation.checkpoint=full", "--training.compute_dtype=bfloat16"),
+        (*EXPERTS, SHARED, "--activation.checkpoint=selective"),
+        (*EXPERTS, SHARED, "--activation.mlp_tiles=4", "--parallel.cp=2", "--activation.checkpoint=attention_saved"),
         HYBRID,
         (*HYBRID, "--activation.checkpoint=attention_saved"),
         (*HYBRID, "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
@@ -75,6 +80,7 @@ HYBRID = (
         ("--parallel.cp=2", "--context_parallel.strategy=all_to_all", "--activation.checkpoint=full"),
         ("--parallel.tp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
         (*EXPERTS, "--activation.mlp_tiles=4"),
+        (*EXPERTS, SHARED, "--activation.checkpoint=full", "--training.compute_dtype=bfloat16"),
         (*HYBRID, "--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"),
     ],
 )
@@ -99,6 +105,52 @@ def test_weights_and_optimizer_state_are_the_shards_of_the_plan(tmp_path: Path, 
     # 257 rows of the vocabulary do not divide by 4, and a shard is as long as the longest.
     assert walked.by_kind["weights"] == pytest.approx(planned.memory.by_kind["weights"], rel=2e-2)
     assert walked.by_kind["optimizer"] == pytest.approx(planned.memory.by_kind["optimizer"], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ((), 4),
+        (("--activation.checkpoint=full", "--training.compute_dtype=bfloat16"), 6),
+        (("--activation.checkpoint=attention_saved", "--parallel.cp=2", "--activation.mlp_tiles=4"), 7.5),
+    ],
+)
+def test_the_bytes_sent_to_experts_are_those_of_the_formula(
+    tmp_path: Path, overrides: tuple[str, ...], passes: float
+) -> None:
+    path = write_run(tmp_path)
+    options = (*EXPERTS, *overrides, "--parallel.ep=4", "--curriculum.stages[0].seq_len=512")
+    options = (*options, "--curriculum.stages[0].global_batch_tokens=4096")
+    walked = walk(path, 4, *options)
+    (planned,) = plan_config(load_config(path, options), make_cluster("cpu", 2))
+    # Counts are exchanged too, an int64 for each tile and expert.
+    tiles = planned.config.activation.mlp_tiles
+    counted = {m: times for m, times in walked.messages.items() if m.operation == "alltoall_base"}
+    rows = sum(m.size_bytes * times for m, times in counted.items() if m.size_bytes > 8 * 8)
+    assert rows * planned.stage.micro_batches == planned.dispatch_bytes * walked.micro_batches
+    # L T K E, 512 tokens a rank (in tiles), 2 experts a token.
+    one = 4 * planned.tokens * 2 * 256 * planned.element_bytes
+    assert planned.dispatch_bytes == passes * one * planned.stage.micro_batches
+    assert {m.group for m in counted} == {"4 ranks: 0, 1 ... 3"}
+    assert (
+        tiles * passes == sum(times for m, times in counted.items() if m.size_bytes > 8 * 8) / 4 / walked.micro_batches
+    )
+
+
+def test_shared_experts_are_gathered_less_and_stored_as_before(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    register(ARCHITECTURES)
+    options = ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--model.overrides={}"]
+    options += ["--activation.checkpoint=full", "--curriculum.stages[0].global_batch_tokens=4096"]
+    configs = (load_config(path, [*options, f"--parallel.ep={ep}"]) for ep in (1, 8))
+    alone, shared = (plan_config(config, make_cluster("h100-80g", 2))[0] for config in configs)
+    # 48 layers of 128 experts, three matrices of 2,048 x 768.
+    assert alone.counts.experts == 128 * 3 * 2048 * 768
+    assert alone.counts.block - shared.gathered_block == alone.counts.experts * 7 / 8
+    for kind in ("weights", "optimizer"):
+        assert shared.memory.by_kind[kind] == alone.memory.by_kind[kind]
+    assert shared.memory.total < alone.memory.total - alone.counts.experts * 2 * 7 / 8
+    assert shared.seconds["expert-parallel messages"] > 0 == alone.seconds["expert-parallel messages"]
 
 
 def test_the_rings_messages_are_those_of_the_planner(tmp_path: Path) -> None:
@@ -165,10 +217,10 @@ def test_what_is_remembered_counts_as_what_is_run(tmp_path: Path, monkeypatch: p
     path = write_run(tmp_path)
     options = ("--parallel.cp=4", "--parallel.tp=2", "--context_parallel.strategy=hybrid",
                "--context_parallel.all_to_all_ranks=2", "--activation.checkpoint=full")  # fmt: skip
-    remembered = walk(path, 8, *LONGER, *options)
+    remembered = walk(path, 8, *options)
     # A key of its own for each attention, so that none is remembered.
     monkeypatch.setattr("torchtitan_cp.planner.fake._as_key", lambda leaf: object())
-    assert walk(path, 8, *LONGER, *options) == remembered
+    assert walk(path, 8, *options) == remembered
 
 
 def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path) -> None:

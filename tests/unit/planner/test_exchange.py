@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.scale import mask_pairs
 from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import mask_pairs
 from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, step_pairs
 
 SLOW, FAST = 1e6, 1e30  # FLOP/s beside which messages are free, and beside which work is
@@ -59,7 +59,7 @@ def test_pairs_of_all_ranks_are_those_of_the_mask(case: tuple[int, int, Attentio
     plans = [
         make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, strategy=strategy, layout=layout) for rank in range(ranks)
     ]
-    assert sum(sum(step_pairs(plan)) for plan in plans) == mask_pairs(seq_len, 0, mask)
+    assert sum(sum(step_pairs(plan)) for plan in plans) == mask_pairs(seq_len, mask)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])

@@ -121,3 +121,14 @@ def test_what_cannot_fit_is_said(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path), [*OPTIONS, "--model.flavor=405B", "--model.overrides={}"])
     with pytest.raises(ConfigError, match="nothing fits on 2 x cpu"):
         search(config, make_cluster("cpu"))
+
+
+def test_experts_are_shared_where_that_is_faster_and_the_choice_is_said(tmp_path: Path) -> None:
+    options = ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--model.overrides={}"]
+    register(ARCHITECTURES)
+    options += ["--activation.checkpoint=full"]
+    config, cluster = load_config(write_run(tmp_path), [*OPTIONS, *options]), make_cluster("h100-80g", 1)
+    found, reasons = search(config, cluster)
+    assert any(reason.startswith(f"parallel.ep = {found.parallel.ep}: ") for reason in reasons)
+    given, chosen = (sum(e.step_seconds for e in plan_config(c, cluster)) for c in (config, found))
+    assert chosen <= given

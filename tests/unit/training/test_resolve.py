@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from models import ARCHITECTURES
-from tests.support.runs import write_run
+from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.config import ConfigError, UserError, load_config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.training.registry import register
-from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
+from torchtitan_cp.data.corpus.cache import CacheBuilder
+from torchtitan_cp.training.registry import register, start_folder
+from torchtitan_cp.training.resolve import ResolvedRun, check_files, resolve_run
 
 
 def resolve(path: Path, ranks: int, *overrides: str) -> ResolvedRun:
@@ -49,3 +50,40 @@ def test_every_rule_on_a_pipeline_of_three_is_reached_from_here(
 ) -> None:
     with pytest.raises((ConfigError, ContextParallelError), match=wanted):
         resolve(write_run(tmp_path), ranks, *PIPELINE, *overrides)
+
+
+CHAT = ("--data.source=python-docstrings", "--data.path=", "--tokenizer.kind=bytes")
+
+
+def test_conversations_may_be_as_long_as_the_longest_stage_and_are_packed_whole(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    run = resolve(path, 1, *CHAT)
+    assert run.config.data.max_document == run.longest
+    assert (run.stages[0].data.packing, run.stages[0].data.document_mask) == ("best_fit", True)
+    assert resolve(path, 1, *CHAT, "--data.max_document=50").config.data.max_document == 50
+    assert resolve(path, 1).config.data.max_document == 0
+    sources = '--data.sources=[{name = "a", source = "jsonl", path = "x", messages_field = "m"}, {name = "b"}]'
+    alone = ("--data.source=python-stdlib", "--data.path=", "--data.validation_fraction=0.02")
+    [chat, text] = resolve(path, 1, *alone, sources).config.data.sources
+    assert (chat.max_document, text.max_document) == (run.longest, 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "moe"])
+def test_updating_biases_that_routers_lack_is_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    path = write_run(tmp_path, EXPERTS if architecture == "moe" else TINY)
+    with pytest.raises(ConfigError, match="is for routers that choose experts by scores plus a bias, and this model"):
+        resolve(path, 1, "--training.router_bias_update=1e-3")
+
+
+def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> None:
+    path, hub = write_conversations(tmp_path), tmp_path / "hub"
+    hub.mkdir()
+    (tmp_path / "chat.jinja").rename(hub / "chat_template.jinja")
+    config = load_config(path, ["--data.chat_template=", f"--model.hub_checkpoint={hub}"])
+    check_files(config)
+    assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
+
+
+def test_a_run_on_conversations_without_a_template_is_refused_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data holds conversations, and there is no chat template"):
+        check_files(resolve(write_run(tmp_path), 1, *CHAT).config)

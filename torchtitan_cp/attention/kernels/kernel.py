@@ -92,11 +92,14 @@ class Kernel:
         head_dims: that it takes, of the wider of Dqk and Dv if it `pads_dims`, else of both.
         takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
             rectangles and causal squares; other tiles are split into these shapes for it.
+        kind: (queries, keys, band) -> what tiles that one call of `[T, H, D]` rows takes have in common; None if a call
+            takes a single tile.
         whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
             rows that no tile reaches have out 0 and lse -inf.
         wide_forward: forward with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
             returns q's dtype only.
         any_scores: whether it takes a soft-cap or linear biases.
+        deterministic: whether its backward gives the same bits in every run.
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
     """
 
@@ -111,10 +114,13 @@ class Kernel:
     whole_steps: bool = False
     wide_forward: Forward | None = None
     any_scores: bool = False
+    deterministic: bool = True
     prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
+        if not self.deterministic and torch.are_deterministic_algorithms_enabled():
+            return "its backward is not deterministic"
         if case.softcap and not self.any_scores:
             return "it has no logit soft-cap"
         if case.alibi and not self.any_scores:

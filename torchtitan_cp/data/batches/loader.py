@@ -46,6 +46,7 @@ class BatchLayout:
         dp: data-parallel ranks; dp_rank: this one's index among them.
         make_plan: (S, mask=, like=) -> this rank's plan; can be pickled.
         windows: attention windows of the model's layers, in keys; 0: no window.
+        weighted: micro-batches have the weights of their tokens.
     """
 
     seq_len: int
@@ -55,6 +56,7 @@ class BatchLayout:
     dp_rank: int
     make_plan: Callable[..., Plan]
     windows: tuple[int, ...] = (0,)
+    weighted: bool = False
 
     @property
     def sequences(self) -> int:
@@ -88,6 +90,7 @@ class MicroBatch:
         numbers: of its sequences, in the stage.
         sources: name of each sequence's source.
         document_positions: `[B, S/cp]` int64, how many tokens of its own document precede each.
+        weights: `[B, S/cp]` fp32, of each token among those of its document; see PackedSequence.
     """
 
     tokens: Tensor
@@ -97,6 +100,7 @@ class MicroBatch:
     numbers: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     document_positions: Tensor | None = None
+    weights: Tensor | None = None
 
     @property
     def plan(self) -> Plan:
@@ -110,8 +114,8 @@ class MicroBatch:
         """
         for plan in self.plans.values():
             prepare_plan(plan)
-        fetched = {name: getattr(self, name) for name in ("tokens", "labels", "positions", "document_positions")}
-        return replace(self, **{name: x.pin_memory() for name, x in fetched.items() if x is not None})
+        fetched: dict[str, Any] = {name: x.pin_memory() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **fetched)
 
 
 def batch_facts(batch_layout: BatchLayout, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -193,13 +197,14 @@ def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, 
     lengths = tuple(row.document_lengths for row in rows)
     whole = all(row == (batch_layout.seq_len,) for row in lengths)
     plans = batch_layout.plans(None if whole else AttentionMask(document_lengths=lengths))
-    tokens, labels, positions, within = (
+    tokens, labels, positions, within, *weights = (
         plans[0].shard(torch.from_numpy(np.stack([getattr(row, name) for row in rows])), dim=1)
-        for name in ("tokens", "labels", "positions", "document_positions")
+        for name in ("tokens", "labels", "positions", "document_positions", *["weights"] * batch_layout.weighted)
     )
     same = bool((positions == positions[0]).all())
     sources = tuple(row.spans[0].source for row in rows)
-    return MicroBatch(tokens, labels, positions[0] if same else positions, plans, tuple(numbers), sources, within)
+    positions = positions[0] if same else positions
+    return MicroBatch(tokens, labels, positions, plans, tuple(numbers), sources, within, *weights)
 
 
 def read_steps(

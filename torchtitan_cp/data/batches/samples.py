@@ -36,7 +36,8 @@ class PackedSequence:
         tokens: `[S]` int64.
         labels: `[S]` int64. With document_mask, the next token of the same document, even where the document continues
             in another sequence, and IGNORED after the document's last token. Without it, the next token of the
-            sequence; the last label of the sequence is as with document_mask.
+            sequence; the last label of the sequence is as with document_mask. IGNORED where the store's mask says that
+            the next token is not learned.
         positions: `[S]` int64, 0 to S - 1, or from 0 in each span.
         document_lengths: in tokens, S in sum; each attends to itself only. One number without document_mask.
         spans: the text, in order.
@@ -52,6 +53,29 @@ class PackedSequence:
     def document_positions(self) -> np.ndarray:
         """`[S]` int64: how many tokens of its own document precede each in the sequence, masked or not."""
         return np.concatenate([np.arange(span.stop - span.start) for span in self.spans])
+
+    @property
+    def weights(self) -> np.ndarray:
+        """`[S]` fp32: 1/n for each of the n learned labels of a span, which then add up to 1; 0 for the others."""
+        learned, span = self.labels != IGNORED, self._span_numbers
+        return (learned / np.maximum(np.bincount(span, learned), 1)[span]).astype(np.float32)
+
+    @property
+    def turns(self) -> np.ndarray:
+        """`[S]` int64: which run of learned labels of its document each belongs to, from 0.
+
+        -1 for labels that are not learned, and in spans that do not begin their document.
+        """
+        learned, span = self.labels != IGNORED, self._span_numbers
+        first = np.diff(span, prepend=-1) > 0
+        begins = np.cumsum(learned & (first | ~np.roll(learned, 1)))
+        before = (begins - learned)[first]  # runs that begin before each span
+        counted = learned & np.array([part.start == 0 for part in self.spans])[span]
+        return np.where(counted, begins - before[span] - 1, -1)
+
+    @property
+    def _span_numbers(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.spans)), [span.stop - span.start for span in self.spans])
 
 
 @dataclass(eq=False)
@@ -86,9 +110,9 @@ class PackedStream:
     def sequence(self, number: int) -> PackedSequence:
         """Sequence `number` of the stage from this source."""
         spans = self._spans(number)
-        tokens, labels = _read(self.stream.store, spans)
+        tokens, learned, labels = _read(self.stream.store, spans)
         if not self.data.document_mask:
-            labels[:-1] = tokens[1:]
+            labels[:-1] = learned[1:]
         lengths = [stop - start for _, start, stop in spans]
         positions = [np.arange(length) for length in (lengths if self.data.restart_positions else [self.seq_len])]
         return PackedSequence(
@@ -119,6 +143,19 @@ class PackedStream:
         ends = self.stream.store.document_lengths[packed.spans[:, DOCUMENT]]
         return int(((packed.spans[:, START] == 0) & (packed.spans[:, STOP] == ends)).sum()) / len(rows)
 
+    def cuts(self) -> tuple[int, int, int]:
+        """In the whole stage: conversations, those that are cut, and cuts between two learned tokens."""
+        windows = -(-(self.samples or 0) // self.window_sequences)
+        store, counts = self.stream.store, np.zeros(3, dtype=np.int64)
+        for index in range(windows):
+            document, start, stop, _ = self._window(index)[1].spans.T
+            cut, first = stop < store.document_lengths[document], start == 0
+            ends = zip(document[cut].tolist(), stop[cut].tolist(), strict=True)
+            inside = [bool(np.all(store.read_mask(at, end - 1, end + 1))) for at, end in ends]
+            counts += first.sum(), (first & cut).sum(), sum(inside)
+        conversations, cut_ones, inside_turns = counts.tolist()
+        return conversations, cut_ones, inside_turns
+
     def _spans(self, number: int) -> list[list[int]]:
         """(document, start, stop) of each span of a sequence, in order."""
         assert self.samples is None or number < self.samples, "the stage has no such sequence"
@@ -134,15 +171,16 @@ class PackedStream:
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 
 
-def _read(store: TokenStore | SeparatedStore, spans: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the spans, and the token that follows each in its document: both `[S]` int64."""
-    tokens, labels = [], []
+def _read(store: TokenStore | SeparatedStore, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Tokens of the spans; the same, IGNORED where not learned; of these the next in its document: `[3, S]` int64."""
+    rows = []
     for document, start, stop in spans:
-        continues = stop < store.document_lengths[document]
-        text = store.read(document, start, stop + int(continues))
-        tokens.append(text[: stop - start])
-        labels.append(text[1:] if continues else np.append(text[1:], IGNORED))
-    return np.concatenate(tokens), np.concatenate(labels)
+        end = min(stop + 1, int(store.document_lengths[document]))
+        text, mask = store.read(document, start, end), store.read_mask(document, start, end)
+        learned = np.append(text if mask is None else np.where(mask, text, IGNORED), IGNORED)
+        count = stop - start
+        rows.append(np.stack([text[:count], learned[:count], learned[1 : count + 1]]))
+    return np.concatenate(rows, axis=1)
 
 
 @dataclass(eq=False)
@@ -251,18 +289,21 @@ class StageSamples:
 
 
 def held_out_samples(
-    streams: Mapping[str, TokenStream], seq_len: int, data: ResolvedStageData, step_sequences: int, block: int = 0
+    streams: Mapping[str, TokenStream], seq_len: int, data: ResolvedStageData, count: int, block: int = 0
 ) -> StageSamples | None:
     """Held-out sequences of a stage's sources, in the stores' own order; None if those sources hold nothing out.
 
+    Where a source has masks they are packed as in training, so that few conversations lose their beginning.
+
     Args:
         data: the stage's; its mixture is not empty.
-        step_sequences: sequences of one round on all ranks.
+        count: how many sequences.
         block: tokens that attend to each other, counted from each sequence's start; 0: all.
     """
     mixture = {name: data.mixture[name] for name in streams if data.mixture.get(name)}
     if not mixture:
         return None
-    plain = replace(data, mixture=mixture, packing="concat", max_epochs={}, growth_from=0)
+    packing = data.packing if any(streams[name].store.has_masks for name in mixture) else "concat"
+    plain = replace(data, mixture=mixture, packing=packing, packing_window=count, max_epochs={}, growth_from=0)
     cut = replace(plain, short_share=float(block > 0), short_seq_len=block)
-    return StageSamples(streams, seq_len, cut, 0, 0, step_sequences, {}, steps=1 << 20)
+    return StageSamples(streams, seq_len, cut, 0, 0, count, {}, steps=1)

@@ -24,6 +24,7 @@ import numpy as np
 
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
@@ -131,11 +132,14 @@ class CacheBuilder:
     Args:
         data, tokenizer: the config's sections.
         stop_requested: asked often; a stop loses nothing that was committed.
+        start: folder of the checkpoint that training begins from, for its chat template.
     """
 
-    def __init__(self, data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool]) -> None:
+    def __init__(
+        self, data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool], start: Path | None = None
+    ) -> None:
         self.root, self.sources = Path(os.path.expanduser(data.cache_folder)), data.by_name()
-        self.settings, self.stop_requested = tokenizer, stop_requested
+        self.settings, self.stop_requested, self.start = tokenizer, stop_requested, start
 
     def build(self) -> dict[str, Any]:
         """List the corpus's files, then make the tokens and the tokenizer that are missing.
@@ -150,11 +154,14 @@ class CacheBuilder:
                 written.
             PreparationStoppedError: a stop was requested.
         """
-        corpora = {name: Corpus(source) for name, source in self.sources.items()}
+        corpora = {name: Corpus(source, self._template(source)) for name, source in self.sources.items()}
         trains = trains_tokenizer(self.settings)
         tokenizer = self._train_tokenizer(list(corpora.values())) if trains else load_tokenizer(self.settings)
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
+
+    def _template(self, source: SourceKeys) -> ChatTemplate | None:
+        return find_chat_template(source, self.settings, self.start) if source.conversations else None
 
     def _train_tokenizer(self, corpora: list[Corpus]) -> Tokenizer:
         """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
@@ -185,7 +192,7 @@ class CacheBuilder:
     def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
         """The folder of a source's tokens, named for everything that they depend on; made if it is not finished."""
         source = corpus.source
-        lengths = [source.min_document, source.max_document]
+        lengths: list[Any] = [source.min_document, source.max_document, *[source.too_long] * source.conversations]
         folder = self.root / _digest([FORMAT_VERSION, corpus.fingerprint, lengths, tokenizer.fingerprint])
         if not _damage_of(folder):
             return folder

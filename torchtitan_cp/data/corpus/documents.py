@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchtitan_cp.config.sections import Data, SourceKeys
-from torchtitan_cp.data.corpus.records import Document, SkippedRecords
+from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate, read_conversation, without_none
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location
 from torchtitan_cp.data.errors import DataError
 
@@ -30,6 +31,7 @@ class Corpus:
 
     Args:
         source: the config's table.
+        template: of a source of conversations.
 
     Attributes:
         files: in the order they are read.
@@ -39,8 +41,8 @@ class Corpus:
         DataError: data.path is missing or leads to no file.
     """
 
-    def __init__(self, source: SourceKeys) -> None:
-        self.source = source
+    def __init__(self, source: SourceKeys, template: ChatTemplate | None = None) -> None:
+        self.source, self.template = source, template
         self.files = tuple(find_files(source))
         self.size_bytes = sum(file.size_bytes for file in self.files)
 
@@ -52,6 +54,9 @@ class Corpus:
         path = source.path if is_name else str(Path(location(source)).expanduser().absolute())
         fields = (source.text_field, source.token_field, source.group_field, source.group_depth)
         settings = [source.source, path, *fields, source.document, source.validation_fraction]
+        if self.template:
+            chat = (source.messages_field, source.prompt_field, source.completion_field, source.loss_on)
+            settings += [*chat, self.template.source, self.template.variables]
         digest = hashlib.sha256(json.dumps(settings).encode())
         for file in self.files:
             digest.update(json.dumps([file.name, file.size_bytes, file.mtime_ns]).encode())
@@ -68,7 +73,7 @@ class Corpus:
             held_out_key: key of a record that is held out whatever its hash.
 
         Raises:
-            DataError: at the end, if there was no document.
+            DataError: at the end, if there was no document; or the template cannot say what is learned.
         """
         kind, empty = SOURCES[self.source.source], first_file == 0
         joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
@@ -77,6 +82,8 @@ class Corpus:
         def read(indices: list[int], skipped_before: dict[str, int]) -> Iterator[Document]:
             for index in indices:
                 for document in kind.read(self.files[index], self.source, skipped):
+                    if self.template and not self._write(document, self.template, self.files[index], skipped):
+                        continue
                     document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
                     document.read_bytes += starts[index]
                     document.first_file, document.skipped_before = indices[0], skipped_before
@@ -91,12 +98,28 @@ class Corpus:
                 empty = False
                 yield document
         if empty:
+            keys = ("messages_field", "prompt_field")
+            field = next((name for name in keys if getattr(self.source, name)), "text_field")
             summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
             raise DataError(
                 f"the corpus at {location(self.source)} holds {len(self.files)} files and no document{summary}",
-                fix=f"check path, source and text_field of {self.source.where}: files are UTF-8 text, or rows with "
+                fix=f"check path, source and {field} of {self.source.where}: files are UTF-8 text, or rows with "
                 "that field",
             )
+
+    def _write(self, document: Document, template: ChatTemplate, file: SourceFile, skipped: SkippedRecords) -> bool:
+        """Write a conversation as text. False if its row is a bad one, which is counted."""
+        where = document.key.replace(file.name, str(file.path), 1)
+        row = document.row if self.source.source == "jsonl" else without_none(document.row)
+        try:
+            document.content, document.learned = read_conversation(row, self.source, template)
+        except BadConversationError as error:
+            kind, *details = error.args
+            skipped.add(kind, where + "".join(f" ({detail})" for detail in details))
+        except DataError as error:
+            raise DataError(f"{where}: {error.message}", fix=error.fix) from None
+        document.row = None
+        return document.learned is not None
 
     @contextmanager
     def show_progress(self, title: str) -> Iterator[Callable[[int], None]]:

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class Document:
         held_out: belongs to the validation split; set by the corpus, as are the next two.
         first_file: where to begin to read it again: at its file, or at the first of a folder's if they are joined.
         skipped_before: counts of what was skipped before that file, by kind.
+        row: of a conversation, until the corpus has written it as text.
+        learned: of a conversation, (start, stop) of the characters that are learned, in order; None: of other text.
     """
 
     content: str | np.ndarray
@@ -54,6 +57,8 @@ class Document:
     held_out: bool = False
     first_file: int = 0
     skipped_before: dict[str, int] = field(default_factory=dict)
+    row: Any = None
+    learned: list[tuple[int, int]] | None = None
 
 
 class SkippedRecords:

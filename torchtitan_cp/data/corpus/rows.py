@@ -34,16 +34,24 @@ def read_row(
         number: of the row in its file, from 1.
         read_bytes: how much of the file was read up to the row's end.
     """
-    name, where = source.token_field or source.text_field, f"{file.path}:{number}"
+    name, where = wanted_fields(source)[0], f"{file.path}:{number}"
     if not isinstance(row, Mapping) or name not in row:
         skipped.add(f"no field {name!r}", where)
         return
-    content, problem = _tokens(row[name]) if source.token_field else _text(row[name])
+    chat = source.conversations
+    content, problem = _tokens(row[name]) if source.token_field else _text("" if chat else row[name])
     if problem:
         skipped.add(f"field {name!r} {problem}", where)
-    elif len(content):
+    elif len(content) or chat:
         group = row.get(source.group_field) if source.group_field else None
-        yield Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
+        key, group = f"{file.name}:{number}", None if group is None else str(group)
+        yield Document(content, key, group, read_bytes, row=row if chat else None)
+
+
+def wanted_fields(source: SourceKeys) -> list[str]:
+    """The fields that a row must have."""
+    chat = [source.messages_field] if source.messages_field else [source.prompt_field, source.completion_field]
+    return chat if chat[0] else [source.token_field or source.text_field]
 
 
 def _text(value: Any) -> tuple[str, str]:
@@ -131,17 +139,18 @@ def _decompress_zst(raw: BinaryIO) -> Iterator[bytes]:
 def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
     """The rows of a file, one row group after the other. Rows before a damaged part are kept."""
     arrow, number = import_pyarrow(source), 0
-    wanted = source.token_field or source.text_field
+    needed = wanted_fields(source)
     try:
         with arrow.parquet.ParquetFile(file.path) as parquet:
-            columns = [name for name in (wanted, source.group_field) if name in parquet.schema_arrow.names]
-            if wanted not in columns:
-                skipped.add(f"Parquet file without the column {wanted!r}", str(file.path))
+            wanted = [*needed, source.group_field, *["tools"] * source.conversations]
+            columns = [name for name in wanted if name in parquet.schema_arrow.names]
+            if missing := [name for name in needed if name not in columns]:
+                skipped.add(f"Parquet file without the column {missing[0]!r}", str(file.path))
                 return
             for number, row in enumerate(_rows(parquet, columns), start=1):
                 position = file.size_bytes * number // parquet.metadata.num_rows
                 try:
-                    values = {name: _plain(value) for name, value in row.items()}
+                    values = {name: _plain(value, source.conversations) for name, value in row.items()}
                 except UnicodeDecodeError:
                     skipped.add("not UTF-8", f"{file.path}:{number}")
                 else:
@@ -170,9 +179,9 @@ def _rows(parquet: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
             yield {name: batch.column(name)[index] for name in columns}
 
 
-def _plain(value: Any) -> Any:
-    """An arrow scalar as a Python value; a list as an array, because token ids come by the million."""
-    if hasattr(value, "values") and value.is_valid:
+def _plain(value: Any, nested: bool) -> Any:
+    """An arrow scalar as a Python value; a list as an array unless `nested`: token ids come by the million."""
+    if hasattr(value, "values") and value.is_valid and not nested:
         return value.values.to_numpy(zero_copy_only=False)
     return value.as_py()
 

@@ -5,15 +5,17 @@ import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus import rows
+from torchtitan_cp.data.corpus.docstrings import docstring_conversations
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
+DOCSTRING_FILE_BYTES = 1 << 14  # each conversation holds its whole file
 NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__")
 
 
@@ -42,7 +44,7 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
             missing.
     """
     found, kind = False, SOURCES[source.source]
-    if not source.path and source.source != "python-stdlib":
+    if not source.path and not source.source.startswith("python-"):
         raise DataError(
             f"{source.where}.source = {source.source!r} needs {source.where}.path",
             fix=f"set {source.where}.path to {kind.expects}",
@@ -59,13 +61,13 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
 
 def location(source: SourceKeys) -> str:
     """Where the source looks: a folder, glob or name."""
-    return sysconfig.get_paths()["stdlib"] if source.source == "python-stdlib" else source.path
+    return sysconfig.get_paths()["stdlib"] if source.source.startswith("python-") else source.path
 
 
 def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
     if source.path:
         raise DataError(
-            f"{source.where}.path = {source.path!r} is set, but source = 'python-stdlib' reads no path",
+            f"{source.where}.path = {source.path!r} is set, but source = {source.source!r} reads no path",
             fix=f"set {source.where}.source = 'text' or 'jsonl', or leave path out",
         )
     return _walk(Path(location(source)), (".py",), pruned=lambda name: name in NOT_STDLIB)
@@ -149,6 +151,14 @@ def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
             yield Document(text, file.name, group, len(raw))
 
 
+def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
+    """A conversation for each documented function and class; all of a file are held out, or none."""
+    for text in _read_text(file, source, skipped):
+        if text.read_bytes <= DOCSTRING_FILE_BYTES:
+            for messages in docstring_conversations(str(text.content)):
+                yield replace(text, content="", row={"messages": messages})
+
+
 TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
 JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
 SOURCES = {
@@ -156,5 +166,6 @@ SOURCES = {
     "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, joins=True),
     "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
     "parquet": Source(_find_parquet, rows.read_parquet, "*.parquet files: a folder, a file or a glob"),
+    "python-docstrings": Source(_find_stdlib, _read_docstrings, TEXT),
     "huggingface": Source(rows.find_dataset, rows.read_dataset, "a dataset's name, or a folder that holds one"),
 }

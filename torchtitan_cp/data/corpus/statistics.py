@@ -53,7 +53,7 @@ class SourceStatistics:
         train, validation: lengths of the documents that are kept.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: documents of more than max_document tokens, before they were split.
-        skipped_records: what could not be read, by kind.
+        skipped_records: what could not be read, by kind; of conversations also what was cut, or cannot be learned.
     """
 
     train: LengthStatistics

@@ -3,7 +3,9 @@
 The files of a split:
 - `<split>-00000.bin`, `<split>-00001.bin`, ...: token ids; every shard but the last is full;
 - `<split>.offsets.bin`: int64, tokens of a full shard, then where each document begins and where the last one ends;
-- `<split>.groups.bin`: int64 `[documents]`, the number of the group each document belongs to.
+- `<split>.groups.bin`: int64 `[documents]`, the number of the group each document belongs to;
+- `<split>.mask.bin`, of conversations: a bit a token, first bits high, 1 if it is learned; each document begins at a
+  byte.
 """
 
 import hashlib
@@ -47,6 +49,7 @@ def append_documents(
     vocab_size: int,
     documents: Sequence[tuple[np.ndarray, int]],
     shard_bytes: int = SHARD_BYTES,
+    masks: Sequence[np.ndarray] | None = None,
 ) -> None:
     """Append documents to the files of a split. The disk has them when this returns.
 
@@ -54,6 +57,7 @@ def append_documents(
         folder, split, vocab_size: as TokenStore's.
         documents: tokens `[n]` of each, and the number of its group.
         shard_bytes: size of a full shard, for a split that has no files yet.
+        masks: `[n]` bool of each document, which tokens are learned; None: the split has no masks.
     """
     dtype, index = token_dtype(vocab_size), folder / f"{split}.offsets.bin"
     if not index.exists():
@@ -66,6 +70,8 @@ def append_documents(
         part, tokens = np.split(tokens, [shard_tokens - used])
         append_to(shard_path(folder, split, number), part.data)
         position += len(part)
+    if masks is not None:
+        append_to(folder / f"{split}.mask.bin", b"".join(np.packbits(mask).tobytes() for mask in masks))
     append_to(index, ends.data)
     append_to(folder / f"{split}.groups.bin", np.array([group for _, group in documents], dtype=INDEX_DTYPE).data)
 
@@ -83,6 +89,7 @@ class TokenStore:
         tokens: how many tokens, with the one that ends each document.
         document_lengths: `[documents]` int64, in tokens.
         groups: `[documents]` int64; documents of one folder, repository or value of `group_field` share a number.
+        has_masks: some tokens may not be learned; see read_mask.
 
     Raises:
         DataError: a file is missing, or its size does not fit the index.
@@ -104,6 +111,11 @@ class TokenStore:
             for number, start in enumerate(range(0, self.tokens, self._shard_tokens))
         ]
 
+        self.has_masks = (folder / f"{split}.mask.bin").exists()
+        if self.has_masks:
+            self._mask_offsets = np.append(0, np.cumsum(-(-self.document_lengths // 8)))
+            self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8), int(self._mask_offsets[-1]))
+
     def __reduce__(self) -> Any:
         return TokenStore, (self.folder, self.split, self.vocab_size)
 
@@ -118,6 +130,14 @@ class TokenStore:
             position += len(parts[-1])
         return np.concatenate(parts)
 
+    def read_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
+        """Which tokens of a document are learned, `[stop - start]` bool; None if the store has no masks: all are."""
+        if not self.has_masks:
+            return None
+        first = int(self._mask_offsets[document])
+        packed = self._mask[first + start // 8 : first + -(-stop // 8)]
+        return np.unpackbits(packed)[start % 8 :][: stop - start].astype(bool)
+
     def summarize(self, check_stop: Callable[[], None]) -> tuple[str, np.ndarray]:
         """Read all tokens once.
 
@@ -125,7 +145,7 @@ class TokenStore:
             check_stop: called before each file of tokens; may raise.
 
         Returns:
-            sha256 (hex) of tokens, document lengths and groups; and how often each id occurs, `[V]` int64.
+            sha256 (hex) of tokens, document lengths, groups and masks; and how often each id occurs, `[V]` int64.
         """
         digests, counts = [], np.zeros(self.vocab_size, dtype=np.int64)
         for shard in self._shards:
@@ -138,6 +158,8 @@ class TokenStore:
         digest = hashlib.sha256("".join(digests).encode())
         digest.update(self._index.data)
         digest.update(self.groups.data)
+        if self.has_masks:
+            digest.update(self._mask.data)
         return digest.hexdigest(), counts
 
 

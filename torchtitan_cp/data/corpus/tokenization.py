@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ SPLITS = ("train", "validation")
 GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", "unigram.npy"
 FRAGMENT_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = 16 << 20
+CHAT_BATCH_CHARACTERS = 2 << 20  # offsets of tokens take 100 bytes a character until they are arrays
+CONVERSATION_COUNTS = ("conversation longer than max_document", "cut in a turn that is learned", "nothing to learn")
 COMMIT_TOKENS = 16 << 20  # 32 or 64 MB, held in memory until then: the most that is lost with a killed pass
 
 # Consecutive text of a document, or all its token ids; the document; whether it ends here.
@@ -58,6 +60,7 @@ class _State:
         kept_documents: how many were long enough, before long ones were split; held_out_documents: of those.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
         split_documents: how many were longer than max_document.
+        conversations: counts of those that were too long, cut in a turn, or without a token to learn.
         groups: how many groups have a number.
         lowest: [hash, key] of the kept document whose hash is lowest.
         held_out_key: of the document that is held out because no hash is low enough.
@@ -72,6 +75,7 @@ class _State:
     left_out_documents: int = 0
     left_out_tokens: int = 0
     split_documents: int = 0
+    conversations: dict[str, int] = field(default_factory=dict)
     groups: int = 0
     lowest: list[Any] = field(default_factory=lambda: [1 << 64, ""])
     held_out_key: str | None = None
@@ -83,7 +87,8 @@ class Tokenization:
 
     Args:
         corpus: what is read.
-        tokenizer: every document ends with its eos_id, each part of a split one too.
+        tokenizer: every document ends with its eos_id, each part of a split one too; not a conversation, as its
+            template writes what ends a turn.
         folder: takes the files; may hold those of a pass that was killed.
         settings: kept in the journal.
         stop_requested: asked after each document, and each file at the end; the pass commits before it stops.
@@ -127,6 +132,7 @@ class Tokenization:
                 path.unlink()
         self.state = _State(**journal.get("progress", {}))
         self._pending: list[list[tuple[np.ndarray, int]]] = [[], []]  # documents of each split
+        self._masks: list[list[np.ndarray]] = [[], []]
         self._new_groups, self._committed_tokens = list[str](), self.state.tokens
         self._group_numbers: dict[str | None, int] = {}
         if journal:
@@ -139,35 +145,55 @@ class Tokenization:
         documents = self.corpus.documents(self.skipped, state.first_file, state.held_out_key)
         rest = islice(documents, state.documents_read, None)
         with self.corpus.show_progress("tokenizing") as update:
-            for document, ids in tokenize(rest, self.tokenizer):
-                self._write(document, ids)
+            for document, ids, mask in tokenize(rest, self.tokenizer):
+                self._write(document, ids, mask)
                 update(document.read_bytes)
                 self._check_stop()
         if self.skipped.counts and not quiet:
             logger.warning("skipped in the corpus: %s", self.skipped.summary())
 
-    def _write(self, document: Document, ids: np.ndarray) -> None:
-        """Add one document of tokens `[n]`, without its end, by the source's rules of length."""
+    def _write(self, document: Document, ids: np.ndarray, mask: np.ndarray | None) -> None:
+        """Add one document of tokens `[n]`, without its end, by the source's rules of length.
+
+        Args:
+            mask: of a conversation, `[n]` bool, which tokens are learned.
+        """
         state, source = self.state, self.corpus.source
         if document.first_file != state.first_file:
             state.first_file, state.skipped, state.documents_read = document.first_file, document.skipped_before, 0
         state.documents_read += 1
-        if len(ids) + 1 < source.min_document:
+        end = [self.tokenizer.eos_id] if mask is None else []
+        if len(ids) + len(end) < source.min_document:
             state.left_out_documents += 1
-            state.left_out_tokens += len(ids) + 1
+            state.left_out_tokens += len(ids) + len(end)
+            return
+        spans = [] if mask is None else self._learned_spans(mask)
+        if not spans and mask is not None:
             return
         state.kept_documents += 1
         state.held_out_documents += document.held_out
         state.lowest = min(state.lowest, [key_hash(document.key), document.key])
-        parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document else 1
+        parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document and not spans else 1
         state.split_documents += parts > 1
-        state.tokens += len(ids) + parts
         group, dtype = self._group_number(document.group), token_dtype(self.tokenizer.vocab_size)
-        for part in np.array_split(ids, parts):
-            tokens = np.concatenate([part, [self.tokenizer.eos_id]], dtype=dtype, casting="unsafe")
+        for part in [ids[slice(*span)] for span in spans] or np.array_split(ids, parts):
+            tokens = np.concatenate([part, end], dtype=dtype, casting="unsafe")
+            state.tokens += len(tokens)
             self._pending[document.held_out].append((tokens, group))
+        self._masks[document.held_out] += [mask[slice(*span)] for span in spans if mask is not None]
         if state.tokens - self._committed_tokens >= COMMIT_TOKENS:
             self._commit()
+
+    def _learned_spans(self, mask: np.ndarray) -> list[tuple[int, int]]:
+        """What is kept of a conversation: the parts that fit max_document and have a token to learn."""
+        source, counted = self.corpus.source, self.state.conversations
+        spans = fit_conversation(mask, source.max_document, source.too_long)
+        kept = [(start, stop) for start, stop in spans if mask[start + 1 : stop].any()]  # no token predicts the first
+        cuts = {edge for span in spans for edge in span} - {0, len(mask)}
+        counts = (spans != [(0, len(mask))], sum(mask[edge - 1] & mask[edge] for edge in cuts), len(spans) - len(kept))
+        for kind, count in zip(CONVERSATION_COUNTS, map(int, counts), strict=True):
+            counted[kind] = counted.get(kind, 0) + count
+        return kept
 
     def _group_number(self, name: str | None) -> int:
         """The number of a group; for None a new one, which no other document has."""
@@ -181,9 +207,11 @@ class Tokenization:
 
     def _commit(self) -> None:
         """Write everything to disk, then the journal that says so."""
-        for split, documents in zip(SPLITS, self._pending, strict=True):
-            append_documents(self.folder, split, self.tokenizer.vocab_size, documents)
+        for split, documents, masks in zip(SPLITS, self._pending, self._masks, strict=True):
+            bits = masks if self.corpus.template else None
+            append_documents(self.folder, split, self.tokenizer.vocab_size, documents, masks=bits)
             documents.clear()
+            masks.clear()
         append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
         self._new_groups.clear()
         journal = {"settings": self.settings, "progress": asdict(self.state), "file_bytes": file_sizes(self.folder)}
@@ -207,6 +235,7 @@ class Tokenization:
         np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
         train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores.values())
         left_out, skipped = (state.left_out_documents, state.left_out_tokens), dict(self.skipped.counts)
+        skipped |= {kind: count for kind, count in state.conversations.items() if count}
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
         write_json(self.folder / STATISTICS_FILE, asdict(statistics))
         (self.folder / JOURNAL_FILE).unlink()
@@ -221,10 +250,11 @@ class Tokenization:
     def _refuse_empty_split(self) -> None:
         source, kept, held_out = self.corpus.source, self.state.kept_documents, self.state.held_out_documents
         if not kept:
+            others = "".join(f"; {count} x {kind}" for kind, count in self.state.conversations.items() if count)
             raise DataError(
                 f"all {self.state.left_out_documents} documents are shorter than {source.where}.min_document = "
-                f"{source.min_document} tokens",
-                fix="lower min_document",
+                f"{source.min_document} tokens{others}",
+                fix="lower min_document" + ", or check max_document, too_long and loss_on" * bool(others),
             )
         if held_out == kept or (source.validation_fraction > 0 and not held_out):
             raise DataError(
@@ -241,15 +271,58 @@ def read_journal(folder: Path) -> dict[str, Any] | None:
     return journal if journal and "progress" in journal else None
 
 
-def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document with its token ids `[n]` int32, without its end."""
+def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[int, int]]:
+    """Which tokens of a conversation are kept, as (start, stop) in order.
+
+    Args:
+        mask: `[n]` bool, which tokens are learned.
+        most: tokens of a part at most; 0: any number.
+        too_long: what to do with more: `drop`, `truncate_left`, `truncate_right`, or `split`, which cuts after the last
+            learned turn that ends in time, else after `most` tokens.
+    """
+    tokens = len(mask)
+    if not most or tokens <= most:
+        return [(0, tokens)]
+    if too_long != "split":
+        return {"drop": [], "truncate_left": [(tokens - most, tokens)], "truncate_right": [(0, most)]}[too_long]
+    ends, edges = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1, [0]
+    while tokens - edges[-1] > most:
+        fitting = ends[(ends > edges[-1]) & (ends <= edges[-1] + most)]
+        edges.append(int(fitting[-1]) if len(fitting) else edges[-1] + most)
+    return list(pairwise([*edges, tokens]))
+
+
+def learned_tokens(starts: np.ndarray, learned: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Tokens that hold a learned character, `[n]` bool.
+
+    Args:
+        starts: `[n]` int64, at which character each token begins, in order; see encode_chat_batch.
+        learned: (start, stop) of characters.
+    """
+    mask = np.zeros(len(starts), dtype=bool)
+    for start, stop in learned if len(starts) else ():
+        first = np.searchsorted(starts, starts[np.searchsorted(starts, start, side="right") - 1])
+        mask[first : np.searchsorted(starts, stop)] = True
+    return mask
+
+
+def tokenize(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
+    """Each document with its token ids `[n]` int32, without its end; and a conversation's mask `[n]` bool."""
     parts: list[np.ndarray] = []
     for batch in read_ahead(_batches(documents)):
-        rows = iter(tokenizer.encode_batch([content for content, _, _ in batch if isinstance(content, str)]))
+        texts = [content for content, document, _ in batch if isinstance(content, str) and document.learned is None]
+        chats = [str(content) for content, document, _ in batch if document.learned is not None]
+        rows, conversations = iter(tokenizer.encode_batch(texts)), iter(tokenizer.encode_chat_batch(chats))
         for content, document, ends_document in batch:
+            if document.learned is not None:
+                ids, starts = next(conversations)
+                yield document, ids, learned_tokens(starts, document.learned)
+                continue
             parts.append(next(rows) if isinstance(content, str) else _checked_ids(content, document, tokenizer))
             if ends_document:
-                yield document, np.concatenate(parts)
+                yield document, np.concatenate(parts), None
                 parts = []
 
 
@@ -274,10 +347,10 @@ def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> n
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
-    """Fragments of the documents in order, in batches of at least BATCH_CHARACTERS.
+    """Fragments of the documents in order, in batches of at least BATCH_CHARACTERS, or CHAT_BATCH_CHARACTERS.
 
-    Long texts are cut, so that the tokenizer's memory does not grow with the longest one. A cut follows a newline if
-    there is one, because no usual tokenizer joins text across the end of a line.
+    Long texts are cut, so that the tokenizer's memory does not grow with the longest one; not conversations. A cut
+    follows a newline if there is one, because no usual tokenizer joins text across the end of a line.
     """
     batch: list[Fragment] = []
     characters = 0
@@ -285,13 +358,13 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
         content, start = document.content, 0
         while start < len(content):
             stop = len(content)
-            if isinstance(content, str) and stop - start > FRAGMENT_CHARACTERS:
+            if isinstance(content, str) and document.learned is None and stop - start > FRAGMENT_CHARACTERS:
                 stop = start + FRAGMENT_CHARACTERS
                 stop = content.rfind("\n", start, stop) + 1 or stop
             batch.append((content[start:stop], document, stop == len(content)))
             characters += stop - start
             start = stop
-            if characters >= BATCH_CHARACTERS:
+            if characters >= (BATCH_CHARACTERS if document.learned is None else CHAT_BATCH_CHARACTERS):
                 yield batch
                 batch, characters = [], 0
     if batch:

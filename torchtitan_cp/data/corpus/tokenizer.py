@@ -2,8 +2,11 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -30,6 +33,7 @@ class SentencePieceTokenizer:
     Attributes:
         vocab_size: V; every id is below it.
         eos_id: the token that ends a document. `encode_batch` never returns it.
+        eos_token: how a chat template writes that token.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
 
@@ -53,6 +57,7 @@ class SentencePieceTokenizer:
                 f"the SentencePiece model {path} has no end-of-text token, which ends each document",
                 fix="train it with eos_id >= 0, or leave tokenizer.path out to train one on the corpus",
             )
+        self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self._threads = usable_cores()
         self._space_mark_ids = self._find_space_mark_ids()
@@ -76,6 +81,22 @@ class SentencePieceTokenizer:
                     rows[index] = self._encode_around_space_marks(text)
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
+    def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokens of conversations as a chat template writes them: special tokens are read from the text.
+
+        Of `sentencepiece` and `bytes`, the only one is eos_token. No token is added. Runs on all usable cores.
+
+        Returns:
+            for each text its token ids, `[n]` int32, and at which character each begins, `[n]` int64.
+        """
+
+        def encode(parts: list[str]) -> list[tuple[Any, Any]]:
+            rows = self._processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
+            return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
+
+        marks = {SPACE_MARK: self._space_mark_ids} if self._space_mark_ids else {}
+        return _encode_parts(texts, {self.eos_token: [self.eos_id], **marks}, encode)
+
     def _encode_around_space_marks(self, text: str) -> list[int]:
         first, *others = self._processor.encode(text.split(SPACE_MARK))
         return first + [token for part in others for token in (*self._space_mark_ids, *part)]
@@ -92,10 +113,20 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.vocab_size, self.eos_id, self.fingerprint = 257, 256, "bytes"
+        self.eos_token = END_NAMES[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See SentencePieceTokenizer."""
+
+        def encode(parts: list[str]) -> list[tuple[Any, Any]]:
+            # The other bytes continue a character.
+            return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
+
+        return _encode_parts(texts, {self.eos_token: [self.eos_id]}, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See SentencePieceTokenizer. Bytes that are not UTF-8 become U+FFFD."""
@@ -125,13 +156,13 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True  # "</s>" written in a document does not end it
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        found = [ids[name] for name in END_NAMES if name in ids]
+        found = [name for name in END_NAMES if name in ids]
         if not found:
             raise DataError(
                 f"the tokenizer {path} has no end-of-text token: none of {', '.join(END_NAMES)}",
                 fix="add one of them to its vocabulary",
             )
-        self.eos_id = found[0]
+        self.eos_id, self.eos_token = ids[found[0]], found[0]
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -139,9 +170,41 @@ class HuggingFaceTokenizer:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(row.ids, dtype=np.int32) for row in rows]
 
+    def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See SentencePieceTokenizer. Characters that no token holds, such as spaces, count to the token after them."""
+        self._tokenizer.encode_special_tokens = False
+        rows = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+
+        def starts(row: Any) -> np.ndarray:
+            offsets = np.fromiter(chain.from_iterable(row.offsets), dtype=np.int64)
+            return np.minimum(offsets[::2], np.append(0, offsets[1::2])[:-1])
+
+        return [(np.asarray(row.ids, dtype=np.int32), starts(row)) for row in rows]
+
     def decode(self, ids: Iterable[int]) -> str:
         """See SentencePieceTokenizer."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+
+
+def _encode_parts(
+    texts: Sequence[str], special: Mapping[str, list[int]], encode: Callable[[list[str]], list[tuple[Any, Any]]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """As encode_chat_batch: `special` has the ids of special tokens, `encode` does the parts of text between them."""
+    pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
+    split = [pattern.split(text) for text in texts]
+    between = iter(encode([part for parts in split for part in parts[::2]]))
+
+    def joined(parts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, starts, start = [], [], 0
+        for index, part in enumerate(parts):
+            tokens, begins = (special[part], [0] * len(special[part])) if index % 2 else next(between)
+            ids.append(np.asarray(tokens, dtype=np.int32))
+            starts.append(np.asarray(begins, dtype=np.int64) + start)
+            start += len(part)
+        return np.concatenate(ids), np.concatenate(starts)
+
+    return [joined(parts) for parts in split]
 
 
 Tokenizer = SentencePieceTokenizer | ByteTokenizer | HuggingFaceTokenizer

@@ -1,0 +1,12 @@
+"""Tensor parallelism of a mixture: attention by heads, a token's experts where its part of the sequence is."""
+
+from models.llama.sharding import SHARDING as LLAMA
+
+SHARDING = {name: role for name, role in LLAMA.items() if ".feed_forward" not in name} | {
+    "layers.*.ffn_norm": "local_sequence",
+    "layers.*.router.gate": "local_linear",
+    "layers.*.experts": "experts",
+    "layers.*.shared_experts": "gather",
+    "layers.*.shared_experts.w[13]": "column",
+    "layers.*.shared_experts.w2": "row",
+}

@@ -1,0 +1,66 @@
+"""What follows from a chat template: where it is found, the frame of a prompt, the tokens that end an answer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.chats import SPECIAL, TURNS, VARIABLES, plain, write_tokenizer
+from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.data.corpus.chat import ChatTemplate
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens, prompt_frame
+
+CHATML = plain("chatml")
+END, START_TURN, END_TURN = (SPECIAL.index(token) for token in ("</s>", "<|im_start|>", "<|im_end|>"))
+BYTES_TEMPLATE = ChatTemplate(TURNS.read_text(), {"eos_token": ByteTokenizer().eos_token})
+
+
+def config_of(folder: Path, *lines: str) -> Config:
+    path = folder / "run.toml"
+    path.write_text(
+        "\n".join([*lines, "[[curriculum.stages]]", "seq_len = 64", "steps = 1", "global_batch_tokens = 64"])
+    )
+    return load_config(path)
+
+
+def test_an_answer_ends_at_the_end_of_text_and_at_special_tokens_right_behind_it(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(write_tokenizer(tmp_path))
+    assert end_tokens(ChatTemplate(CHATML), tokenizer) == {END, END_TURN}
+    assert end_tokens(BYTES_TEMPLATE, ByteTokenizer()) == {256}
+    unmarked = ChatTemplate("{% for message in messages %}{{ message.content + '\\n' }}{% endfor %}")
+    assert end_tokens(unmarked, tokenizer) == {END}, "a line break ends no answer"
+    two = ChatTemplate(CHATML.replace("<|im_end|>", "<|im_end|><|im_start|>"))
+    assert end_tokens(two, tokenizer) == {END, START_TURN, END_TURN}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "huggingface"])
+def test_the_frame_and_a_text_are_the_tokens_of_the_conversation(tmp_path: Path, kind: str) -> None:
+    own = HuggingFaceTokenizer(write_tokenizer(tmp_path)) if kind == "huggingface" else ByteTokenizer()
+    template = ChatTemplate(CHATML) if kind == "huggingface" else BYTES_TEMPLATE
+    frame, text = prompt_frame(template, own), "What is in the box? \u00e9"
+    tokens = np.concatenate([frame.opening, own.encode_batch([text])[0], frame.closing])
+    assert tokens.tolist() == encode_turns(template, own, [{"role": "user", "content": text}])
+    assert frame.special.tolist() == ([END, START_TURN, END_TURN] if kind == "huggingface" else [256])
+
+
+def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer(tmp_path: Path) -> None:
+    plain = config_of(tmp_path, "[data]", 'source = "python-stdlib"', "[tokenizer]", 'kind = "bytes"')
+    assert chat_template_of(plain) is None
+    (tmp_path / "own.jinja").write_text("own")
+    path = write_tokenizer(tmp_path / "hub")
+    lines = ["[tokenizer]", 'kind = "huggingface"', f'path = "{path}"', "[data]"]
+    assert chat_template_of(config_of(tmp_path, *lines)) is None
+    (tmp_path / "hub" / "chat_template.jinja").write_text(CHATML)
+    found = chat_template_of(config_of(tmp_path, *lines))
+    assert found
+    assert found.source == CHATML
+    assert found.variables == VARIABLES
+    sources = [
+        *("[[data.sources]]", 'name = "text"'),
+        *("[[data.sources]]", 'name = "chats"', 'source = "python-docstrings"'),
+        f'chat_template = "{tmp_path / "own.jinja"}"',
+    ]
+    found = chat_template_of(config_of(tmp_path, *lines, *sources))
+    assert found
+    assert found.source == "own"

@@ -1,0 +1,201 @@
+"""Conversations as text: a chat template writes them, and says which characters are learned."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_cp.config.extras import import_extra
+from torchtitan_cp.config.sections import SourceKeys
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.store import read_json
+from torchtitan_cp.data.corpus.tokenizer import END_NAMES, load_tokenizer
+from torchtitan_cp.data.errors import DataError
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+MOST_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
+
+Messages = Sequence[Mapping[str, Any]]
+Ranges = list[tuple[int, int]]  # (start, stop) of characters, in order and apart from each other
+
+
+class BadConversationError(Exception):
+    """A row holds no conversation that can be learned from. Args: its kind, for the counts, and details."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How a model's conversations are written. It runs as in transformers, in jinja2's sandbox.
+
+    Attributes:
+        source: Jinja text.
+        variables: what it reads beside the messages: bos_token, eos_token and others.
+    """
+
+    source: str
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def render(self, messages: Messages, tools: Any = None, *, add_generation_prompt: bool = False) -> str:
+        """The text of messages.
+
+        Args:
+            tools: that the assistant may call, as JSON schemas; a list, or its JSON.
+            add_generation_prompt: it ends where the assistant's turn begins.
+
+        Raises:
+            BadConversationError: the template refuses or cannot write them.
+        """
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
+
+    def _render(self, messages: Messages, tools: Any, **settings: Any) -> tuple[str, Ranges]:
+        utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
+        settings |= {"chat_template": self.source, **self.variables}
+        try:
+            tools = json.loads(tools) if tools and isinstance(tools, str) else tools
+            [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
+        except Exception as error:  # a template raises what its author made it
+            raise BadConversationError("template error", f"{type(error).__name__}: {error}") from error
+        return text, marks[0] if marks else []
+
+    def render_with_mask(self, messages: Messages, tools: Any = None, loss_on: str = "assistant") -> tuple[str, Ranges]:
+        """The text of messages and what of it is learned.
+
+        A turn is found by the template's `{% generation %}` marks. Without them it reaches from the end of the
+        messages before it, with the generation prompt, to the end of the messages with it.
+
+        Args:
+            messages: checked; a turn with `weight` 0 or `train` false is not learned.
+            loss_on: `assistant`, `last_assistant` or `all`.
+
+        Raises:
+            BadConversationError: as render.
+            DataError: the template writes a message otherwise when others follow it, so turns cannot be found.
+        """
+        marked = GENERATION_MARK.search(self.source) is not None
+        text, ranges = self._render(messages, tools, return_assistant_tokens_mask=marked)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
+        learned = [index for index in turns if messages[index].get("weight", 1) and messages[index].get("train", True)]
+
+        def span(index: int, prompts: bool) -> tuple[int, int]:
+            before = self.render(messages[:index], tools, add_generation_prompt=prompts) if index or prompts else ""
+            through = self.render(messages[: index + 1], tools) if index + 1 < len(messages) else text
+            if not (text.startswith(through) and through.startswith(before)):
+                raise DataError(
+                    f"the chat template writes message {index + 1} ({messages[index]['role']}) otherwise when others "
+                    "follow it, so what is learned cannot be found in the text",
+                    fix="put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
+                    "template, and give it as chat_template; or set loss_on = 'last_assistant'",
+                )
+            return len(before), len(through)
+
+        if loss_on == "all" and len(learned) == len(messages):
+            ranges = [(0, len(text))]
+        elif loss_on == "all" or not marked:
+            ranges = [span(index, loss_on != "all") for index in learned]
+        elif learned != answers and len(ranges) == len(answers):
+            ranges = [mark for index, mark in zip(answers, ranges, strict=True) if index in learned]
+        elif learned != answers:  # a message may have several marks
+            spans = [span(index, False) for index in learned]
+            ranges = [mark for mark in ranges if any(start <= mark[0] and mark[1] <= stop for start, stop in spans)]
+        return text, [(start, stop) for start, stop in ranges if start < stop]
+
+
+def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
+    """The conversation in a row of the corpus as text, and what of it is learned.
+
+    Raises:
+        BadConversationError, DataError: as render_with_mask; or the row holds none.
+    """
+    messages: Any = row.get(source.messages_field or "messages")
+    if source.prompt_field:
+        pair = (row[source.prompt_field], "user"), (row.get(source.completion_field), "assistant")
+        turns = [value if isinstance(value, list) else [{"role": role, "content": value}] for value, role in pair]
+        messages = turns[0] + turns[1]
+    check_messages(messages)
+    text, learned = template.render_with_mask(messages, row.get("tools"), source.loss_on)
+    if re.search("[\ud800-\udfff]", text):
+        raise BadConversationError("half a surrogate pair")
+    if not learned:
+        raise BadConversationError("nothing to learn")
+    return text, learned
+
+
+def without_none(value: Any) -> Any:
+    """A nested value without the fields that Arrow adds to a row because other rows have them."""
+    if isinstance(value, dict):
+        return {name: without_none(entry) for name, entry in value.items() if entry is not None or name == "content"}
+    return [without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
+def check_messages(messages: Any) -> None:
+    """Check the messages of a conversation: their roles, contents and weights.
+
+    Raises:
+        BadConversationError: the first that is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise BadConversationError("no messages")
+    characters = 0
+    for number, message in enumerate(messages, start=1):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else ("", None)
+        problem, text = "", "" if content is None else content
+        parts: list[Any] = text if isinstance(text, list) else [{"text": text}]
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        calls = role == "assistant" and message.keys() - {"role", "content", "weight", "train"}  # instead of content
+        if role not in ROLES:
+            problem = "unknown role"
+        elif len(texts) < len(parts) or (content is None and not calls):
+            problem = "content of a wrong type"
+        elif message.get("weight", 1) not in (0, 1) or not isinstance(message.get("train", True), bool):
+            problem = "weight that is neither 0 nor 1"
+        if problem:
+            raise BadConversationError(problem, f"message {number}: {message!r:.80}")
+        characters += sum(map(len, texts))
+    if characters >= MOST_CHARACTERS:
+        raise BadConversationError("conversation of 10 MB or more", f"{characters} characters")
+
+
+def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, hub_checkpoint: Path | None) -> ChatTemplate:
+    """The chat template of a source: `chat_template`, else of the tokenizer's files, else of the checkpoint's.
+
+    Its variables are the special tokens of tokenizer_config.json; without that file only eos_token is set.
+
+    Args:
+        hub_checkpoint: folder that training begins from, if there is one.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    own = Path(os.path.expanduser(tokenizer.path)).parent if tokenizer.path else None
+    folders = [folder for folder in (own, hub_checkpoint) if folder]
+    configs = [read_json(folder / CONFIG_FILE) or {} for folder in folders]
+    found: list[Any] = []
+    problem = "there is no chat template"
+    try:
+        if source.chat_template:
+            found.append(Path(os.path.expanduser(source.chat_template)).read_text("utf-8"))
+        for folder, config in zip(folders, configs, strict=True):
+            file = folder / TEMPLATE_FILE
+            found.append(file.read_text("utf-8") if file.exists() else config.get("chat_template"))
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"the chat template cannot be read: {error}"
+    text = next(filter(None, found), None)
+    if isinstance(text, list):  # several templates with names
+        text = {entry["name"]: entry["template"] for entry in text}.get("default")
+    if not text:
+        raise DataError(
+            f"{source.where} holds conversations, and {problem}",
+            fix=f"set {source.where}.chat_template to a file with a Jinja template, or put {TEMPLATE_FILE} or "
+            f"{CONFIG_FILE} beside the tokenizer",
+        )
+    known = next(filter(None, configs), {}).items()
+    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in known if "_token" in name}
+    if not tokens.get("eos_token"):
+        tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAMES[0]
+    return ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})

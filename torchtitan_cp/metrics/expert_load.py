@@ -1,0 +1,34 @@
+"""How the tokens of steps are spread over the experts of each layer."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def expert_loads(counts: Tensor) -> np.ndarray:
+    """`[layers, X]`: tokens of each expert over the even share, so the mean is 1; NaN in layers without experts.
+
+    Args:
+        counts: `[layers, X]`, tokens that each expert was sent.
+    """
+    return (counts / counts.mean(1, keepdim=True)).cpu().numpy()
+
+
+def expert_fields(counts: Tensor, entropy: Tensor, dropped: Tensor, tokens: int) -> dict[str, Any]:
+    """Fields of StepRecord about experts.
+
+    Args:
+        counts: see `expert_loads`.
+        entropy: `[layers]`, of the shares of a token's experts in nats, summed over tokens.
+        dropped: pairs of a token and an expert, scalar.
+        tokens: of the step.
+    """
+    loads = expert_loads(counts)
+    layers = np.flatnonzero(~np.isnan(loads[:, 0])).tolist()
+    return {
+        "expert_load": {str(layer): float(loads[layer].max()) for layer in layers},
+        "router_entropy": {str(layer): float(entropy[layer]) / tokens for layer in layers},
+        "idle_experts": float((loads[layers] == 0).mean()),
+        "dropped_pairs": int(dropped),
+    }
