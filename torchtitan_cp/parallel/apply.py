@@ -41,7 +41,7 @@ def parallelize(model: nn.Module, meshes: Meshes, roles: Mapping[str, str], conf
         if config.parallel.async_tp:
             enable_async_tp(meshes.tp)
     experts = meshes.experts if getattr(model, "experts", None) else None
-    if experts:
+    if experts and config.parallel.ep > 1:
         shard_experts(model, experts[0])
     if (meshes.tp and config.compile.enable) or config.optimizer.state == "8bit":
         disable_compile_cache()
