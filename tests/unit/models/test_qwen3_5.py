@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 from models import ARCHITECTURES
@@ -51,20 +52,33 @@ def loss_and_gradients(model: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
     return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+class Float64(TorchFunctionMode):
+    """Has what asks for float32 compute in float64, in which two right implementations agree on any CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return function(*wide, **named)
+
+
 @pytest.mark.parametrize("attend", [PlainAttention(), LayerAttention()], ids=["plain", "operators"])
 def test_logits_and_gradients_are_those_of_transformers(attend: Any) -> None:
-    model = build(ARGS, attend)
-    theirs = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config(ARGS), rope_parameters=ROPE))
+    """In float32 the gradient of A_log, a sum that cancels, is 1e-5 from its float64 value in both."""
+    model = build(ARGS, attend).double()
+    theirs = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config(ARGS), rope_parameters=ROPE)).double()
     names = names_of(model)
     theirs.load_state_dict({names[name]: p.detach() for name, p in model.named_parameters()}, strict=False)
     tokens = torch.randint(0, ARGS.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     plan: Any = {0: make_plan(TOKENS)} if isinstance(attend, LayerAttention) else torch.zeros_like(tokens)
-    got, gradients = loss_and_gradients(model, model(tokens, torch.arange(TOKENS), plan), tokens)
-    want, their_gradients = loss_and_gradients(theirs, theirs(tokens).logits, tokens)
-    assert (got - want).norm() < 1e-5 * want.norm()
+    with Float64():
+        got, gradients = loss_and_gradients(model, model(tokens, torch.arange(TOKENS), plan), tokens)
+        want, their_gradients = loss_and_gradients(theirs, theirs(tokens).logits, tokens)
+    assert (got - want).norm() < 1e-7 * want.norm()
     for name, gradient in gradients.items():
         apart = (gradient - their_gradients[names[name]]).norm() / their_gradients[names[name]].norm()
-        assert apart < 1e-5, (name, apart)
+        assert apart < 1e-6, (name, apart)
 
 
 def test_every_size_holds_as_many_numbers_as_it_says() -> None:
