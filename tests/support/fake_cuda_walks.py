@@ -76,6 +76,12 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "tensorwise": ("--training.float8=tensorwise",),
         "kv": ("--context_parallel.kv_transfer=float8",),
     },
+    "experts": {
+        "none": (),
+        "of all ranks": ("--model.architecture=moe",),
+        "ep": ("--model.architecture=moe", "--parallel.ep=2"),
+        "ep with a capacity": ("--model.architecture=moe", "--parallel.ep=2", "--parallel.expert_capacity=1.5"),
+    },
 }
 Case = dict[str, str]
 
@@ -116,7 +122,8 @@ def overrides(case: Case) -> list[str]:
     """Of the config, for a case; a kind that it leaves out takes its first choice."""
     window = ", windows = [0, 65]" if case.get("mask") == "window" else ""
     chosen = [option for kind, names in CHOICES.items() for option in names[case.get(kind, next(iter(names)))]]
-    return [*BASE, "--parallel.cp=4", f"--model.overrides={{{SIZES}{window}}}", *chosen]
+    experts = ", n_experts = 4, experts_per_token = 2" if "--model.architecture=moe" in chosen else ""
+    return [*BASE, "--parallel.cp=4", f"--model.overrides={{{SIZES}{window}{experts}}}", *chosen]
 
 
 def walk_in_process(path: Path, cases: list[Case], device: str = DEVICE) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ class RoutingSums:
     def add(self, layer: int, counts: Tensor, entropy: Tensor, dropped: int) -> None:
         """Add what a layer's router chose in one forward; counts `[X]`."""
         own = self._view()
-        own.counts[layer] += counts
+        own.counts[layer] += counts.to(self._sums.device)  # a dry run's counts are on the host
         own.entropy[layer] += entropy
         own.dropped.add_(dropped)
 
@@ -165,7 +165,7 @@ class ExpertDispatch:
         trips, orders = [_Trip(*rows, self.group) for rows in zip(rows_sent, rows_received, strict=True)], []
         arriving, returning, out = [], [], []
         for trip, tokens, choices, own, most in zip(trips, parts[0], parts[1], counts, kept, strict=True):
-            orders.append(self._order(choices.flatten(), own, most))
+            orders.append(self._order(choices.flatten(), own.to(hidden.device), most.to(hidden.device)))
             arriving.append(_Start.apply(tokens[orders[-1] // chosen.shape[1]], trip))
         for trip, rows, of_experts in zip(trips, arriving, received, strict=True):
             rows = self._compute_rows(_Finish.apply(rows, trip), of_experts)
@@ -187,7 +187,7 @@ class ExpertDispatch:
     def _compute_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
         """This rank's experts on rows `[R, E]`, which are ordered by sender and expert; counts `[ranks, X / ep]`."""
         numbers = torch.arange(counts.shape[1], device=rows.device).repeat(self.ranks)
-        numbers = numbers.repeat_interleave(counts.flatten(), output_size=len(rows))
+        numbers = numbers.repeat_interleave(counts.flatten().to(rows.device), output_size=len(rows))
         empty = not len(rows)
         if empty:  # experts without any row would have no gradient, and FSDP would wait for it
             rows, numbers = F.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
