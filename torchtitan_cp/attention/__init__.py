@@ -9,7 +9,7 @@ from torchtitan_cp.attention.collectives import watch_messages
 from torchtitan_cp.attention.doctor import doctor
 from torchtitan_cp.attention.errors import ContextParallelError, LayoutError, PlanError
 from torchtitan_cp.attention.linear.convolution import causal_conv
-from torchtitan_cp.attention.linear.operator import DELTA_RULE, gated_delta_rule
+from torchtitan_cp.attention.linear.operator import DELTA_RULE, gated_delta_rule, selective_scan
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.operator import OPERATOR, prepare_plan
 from torchtitan_cp.attention.plan import Plan
@@ -36,6 +36,7 @@ __all__ = [
     "gated_delta_rule",
     "make_plan",
     "prepare_plan",
+    "selective_scan",
     "sum_ranks",
     "watch_messages",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torchtitan_cp.attention.linear.chunks import CHUNK
+from torchtitan_cp.attention.linear.kernel import PART
 from torchtitan_cp.planner.exchange import FP32_BYTES, find_exchange
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 
@@ -98,12 +99,14 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
 
 def _delta_rule_bytes(planned: PlannedStage) -> float:
     """Bytes at work in the backward of a gated delta rule, in fp32: of each head and token the factors of its chunk and
-    their gradients, rows as long as a key or a chunk, and the chunk's states."""
+    their gradients, rows as long as a key or a chunk, and the chunk's states; and the gradients of all inputs. A key
+    head of very many tokens is more than a part and not counted as such."""
     if not (state := max(planned.args.state_sizes)):
         return 0.0
     values = planned.args.state_widths[1]
     dim = state / values
-    return planned.tokens * values / dim * FP32_BYTES * (15 * dim + 8 * CHUNK + 2 * dim * dim / CHUNK)
+    rows = planned.tokens * values / dim
+    return FP32_BYTES * (3 * dim * rows + min(rows, PART / dim) * (12 * dim + 8 * CHUNK + 2 * dim * dim / CHUNK))
 
 
 def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, float]:

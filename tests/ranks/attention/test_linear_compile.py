@@ -307,20 +307,6 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "S/P = 32, got (2, 16, 6), (6, 4)" in said[10]
 
 
-def run_two_axes() -> list[str]:
-    """A 2-D mesh of one rank on an axis is one group; of several on both it is none."""
-    q, g = torch.randn(1, 16, 2, 8), torch.zeros(1, 16, 2)
-    whole = ContextParallel(init_device_mesh("cpu", (1, 4)), "hybrid").plan(64)
-    assert gated_delta_rule(q, q, q, g, g, whole).shape == q.shape
-    with pytest.raises(PlanError) as error:
-        gated_delta_rule(q, q, q, g, g, ContextParallel(init_device_mesh("cpu", (2, 2)), "hybrid").plan(64))
-    return [str(error.value)]
-
-
-def test_a_mesh_of_two_axes_is_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
-    assert "the mesh has two axes; give a 1-D mesh" in ranks(4)(run_two_axes)[0][0]
-
-
 def run_auto() -> list[str]:
     """What auto logs: a short sequence of small heads trades them, large heads of a long one pass states."""
     said: list[str] = []

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens; a power of two
+# The delta rule; with queries and keys divided by their norms first; v' = beta v, as in Mamba-2.
+RULES = ("delta", "normalized_delta", "scan")
 NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys, as in the published models
 
 
@@ -60,24 +62,27 @@ class Inputs(NamedTuple):
     beta: Tensor
 
 
-def make_factors(inputs: Inputs, scale: float, qk_l2norm: bool) -> Factors:
+def make_factors(inputs: Inputs, scale: float, rule: str) -> Factors:
     """The factors of chunks; differentiable.
 
     Args:
         inputs: in chunks.
-        qk_l2norm: whether queries and keys are divided by their norms first.
+        rule: one of RULES.
     """
     q, k, v, g, beta = inputs
-    if qk_l2norm:
+    if rule == "normalized_delta":
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
     q = q * scale
     decay_in, decay_out = g.cumsum(-2).exp(), _sum_after(g).exp()
     scores, overlaps = _decayed_products(q, k, g) if g.shape[-1] > 1 else _products(q, k, g)
+    q_in, k_out, gamma = decay_in * q, decay_out * k, decay_in[..., -1, :].unsqueeze(-1)
+    if rule == "scan":
+        return Factors(beta * v, 0.0 * beta * k, scores, q_in, k_out, gamma)
     system = beta * overlaps + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
     right = beta * torch.cat([v, decay_in * k], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return Factors(u, w, scores, decay_in * q, decay_out * k, decay_in[..., -1, :].unsqueeze(-1))
+    return Factors(u, w, scores, q_in, k_out, gamma)
 
 
 def _sum_after(g: Tensor) -> Tensor:
@@ -130,15 +135,22 @@ def chunk_outputs(factors: Factors, states: Tensor) -> Tensor:
     return factors.q_in @ states + factors.attn @ (factors.u - factors.w @ states)
 
 
-def summarize(factors: Factors, transition: bool) -> Tensor:
-    """Of the map S -> A S + B over the chunks, A and B side by side `[B, Hk, R, K, K + V]`, or B alone."""
+def summarize(factors: Factors, transition: bool, rule: str) -> Tensor:
+    """Of the map S -> A S + B over the chunks, A and B side by side `[B, Hk, R, K, K + V]`, or B alone.
+
+    A scan's A is diagonal: a column, `[.., K, 1 + V]`.
+    """
     added = factors.k_out.mT @ factors.u
     start = torch.zeros_like(added[0])
-    if transition:
-        identity = torch.eye(key_dim := start.shape[-2], dtype=added.dtype, device=added.device)
+    key_dim = start.shape[-2]
+    if transition and rule != "scan":
+        identity = torch.eye(key_dim, dtype=added.dtype, device=added.device)
         start = torch.cat([identity.expand(*start.shape[:-1], key_dim), start], -1)
         added = F.pad(added, (key_dim, 0))
-    return _scan(factors.gamma, factors.k_out, factors.w, added, {0: start}, range(len(added)))[1]
+    last = _scan(factors.gamma, factors.k_out, factors.w, added, {0: start}, range(len(added)))[1]
+    if transition and rule == "scan":
+        last = torch.cat([factors.gamma.prod(0).expand_as(last[..., :1]), last], -1)
+    return last
 
 
 def chunk_gradients(factors: Factors, dout: Tensor, leaving: Starts) -> tuple[Tensor, Tensor]:

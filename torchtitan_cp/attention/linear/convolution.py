@@ -4,9 +4,10 @@ The first positions of a run want the W - 1 before them, wherever these are: on 
 there, and backward their gradients travel home.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
 from functools import lru_cache
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,22 +62,11 @@ def causal_conv(
     return convolve(inputs, plan.handle, activation is not None)
 
 
-class Move(NamedTuple):
-    """Consecutive rows that travel: which rank's, from which row on; to which rank, and to which row on; how many."""
-
-    source: int
-    source_row: int
-    target: int
-    target_row: int
-    rows: int
-
-    def back(self) -> "Move":
-        """The way home."""
-        return Move(self.target, self.target_row, self.source, self.source_row, self.rows)
+Moves = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]  # [source][target] -> (local row there, row of halos here)
 
 
 @lru_cache(maxsize=KEPT)
-def halo_moves(plan: Plan, width: int) -> tuple[Move, ...]:
+def halo_moves(plan: Plan, width: int) -> Moves:
     """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
 
     Of batch rows that are packed differently, the one that reads most decides.
@@ -87,40 +77,35 @@ def halo_moves(plan: Plan, width: int) -> tuple[Move, ...]:
             for segment in segments[1:]:
                 first = max(segments[0].start, segment.start - width + 1)
                 first_read[segment.start] = min(first, first_read.get(segment.start, first))
-    moves, halos = [], [width - 1] * plan.ranks  # where the halo of each rank's next run ends
-    for place, (target, _, start, _) in enumerate(plan.layout.segments):
-        end, before = start, place
-        while end > first_read.get(start, start):
-            before -= 1
-            source, local, held, _ = plan.layout.segments[before]
-            first = max(held, first_read[start])
-            moves.append(Move(source, local + first - held, target, halos[target] + first - start, end - first))
-            end = first
-        halos[target] += width - 1
-    return tuple(moves)
+    held, ends = plan.layout.segments, [width - 1] * plan.ranks  # where the halo of each rank's next run ends
+    moves: list[list[list[tuple[int, int]]]] = [[[] for _ in ends] for _ in ends]
+    for target, _, start, _ in held:
+        for position in range(first_read.get(start, start), start):
+            source = held[bisect_right(held, position, key=attrgetter("start")) - 1]
+            moved = source.local + position - source.start, ends[target] + position - start
+            moves[source.rank][target].append(moved)
+        ends[target] += width - 1
+    return tuple(tuple(map(tuple, to)) for to in moves)
 
 
-def _carry(x: Tensor, moves: Sequence[Move], onto: Tensor, plan: Plan) -> None:
-    """Add rows of `x` `[B, s, C]` on their source to those of `onto` on their target."""
-    ranks, (batch, _, channels) = range(plan.ranks), x.shape
-
-    def between(source: int, target: int) -> list[Move]:
-        return [move for move in moves if (move.source, move.target) == (source, target)]
-
-    sent = [[x[:, m.source_row : m.source_row + m.rows].flatten() for m in between(plan.rank, rank)] for rank in ranks]
-    arriving = [between(rank, plan.rank) for rank in ranks]
-    sizes = [[batch * move.rows * channels for move in of_rank] for of_rank in arriving]
-    parts = [torch.cat([x.new_empty(0), *of_rank]) for of_rank in sent]
-    received = cp_group(plan).exchange(parts, [sum(of_rank) for of_rank in sizes])
-    for flat, of_rank, lengths in zip(received, arriving, sizes, strict=True):
-        for move, piece in zip(of_rank, flat.split(lengths) if lengths else [], strict=True):
-            onto[:, move.target_row : move.target_row + move.rows] += piece.view(batch, move.rows, channels)
+def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) -> None:
+    """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
+    moves = halo_moves(plan, width)
+    ours, theirs = moves[plan.rank], [to[plan.rank] for to in moves]
+    sent, arriving = (theirs, ours) if back else (ours, theirs)
+    parts = [x[:, [pair[back] for pair in pairs]].flatten() for pairs in sent]
+    received = cp_group(plan).exchange(parts, [len(pairs) * len(x) * x.shape[-1] for pairs in arriving])
+    for flat, pairs in zip(received, arriving, strict=True):
+        rows = torch.tensor([pair[not back] for pair in pairs], dtype=torch.int64, device=x.device)
+        values = flat.view(len(x), len(pairs), x.shape[-1])
+        # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.
+        onto.transpose(0, 1).index_put_((rows,), values.transpose(0, 1), accumulate=True)
 
 
 def _halos(x: Tensor, plan: Plan, width: int) -> Tensor:
     """What precedes each run, zeros where nothing is read, `[B, runs (W - 1), C]`."""
     halos = x.new_zeros(len(x), len(plan.layout.spans[plan.rank]) * (width - 1), x.shape[-1])
-    _carry(x, halo_moves(plan, width), halos, plan)
+    _carry(x, width, halos, plan)
     return halos
 
 
@@ -169,7 +154,7 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
         out = _convolve(plan, silu, *leaves)
         dx, dhalos, *dparameters = torch.autograd.grad(out, leaves, dout)
     dx = dx.clone(memory_format=torch.contiguous_format)
-    _carry(dhalos, [move.back() for move in halo_moves(plan, width)], dx, plan)
+    _carry(dhalos, width, dx, plan, back=True)
     return [dx, *dparameters]
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.errors import PlanError, check_name
-from torchtitan_cp.attention.linear import chunks
-from torchtitan_cp.attention.linear.chunks import Factors, Inputs
-from torchtitan_cp.attention.linear.rows import ChunkRows, chunk_rows, whole_sequence
-from torchtitan_cp.attention.linear.states import StateExchange, cp_group, most_maps
+from torchtitan_cp.attention.linear.chunks import Inputs
+from torchtitan_cp.attention.linear.kernel import kernels
+from torchtitan_cp.attention.linear.rows import whole_sequence
+from torchtitan_cp.attention.linear.states import Segments, StateExchange, cp_group, map_columns, most_maps
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import UNSAFE
 from torchtitan_cp.attention.plan import Plan
@@ -64,15 +63,45 @@ def gated_delta_rule(
         PlanError: shapes or dtypes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of
             two axes, which the rule does not have; an unknown strategy.
     """
-    check_name("strategy of linear attention", strategy, STRATEGIES)
-    check_mask(plan, len(q))
-    _check_shapes(Inputs(q, k, v, g, beta), plan)
-    # Gates travel beside the queries as columns of their dtype.
-    g, beta = (x.to(torch.promote_types(x.dtype, q.dtype)) for x in (g, beta.unsqueeze(-1)))
-    inputs = Inputs(q, k, v, g if g.ndim == 4 else g.unsqueeze(-1), beta)
-    trades = plan.ranks > 1 and (choose_strategy(inputs, plan)[0] if strategy == "auto" else strategy) == "all_to_all"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return delta_rule(list(inputs), plan.handle, scale, qk_l2norm, plan.ranks, trades, plan.most_runs)[0]
+    return _call(Inputs(q, k, v, g, beta), plan, scale, "normalized_delta" if qk_l2norm else "delta", strategy)
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, plan: Plan, strategy: str = "auto"
+) -> Tensor:
+    """The scan of Mamba-2 over the full sequence, differentiable. Collective over the plan's group.
+
+    With a state S `[N, D]` of zeros at the start of each document, a token does S <- e^(dt A) S + dt B x^T, and its
+    output is S^T C. Source: Dao and Gu, Transformers are SSMs, 2024.
+
+    Args:
+        x: `[B, S/P, H, D]`.
+        dt: `[B, S/P, H]` step sizes, above 0: behind their bias and softplus.
+        A: `[H]`, below 0. Its gradient is that of this rank's outputs: sum it over the ranks.
+        B, C: `[B, S/P, G, N]`; H is a multiple of G, and consecutive heads share a group. One dtype with x.
+        plan, strategy: as of `gated_delta_rule`.
+
+    Returns:
+        `[B, S/P, H, D]` in x's dtype, without the skip D x; rows of padding are zero.
+
+    Raises:
+        PlanError: as `gated_delta_rule`.
+    """
+    return _call(Inputs(C, B, x, dt * A, dt), plan, 1.0, "scan", strategy)
+
+
+def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
+    check_name("strategy of linear attention", strategy, STRATEGIES)
+    check_mask(plan, len(inputs.q))
+    _check_shapes(inputs, plan)
+    # Gates travel beside the queries as columns of their dtype.
+    g, beta = (x.to(torch.promote_types(x.dtype, inputs.q.dtype)) for x in (inputs.g, inputs.beta.unsqueeze(-1)))
+    inputs = inputs._replace(g=g if g.ndim == 4 else g.unsqueeze(-1), beta=beta)
+    trades = (
+        plan.ranks > 1 and (choose_strategy(inputs, plan, rule)[0] if strategy == "auto" else strategy) == "all_to_all"
+    )
+    return delta_rule(list(inputs), plan.handle, scale, rule, plan.ranks, trades, plan.most_runs)[0]
 
 
 def check_mask(plan: Plan, batch: int) -> None:
@@ -102,7 +131,7 @@ def _check_shapes(inputs: Inputs, plan: Plan) -> None:
         raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
 
 
-def choose_strategy(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
+def choose_strategy(inputs: Inputs, plan: Plan, rule: str) -> tuple[str, int, int]:
     """(what `auto` takes, bytes that a rank sends forward and backward with states, and in trade, times P / (P - 1)).
 
     Forward, a run sends A and B and gets a state; backward, it sends and gets one. That is an upper bound: a document
@@ -110,7 +139,7 @@ def choose_strategy(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
     """
     # torch.compile traces this function with sizes it may not know, so it must not format text.
     (_, tokens, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
-    a_run = heads * key_dim * (key_dim + 4 * value_dim) * accumulation_dtype(inputs.q.dtype).itemsize
+    a_run = heads * key_dim * (map_columns(key_dim, rule) + 4 * value_dim) * accumulation_dtype(inputs.q.dtype).itemsize
     a_token = 2 * (key_heads * key_dim + heads * value_dim) * inputs.q.dtype.itemsize
     a_token += heads * (inputs.g.shape[-1] * inputs.g.dtype.itemsize + inputs.beta.dtype.itemsize)
     states, traded = plan.most_runs * a_run * len(inputs.q), 2 * tokens * a_token * len(inputs.q)
@@ -125,43 +154,35 @@ def _log_choice(strategy: str, ranks: int, heads: tuple[int, int], states: int, 
     logger.info("linear attention on %d ranks takes strategy %s: %s", ranks, strategy, why)
 
 
-def _in_chunks(inputs: Inputs, rows: ChunkRows) -> Inputs:
-    """In the dtype of sums; a document's first token forgets all before it."""
-    dtype = accumulation_dtype(inputs.q.dtype)
-    q, k, v, g, beta = (rows.split(x.to(dtype), inputs.q.shape[2]) for x in inputs)
-    begins = rows.begins.unflatten(1, (-1, chunks.CHUNK)).transpose(0, 1)[:, :, None, None, :, None]
-    return Inputs(q, k, v, g.masked_fill(begins, float("-inf")), beta)
-
-
-def _forward(inputs: Inputs, plan: Plan, scale: float, qk_l2norm: bool) -> tuple[Tensor, list[Tensor]]:
+def _forward(inputs: Inputs, plan: Plan, scale: float, rule: str) -> tuple[Tensor, list[Tensor]]:
     """(out, [the states that enter the runs, the maps that were composed]) of this rank's rows."""
-    rows = chunk_rows(plan, inputs.q.device)
-    factors = chunks.make_factors(_in_chunks(inputs, rows), scale, qk_l2norm)
-    entering, maps = StateExchange(plan, rows, factors).enter()
-    states = chunks.chunk_states(factors, rows.at_starts(entering))
-    return rows.join(chunks.chunk_outputs(factors, states)).to(inputs.v.dtype), [entering, maps]
+    heads, kernel = kernels(inputs, plan, scale, rule)
+
+    def summarize(segments: Segments) -> list[list[Tensor]]:
+        return [[kernel(part).summarize(*segment) for segment in segments] for part in range(len(heads))]
+
+    entering, maps = StateExchange(inputs, plan, rule).enter(summarize)
+    outs = [kernel(part).outputs(states) for part, states in enumerate(entering.split(heads, 2))]
+    return torch.cat(outs, 2).to(inputs.v.dtype), [entering, maps]
 
 
-def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, qk_l2norm: bool) -> list[Tensor]:
+def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, rule: str) -> list[Tensor]:
     """The gradients of the inputs, in their dtypes.
 
     Args:
         kept: the inputs, and what `_forward` returned, unless no state enters.
     """
     inputs, (entering, maps) = Inputs(*kept[:5]), kept[5:] or [dout.new_empty(0)] * 2
-    rows = chunk_rows(plan, dout.device)
-    leaves = Inputs(*(x.requires_grad_() for x in _in_chunks(inputs, rows)))
-    with above_autograd(), torch.enable_grad():
-        made = chunks.make_factors(leaves, scale, qk_l2norm)
-    factors = Factors(*(x.detach() for x in made))
-    douts = rows.split(dout.to(factors.u.dtype), inputs.q.shape[2])
-    states = chunks.chunk_states(factors, rows.at_starts(entering))
-    leaving = StateExchange(plan, rows, factors).leave(douts, maps)
-    dstates, _ = chunks.chunk_gradients(factors, douts, rows.at_ends(leaving))
-    dfactors = chunks.factor_gradients(factors, states, douts, dstates)
-    with above_autograd():
-        gradients = torch.autograd.grad(made, leaves, dfactors)
-    return [rows.join(gradient).to(x.dtype) for gradient, x in zip(gradients, inputs, strict=True)]
+    heads, kernel = kernels(inputs, plan, scale, rule, dout)
+
+    def inside(segments: Segments) -> list[list[Tensor]]:
+        return [[kernel(part).gradient_inside(segment) for segment, _ in segments] for part in range(len(heads))]
+
+    leaving = StateExchange(inputs, plan, rule).leave(inside, maps)
+    entering = entering if entering.numel() else torch.zeros_like(leaving)
+    states = enumerate(zip(entering.split(heads, 2), leaving.split(heads, 2), strict=True))
+    gradients = zip(*(kernel(part).gradients(*ends) for part, ends in states), strict=True)
+    return [torch.cat(x, 2).to(y.dtype) for x, y in zip(gradients, inputs, strict=True)]
 
 
 class _HeadTrade:
@@ -194,22 +215,24 @@ class _HeadTrade:
 
 @torch.library.custom_op("torchtitan_cp::gated_delta_rule", mutates_args=(), tags=UNSAFE)
 def delta_rule(
-    inputs: list[Tensor], handle: Tensor, scale: float, qk_l2norm: bool, ranks: int, trades: bool, most_runs: int
+    inputs: list[Tensor], handle: Tensor, scale: float, rule: str, ranks: int, trades: bool, most_runs: int
 ) -> tuple[Tensor, list[Tensor]]:
     """(out `[B, S/P, Hv, V]`, what the backward needs: inputs and states, or the inputs that were traded)."""
     plan, heads = find_plan(handle), (inputs[2].shape[2], inputs[0].shape[2])
     if plan.ranks > 1:
-        _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *choose_strategy(Inputs(*inputs), plan)[1:])
+        _log_choice(
+            "all_to_all" if trades else "state", plan.ranks, heads, *choose_strategy(Inputs(*inputs), plan, rule)[1:]
+        )
     if not trades:
-        return _forward(Inputs(*inputs), plan, scale, qk_l2norm)
+        return _forward(Inputs(*inputs), plan, scale, rule)
     trade = _HeadTrade(plan, heads)
     traded = trade.to_heads(*inputs)
-    return trade.to_rows(_forward(Inputs(*traded), whole_sequence(plan), scale, qk_l2norm)[0])[0], traded
+    return trade.to_rows(_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0])[0], traded
 
 
 @delta_rule.register_fake
 def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list[Tensor]]:
-    ranks, trades, most_runs = options[-3:]
+    rule, ranks, trades, most_runs = options[1:]
     q, _, v, *_ = inputs
     (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -219,20 +242,20 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
         return out, [x.new_empty((batch, rows * ranks, h, x.shape[-1])) for x, h in zip(inputs, held, strict=True)]
     dtype, maps = accumulation_dtype(q.dtype), batch * most_maps(ranks, most_runs, heads)
     entering = q.new_empty((most_runs, batch, heads, key_dim, value_dim), dtype=dtype)
-    return out, [entering, q.new_empty(maps * key_dim * key_dim, dtype=dtype)]
+    return out, [entering, q.new_empty(maps * map_columns(key_dim, rule) * key_dim, dtype=dtype)]
 
 
 @torch.library.custom_op("torchtitan_cp::gated_delta_rule_backward", mutates_args=(), tags=UNSAFE)
 def delta_rule_backward(
-    dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, scale: float, qk_l2norm: bool, trades: bool
+    dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, scale: float, rule: str, trades: bool
 ) -> list[Tensor]:
     """Gradients of q, k, v, g, beta."""
     plan = find_plan(handle)
     if not trades:
-        return _backward(dout, kept, plan, scale, qk_l2norm)
+        return _backward(dout, kept, plan, scale, rule)
     trade = _HeadTrade(plan, (dout.shape[2], key_heads))
     (dout,) = trade.to_heads(dout)
-    return trade.to_rows(*_backward(dout, kept, whole_sequence(plan), scale, qk_l2norm))
+    return trade.to_rows(*_backward(dout, kept, whole_sequence(plan), scale, rule))
 
 
 @delta_rule_backward.register_fake
@@ -243,8 +266,8 @@ def _(dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, *options
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    tensors, handle, scale, qk_l2norm, _, trades, _ = inputs
-    ctx.options = tensors[0].shape[2], scale, qk_l2norm, trades
+    tensors, handle, scale, rule, _, trades, _ = inputs
+    ctx.options = tensors[0].shape[2], scale, rule, trades
     ctx.save_for_backward(handle, *([] if trades else tensors), *output[1])
 
 

@@ -128,6 +128,37 @@ def crossings(plan: Plan) -> tuple[tuple[Crossing, ...], ...]:
     )
 
 
+class OwnSegment(NamedTuple):
+    """A rank's segment of a document in one row of the batch.
+
+    Attributes:
+        batch_row, run: where it is; local: its first local row; rows: how many it has.
+        start: global position of its first token.
+        enters, leaves: whether its document began before it, and goes on after it.
+    """
+
+    batch_row: int
+    run: int
+    local: int
+    rows: int
+    start: int
+    enters: bool
+    leaves: bool
+
+
+@lru_cache(maxsize=KEPT)
+def own_segments(plan: Plan, batch: int) -> tuple[OwnSegment, ...]:
+    """This rank's segments, batch row by batch row."""
+    spans, found = plan.layout.spans[plan.rank], []
+    for row, documents in enumerate(plan.segments * (batch // len(plan.segments))):
+        for segments in documents:
+            for s in segments:
+                if s.rank == plan.rank:
+                    run, ends = bisect_right(spans, (s.start, plan.sequence_length)) - 1, (segments[0], segments[-1])
+                    found.append(OwnSegment(row, run, s.local, s.stop - s.start, s.start, s != ends[0], s != ends[1]))
+    return tuple(found)
+
+
 @lru_cache(maxsize=KEPT)
 def whole_sequence(plan: Plan) -> Plan:
     """The plan of one rank alone for the same documents."""

@@ -16,27 +16,29 @@ from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.linear.chunks import Factors, chunk_gradients, summarize
-from torchtitan_cp.attention.linear.rows import ChunkRows, Crossing, crossings
+from torchtitan_cp.attention.linear.chunks import Inputs
+from torchtitan_cp.attention.linear.rows import Crossing, crossings
+from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
 
 Shape = tuple[int, ...]
 States = dict[Crossing, Tensor]  # `[b, H, K, columns]` each
+Segments = list[tuple[Crossing, bool]]  # with whether A is wanted
 
 
 def cp_group(plan: Plan) -> Group:
     """The group of all ranks that share a sequence.
 
     Raises:
-        PlanError: there is none, since the mesh has two axes.
+        PlanError: there is none.
     """
-    for group in plan.process_groups:
+    for group in (Group(), *map(Group, plan.groups)):
         if group.ranks == plan.ranks:
             return group
     raise PlanError(
         "linear attention and convolutions need one group of all context-parallel ranks, and the mesh has two axes",
-        fix="give a 1-D mesh, with strategy ring, all_gather or all_to_all",
+        fix="give ContextParallel the same ranks as a 1-D mesh too: whole_mesh",
     )
 
 
@@ -45,24 +47,33 @@ def most_maps(ranks: int, most_runs: int, heads: int) -> int:
     return max(0, ranks * most_runs - 2) * -(-heads // ranks)
 
 
+def map_columns(key_dim: int, rule: str) -> int:
+    """Columns of a map A: a scan's is diagonal."""
+    return 1 if rule == "scan" else key_dim
+
+
 class StateExchange:
     """The states that cross ranks in one call of an operator.
 
     Args:
+        inputs: this rank's rows.
         plan: this rank's.
-        rows: its chunks.
-        factors: of its chunks.
+        rule: one of RULES.
     """
 
-    def __init__(self, plan: Plan, rows: ChunkRows, factors: Factors) -> None:
-        self.plan, self.rows, self.factors = plan, rows, factors
-        self.documents, self.group = crossings(plan), cp_group(plan)
-        _, self.batch, *heads, _, self.key_dim = factors.w.shape
-        self.value_dim, self.heads = factors.u.shape[-1], math.prod(heads)
+    def __init__(self, inputs: Inputs, plan: Plan, rule: str) -> None:
+        self.plan, self.documents, self.group = plan, crossings(plan), cp_group(plan)
+        self.batch, _, self.heads, self.value_dim = inputs.v.shape
+        self.key_dim = inputs.q.shape[-1]
+        self.map_dim = map_columns(self.key_dim, rule)
+        self.empty = inputs.q.new_empty(0, dtype=accumulation_dtype(inputs.q.dtype))
         self.bounds = [rank * self.heads // self.group.ranks for rank in range(self.group.ranks + 1)]
 
-    def enter(self) -> tuple[Tensor, Tensor]:
+    def enter(self, summarize: Callable[[Segments], list[list[Tensor]]]) -> tuple[Tensor, Tensor]:
         """(the states that enter this rank's runs, the maps A of the heads that this rank composed).
+
+        Args:
+            summarize: gives A and B of segments side by side, or B alone; per part of the heads, per segment.
 
         Returns:
             `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Their sizes do not
@@ -71,12 +82,8 @@ class StateExchange:
         columns: dict[Crossing, int] = {}
         for document in self.documents:
             columns[document[0]] = self.value_dim
-            columns |= dict.fromkeys(document[1:-1], self.key_dim + self.value_dim)
-
-        def summary(segment: Crossing) -> Tensor:
-            return summarize(self._factors_of(segment), transition=columns[segment] > self.value_dim)
-
-        maps = [self.factors.w.new_empty(0)]
+            columns |= dict.fromkeys(document[1:-1], self.map_dim + self.value_dim)
+        maps = [self.empty]
 
         def compose(received: States) -> States:
             entering = {}
@@ -84,45 +91,47 @@ class StateExchange:
                 state = received[first]
                 for segment in inner:
                     entering[segment] = state
-                    transition, added = received[segment].split([self.key_dim, self.value_dim], -1)
+                    transition, added = received[segment].split([self.map_dim, self.value_dim], -1)
                     maps.append(transition.flatten())
-                    state = transition @ state + added
+                    state = self._apply(transition, state) + added
                 entering[last] = state
             return entering
 
-        entering = self._by_heads(columns, summary, compose)
+        entering = self._by_heads(columns, summarize, compose)
         kept, most = torch.cat(maps), self.batch * most_maps(self.group.ranks, self.plan.most_runs, self.heads)
-        return entering, F.pad(kept, (0, most * self.key_dim**2 - len(kept)))
+        return entering, F.pad(kept, (0, most * self.key_dim * self.map_dim - len(kept)))
 
-    def leave(self, dout: Tensor, maps: Tensor) -> Tensor:
+    def leave(self, gradients_inside: Callable[[Segments], list[list[Tensor]]], maps: Tensor) -> Tensor:
         """The gradients of the states that leave this rank's runs, `[runs, B, H, K, V]`, zeros where a document ends.
 
         Args:
-            dout: `[N, B, Hk, R, C, V]`.
+            gradients_inside: gives G of segments; per part of the heads, per segment.
             maps: of `enter`.
         """
         columns = {segment: self.value_dim for document in self.documents for segment in document[1:]}
 
-        def gradient_inside(segment: Crossing) -> Tensor:
-            dout_rows = dout[self.rows.chunks_of(segment), segment.rows]
-            return chunk_gradients(self._factors_of(segment), dout_rows, {})[1]
-
         def compose(received: States) -> States:
             leaving, all_inner = {}, [segment for document in self.documents for segment in document[1:-1]]
-            shapes = [self._shape(segment, self.key_dim, self.plan.rank) for segment in all_inner]
+            shapes = [self._shape(segment, self.map_dim, self.plan.rank) for segment in all_inner]
             transitions = dict(zip(all_inner, _unpack(maps, shapes), strict=True))
             for first, *inner, last in self.documents:
                 gradient = received[last]
                 for segment in reversed(inner):
                     leaving[segment] = gradient
-                    gradient = transitions[segment].mT @ gradient + received[segment]
+                    gradient = self._apply(transitions[segment].mT, gradient) + received[segment]
                 leaving[first] = gradient
             return leaving
 
-        return self._by_heads(columns, gradient_inside, compose)
+        return self._by_heads(columns, gradients_inside, compose)
+
+    def _apply(self, transition: Tensor, state: Tensor) -> Tensor:
+        return transition @ state if self.map_dim == self.key_dim else transition.view_as(state[..., :1]) * state
 
     def _by_heads(
-        self, columns: dict[Crossing, int], make: Callable[[Crossing], Tensor], compose: Callable[[States], States]
+        self,
+        columns: dict[Crossing, int],
+        make: Callable[[Segments], list[list[Tensor]]],
+        compose: Callable[[States], States],
     ) -> Tensor:
         """Make this rank's states, compose those of this rank's heads, and return what that gives for its runs.
 
@@ -130,7 +139,8 @@ class StateExchange:
             columns: of the states of every rank.
         """
         ranks, me = range(self.group.ranks), self.plan.rank
-        made = [make(segment).flatten(1, 2) for segment in columns if segment.rank == me]
+        own = [(segment, columns[segment] > self.value_dim) for segment in columns if segment.rank == me]
+        made = [torch.cat(x, 1) for x in zip(*make(own), strict=True)]
         parts = [[x[:, first:stop] for x in made] for first, stop in pairwise(self.bounds)]
         by_rank = [[segment for segment in columns if segment.rank == rank] for rank in ranks]
         shapes = [[self._shape(segment, columns[segment], me) for segment in segments] for segments in by_rank]
@@ -139,13 +149,10 @@ class StateExchange:
         by_rank = [[segment for segment in composed if segment.rank == rank] for rank in ranks]
         parts = [[composed[segment] for segment in segments] for segments in by_rank]
         shapes = [[self._shape(segment, self.value_dim, owner) for segment in by_rank[me]] for owner in ranks]
-        runs = self.factors.w.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
+        runs = self.empty.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
         for segment, *pieces in zip(by_rank[me], *self._trade(parts, shapes), strict=True):
             runs[segment.run, segment.rows] = torch.cat(pieces, 1)
         return runs
-
-    def _factors_of(self, segment: Crossing) -> Factors:
-        return Factors(*(x[self.rows.chunks_of(segment), segment.rows] for x in self.factors))
 
     def _shape(self, segment: Crossing, columns: int, owner: int) -> Shape:
         """Of a segment's state, the heads that `owner` composes."""
@@ -154,8 +161,7 @@ class StateExchange:
 
     def _trade(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
         """Give the tensors of part i to rank i, and get those of `shapes[i]` from it."""
-        empty = self.factors.w.new_empty(0)
-        flat = [torch.cat([empty, *(x.flatten() for x in part)]) for part in parts]
+        flat = [torch.cat([self.empty, *(x.flatten() for x in part)]) for part in parts]
         received = self.group.exchange(flat, [sum(map(math.prod, of_rank)) for of_rank in shapes])
         return [_unpack(x, of_rank) for x, of_rank in zip(received, shapes, strict=True)]
 

@@ -1,0 +1,247 @@
+"""Other kernels and rules of layers with a state: Mamba-2's scan, heads in parts, flash-linear-attention's functions.
+
+flash-linear-attention needs a GPU, so a stand-in with its signature and documented semantics takes its place.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks.attention.test_linear import (
+    BATCH,
+    LONG,
+    LONG_MASK,
+    MASKS,
+    Case,
+    S,
+    check,
+    convolution_inputs,
+    convolve_on_rank,
+    expected,
+    expected_convolution,
+    inputs,
+    long_answers,
+    make_cp,
+    on_rank,
+    run_long,
+    with_gradients,
+)
+from tests.support.rank_pool import RankPool
+from tests.support.recurrence import documents_of
+from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, PlanError, selective_scan, sum_ranks
+from torchtitan_cp.attention.layouts import LAYOUTS
+from torchtitan_cp.attention.linear import flash_linear, kernel
+
+HEADS, GROUPS, STATE, DIM = 4, 2, 8, 6
+
+
+def scan_token_by_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: AttentionMask) -> Tensor:
+    B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))
+    rows = []
+    for row in range(len(x)):
+        out = [torch.zeros_like(x[row, 0])] * x.shape[1]
+        for document in documents_of(mask, x.shape[1], row):
+            state = x.new_zeros(x.shape[2], B.shape[-1], x.shape[-1])
+            for token in document:
+                step = dt[row, token, :, None, None]
+                state = (step * A[:, None, None]).exp() * state + step * B[row, token, :, :, None] * x[
+                    row, token, :, None
+                ]
+                out[token] = (C[row, token, :, :, None] * state).sum(1)
+        rows.append(torch.stack(out))
+    return torch.stack(rows)
+
+
+def scan_inputs(length: int = S) -> list[Tensor]:
+    """x, dt, A, B, C and dout; heads forget at different rates."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(HEADS, DIM), (HEADS,), (GROUPS, STATE), (GROUPS, STATE), (HEADS, DIM)]
+    x, dt, B, C, dout = (
+        torch.randn(BATCH, length, *shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    return [x, dt.abs(), -torch.linspace(0.01, 3.0, HEADS, dtype=torch.float64), B, C, dout]
+
+
+def scan_on_rank(plan: Plan, strategy: str) -> list[Tensor]:
+    """The gathered out and gradients, that of A summed over the ranks."""
+    x, dt, A, B, C, dout = scan_inputs(plan.sequence_length)
+    local = [plan.shard(x), plan.shard(dt), A, plan.shard(B), plan.shard(C)]
+    answers = with_gradients(lambda *y: selective_scan(*y, plan, strategy), local, plan.shard(dout))
+    return [sum_ranks(y, plan) if n == 3 else plan.unshard(y) for n, y in enumerate(answers)]
+
+
+def run_scans(layout: str, strategy: str) -> dict[str, list[Tensor]]:
+    found = {name: scan_on_rank(make_cp(layout).plan(S, mask), strategy) for name, mask in MASKS.items()}
+    return found if dist.get_rank() == 0 else {}
+
+
+@cache
+def expected_scan(mask: AttentionMask, length: int = S) -> list[Tensor]:
+    *leaves, dout = scan_inputs(length)
+    return with_gradients(lambda *y: scan_token_by_token(*y, mask), leaves, dout)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_scan_equals_token_by_token(ranks: Callable[[int], RankPool], size: int) -> None:
+    runs = itertools.product(LAYOUTS, ("state", "all_to_all")) if size > 1 else [("contiguous", "state")]
+    for layout, strategy in runs:
+        for name, answers in ranks(size)(run_scans, layout, strategy)[0].items():
+            check(answers, expected_scan(MASKS[name]), 1e-10, (layout, strategy, name))
+
+
+def run_long_scan(layout: str) -> list[Tensor]:
+    return scan_on_rank(make_cp(layout).plan(LONG, LONG_MASK), "state")
+
+
+def test_a_scan_over_many_chunks_and_stretches_equals_token_by_token(ranks: Callable[[int], RankPool]) -> None:
+    check(ranks(3)(run_long_scan, "zigzag")[0], expected_scan(LONG_MASK, LONG), 1e-10, "long")
+
+
+def run_in_parts(rule: str) -> list[Tensor]:
+    whole, kernel.PART = kernel.PART, 1
+    try:
+        return run_long(1, torch.float64, rule, "state", "zigzag")
+    finally:
+        kernel.PART = whole
+
+
+@pytest.mark.parametrize("rule", ["GDN", "KDA"])
+def test_heads_in_parts_give_what_all_of_them_give(ranks: Callable[[int], RankPool], rule: str) -> None:
+    check(ranks(3)(run_in_parts, rule)[0], long_answers(torch.float64, rule, True), 1e-10, rule)
+
+
+def stand_in(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """What the docstrings of `chunk_gated_delta_rule` and `chunk_kda` say, for packed sequences, token by token."""
+    (batch, tokens, heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
+    assert cu_seqlens is not None
+    assert initial_state is not None
+    assert scale is not None
+    assert output_final_state
+    assert batch == 1
+    assert k.shape == q.shape
+    assert value_heads % heads == 0
+    assert key_dim <= 256
+    assert g.shape in ((1, tokens, value_heads), (1, tokens, value_heads, key_dim))
+    assert beta.shape == v.shape[:3]
+    assert initial_state.shape == (len(cu_seqlens) - 1, value_heads, key_dim, value_dim)
+    assert cu_seqlens.dtype == torch.int64
+    assert cu_seqlens[0] == 0
+    assert cu_seqlens[-1] == tokens
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x[0].repeat_interleave(value_heads // heads, 1) for x in (q, k))
+    decay, outs, states = (g if g.ndim == 4 else g.unsqueeze(-1)).exp()[0], [], []
+    for start, stop, state in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), initial_state, strict=True):
+        assert start < stop
+        for token in range(start, stop):
+            state = decay[token].unsqueeze(-1) * state
+            change = beta[0, token, :, None] * (v[0, token] - (k[token].unsqueeze(-1) * state).sum(1))
+            state = state + k[token].unsqueeze(-1) * change.unsqueeze(1)
+            outs.append(scale * (q[token].unsqueeze(-1) * state).sum(1))
+        states.append(state)
+    return torch.stack(outs).unsqueeze(0).to(v.dtype), torch.stack(states)
+
+
+def run_stand_in(rule: str, layout: str, l2norm: bool) -> dict[str, list[Tensor]]:
+    before: Any = flash_linear.is_available, flash_linear.find_rules
+    flash_linear.is_available = lambda inputs, plan: bool(flash_linear.own_segments(plan, len(inputs.q)))
+    flash_linear.find_rules = lambda: (stand_in, stand_in)  # type: ignore[assignment]
+    cases = {
+        name: Case(name, "4 of 4" if l2norm else "8 of 2", rule, "soft", "between", l2norm, torch.float64)
+        for name in MASKS
+    }
+    try:
+        found = {
+            name: on_rank(make_cp(layout).plan(S, MASKS[name]), inputs(case), qk_l2norm=l2norm, strategy=strategy)
+            for (name, case), strategy in zip(cases.items(), itertools.cycle(("state", "all_to_all")), strict=False)
+        }
+    finally:
+        flash_linear.is_available, flash_linear.find_rules = before
+    return found if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize(
+    ("size", "rule", "layout", "l2norm"),
+    [
+        (1, "GDN", "contiguous", True),
+        (2, "KDA", "zigzag", True),
+        (3, "GDN", "zigzag", False),
+        (4, "GDN", "balanced", True),
+    ],
+)
+def test_the_fused_kernels_functions_are_called_as_they_say_and_give_the_recurrence(
+    ranks: Callable[[int], RankPool], size: int, rule: str, layout: str, l2norm: bool
+) -> None:
+    for name, answers in ranks(size)(run_stand_in, rule, layout, l2norm)[0].items():
+        heads = "4 of 4" if l2norm else "8 of 2"
+        want = expected(Case(name, heads, rule, "soft", "between", l2norm, torch.float64))
+        check(answers, want, 1e-10, (size, rule, layout, name))
+
+
+def test_without_the_package_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(flash_linear.importlib, "import_module", missing)
+    flash_linear.find_rules.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert flash_linear.find_rules() is None is flash_linear.find_rules()
+    flash_linear.find_rules.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "linear attention runs in torch, which is slower: no flash-linear-attention "
+        "(No module named 'fla.ops.gated_delta_rule')"
+    ]
+
+
+CROSSING = AttentionMask(document_lengths=((7, 1, 25, 15),))
+HYBRID = Case("packed", "4 of 4", "GDN", "soft", "between", True, torch.float64)
+
+
+def run_hybrid(layout: str) -> list[list[Tensor]]:
+    mesh, whole = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    plan = ContextParallel(mesh, "hybrid", layout=layout, whole_mesh=whole).plan(S, CROSSING)
+    rules = [on_rank(plan, inputs(HYBRID), qk_l2norm=True, strategy=strategy) for strategy in ("state", "all_to_all")]
+    return [*rules, convolve_on_rank(plan, convolution_inputs(4, torch.float64), True, "silu")]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_states_and_halos_cross_a_mesh_of_two_axes(ranks: Callable[[int], RankPool], layout: str) -> None:
+    *rules, convolved = ranks(4)(run_hybrid, layout)[0]
+    for answers in rules:
+        check(answers, expected(HYBRID), 1e-10, layout)
+    check(convolved, expected_convolution(CROSSING, convolution_inputs(4, torch.float64), True, "silu"), 1e-10, layout)
+
+
+def run_two_axes() -> list[str]:
+    """A 2-D mesh of one rank on an axis is one group; of several on both it is none."""
+    q, dt = torch.randn(1, 16, 2, 8), torch.ones(1, 16, 2)
+    whole = ContextParallel(init_device_mesh("cpu", (1, 4)), "hybrid").plan(64)
+    assert selective_scan(q, dt, -dt[0, 0], q, q, whole).shape == q.shape
+    with pytest.raises(PlanError) as error:
+        selective_scan(q, dt, -dt[0, 0], q, q, ContextParallel(init_device_mesh("cpu", (2, 2)), "hybrid").plan(64))
+    return [str(error.value)]
+
+
+def test_a_mesh_of_two_axes_alone_is_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
+    assert "two axes; give ContextParallel the same ranks as a 1-D mesh too" in ranks(4)(run_two_axes)[0][0]

@@ -1,0 +1,125 @@
+"""flash-linear-attention's fused kernels for a rank's rows; the only place that knows that package.
+
+Of its public functions the first state and the last one are used: over a document's rows on this rank a pass gives the
+outputs and the state that leaves, and its backward the gradients of both ends. A, B and G are passes too: columns of a
+state do not know each other, so that A is the last state of columns that begin as the identity and get no values.
+Names and semantics: `chunk_gated_delta_rule` and `chunk_kda` of fla-core 0.5 and 0.6.
+"""
+
+import importlib
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.linear.chunks import Inputs
+from torchtitan_cp.attention.linear.rows import Crossing, own_segments
+from torchtitan_cp.attention.merge import accumulation_dtype
+from torchtitan_cp.attention.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+LARGEST_KEY = 256  # dims
+
+
+@lru_cache(maxsize=1)
+def find_rules() -> tuple[Any, Any] | None:
+    """(its gated delta rule, its Kimi delta attention), or None where the package is missing."""
+    try:
+        rules = [importlib.import_module(f"fla.ops.{name}") for name in ("gated_delta_rule", "kda")]
+        return rules[0].chunk_gated_delta_rule, rules[1].chunk_kda
+    except (ImportError, AttributeError) as error:
+        logger.info("linear attention runs in torch, which is slower: no flash-linear-attention (%s)", error)
+        return None
+
+
+def is_available(inputs: Inputs, plan: Plan) -> bool:
+    """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
+    fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= LARGEST_KEY
+    return fits and bool(own_segments(plan, len(inputs.q))) and find_rules() is not None
+
+
+class FlashKernel:
+    """See kernel.TorchKernel."""
+
+    def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
+        self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
+        self.segments = own_segments(plan, len(inputs.q))
+        self.key_dim, self.tokens = inputs.q.shape[-1], plan.local_tokens
+        self.every = list(range(len(self.segments)))
+        self.enters, self.leaves = ([s.enters for s in self.segments], [s.leaves for s in self.segments])
+
+    def summarize(self, segment: Crossing, transition: bool) -> Tensor:
+        """See TorchKernel."""
+        numbers, (_, _, heads, value_dim) = self._numbers(segment), self.inputs.v.shape
+        start, inputs = self._zeros(len(numbers), value_dim), self.inputs
+        if transition:
+            identity = torch.eye(self.key_dim, dtype=start.dtype, device=start.device)
+            start = torch.cat([identity.expand(len(numbers), heads, -1, -1), start], -1)
+            inputs = inputs._replace(v=F.pad(inputs.v, (self.key_dim, 0)))
+        return self._run(inputs, numbers, start)[1]
+
+    def outputs(self, entering: Tensor) -> Tensor:
+        """See TorchKernel."""
+        return self._in_place(self._run(self.inputs, self.every, self._at(self.enters, entering))[0])
+
+    def gradient_inside(self, segment: Crossing) -> Tensor:
+        """See TorchKernel."""
+        numbers = self._numbers(segment)
+        with above_autograd(), torch.enable_grad():
+            start = self._zeros(len(numbers), self.inputs.v.shape[-1]).requires_grad_()
+            out, _ = self._run(self.inputs, numbers, start)
+            return torch.autograd.grad(out, start, self._rows(self.dout, numbers))[0]
+
+    def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
+        """See TorchKernel."""
+        with above_autograd(), torch.enable_grad():
+            leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
+            ends = self._run(leaves, self.every, self._at(self.enters, entering))
+            dends = self._rows(self.dout, self.every), self._at(self.leaves, leaving)
+            return list(torch.autograd.grad(ends, leaves, dends))
+
+    def _run(self, inputs: Inputs, numbers: list[int], start: Tensor) -> tuple[Tensor, Tensor]:
+        """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
+        q, k, v, g, beta = (self._rows(x, numbers) for x in inputs)
+        rule = (find_rules() or ())[g.shape[-1] > 1]
+        lengths = [0, *(self.segments[number].rows for number in numbers)]
+        return rule(
+            *(q, k, v, g if g.shape[-1] > 1 else g.squeeze(-1), beta.squeeze(-1)),
+            scale=self.scale,
+            initial_state=start,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=self.l2norm,
+            cu_seqlens=torch.tensor(lengths, device=q.device).cumsum(0),
+        )
+
+    def _numbers(self, segment: Crossing) -> list[int]:
+        """Which of this rank's segments it is, one in each of its batch rows."""
+        return [n for n, s in enumerate(self.segments) if s.start == segment.start and segment.row in (-1, s.batch_row)]
+
+    def _index(self, numbers: list[int]) -> Tensor:
+        held = (self.segments[number] for number in numbers)
+        rows = [torch.arange(s.rows) + s.batch_row * self.tokens + s.local for s in held]
+        return torch.cat(rows).to(self.inputs.q.device)
+
+    def _rows(self, x: Tensor | None, numbers: list[int]) -> Tensor:
+        assert x is not None
+        return x.flatten(0, 1).index_select(0, self._index(numbers)).unsqueeze(0)
+
+    def _in_place(self, rows: Tensor) -> Tensor:
+        """Rows of all segments where they belong, zeros elsewhere."""
+        whole = torch.zeros_like(self.inputs.v)
+        return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
+
+    def _at(self, places: list[bool], states: Tensor) -> Tensor:
+        """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
+        found = states[[s.run for s in self.segments], [s.batch_row for s in self.segments]]
+        return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)
+
+    def _zeros(self, count: int, columns: int) -> Tensor:
+        shape = (count, self.inputs.v.shape[2], self.key_dim, columns)
+        return self.inputs.q.new_zeros(shape, dtype=accumulation_dtype(self.inputs.q.dtype))
