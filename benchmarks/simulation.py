@@ -227,9 +227,6 @@ class SimulatedGroup(Group):
         self.rank, self.ranks = members.index(number), len(members)
         self.calls = 0
 
-    def maximum(self, x: Tensor) -> Tensor:
-        return self.all_gather(x).wait().amax(0)
-
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Any]) -> Pending[Any]:
         # All ranks make the same calls in the same order, so the count tells which call a message belongs to.
         self.calls += 1

@@ -1,6 +1,7 @@
 """The public face: ContextParallel, and the functions behind it for callers that hold only a plan."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.kernels.reference import hide
-from torchtitan_cp.attention.layouts import NODE_RANKS, make_layout
+from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
@@ -42,6 +43,7 @@ def make_plan(
     all_to_all_ranks: int = 1,
     kv_transfer: str = "exact",
     ranks_per_node: int = NODE_RANKS,
+    row_pairs: RowPairs = ROW_PAIRS,
     groups: tuple[str, ...] = (),
 ) -> Plan:
     """Work out one rank's plan from integers alone: in a loader's worker, a test, a simulation.
@@ -53,7 +55,7 @@ def make_plan(
         strategy, kernel, layout, kv_transfer: by name, as for ContextParallel.
         like: another layer's plan, whose layout this one takes.
         all_to_all_ranks: for hybrid, the size of the inner groups; P for all_to_all.
-        ranks_per_node: as for ContextParallel.
+        ranks_per_node, row_pairs: as for ContextParallel.
         groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
     Raises:
@@ -81,7 +83,8 @@ def make_plan(
             f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
-    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask, ranks_per_node, all_to_all_ranks)
+    nodes = (ranks_per_node, all_to_all_ranks, row_pairs)
+    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask, *nodes)
     return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 
@@ -120,6 +123,8 @@ def attend(
     to_bshd, back = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
     q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
     check_shapes(q, k, v, plan, sinks, alibi_slopes)
+    if not softcap >= 0:
+        raise PlanError(f"softcap = {softcap} is no bound of scores", fix="give a positive number, or 0 for none")
     _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])
@@ -148,7 +153,7 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
         if head % (q.shape[2] // k.shape[2]) == 0:
             shards = gather(k[:, :, head * k.shape[2] // q.shape[2]], plan.process_groups)
             keys = torch.cat(in_global_order(shards, plan.layout, 1), 1)
-        for tile in plan.gathered_tiles:
+        for tile in plan.gathered_tiles if len(q) else ():
             rows, columns = rows_of(tile)
             k_tile = keys[columns].to(dtype)
             block = max(1, BLOCK_SCORES // k_tile.shape[1])
@@ -156,11 +161,10 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
                 scores = q_block * scale @ k_tile.mT
                 band = tile.band.shifted(-number * block, *scores.shape[1:])
                 largest[head] = torch.maximum(largest[head], hide(scores, band).max())
-    for group in plan.process_groups:
-        largest = group.maximum(largest)
-    return largest
+    return gather(largest, plan.process_groups).amax(0)
 
 
+@dataclass(eq=False, repr=False)
 class ContextParallel:
     """Attention over a sequence that is split across the ranks of a mesh. Every rank of the mesh makes one together.
 
@@ -174,47 +178,54 @@ class ContextParallel:
         kv_transfer: "exact", or "float8": ring and all_gather carry K and V in 8 bits, a scale per head and row.
         ranks_per_node: consecutive ranks of the mesh that sit in one node, which `documents` keeps documents in; under
             hybrid it keeps them in an inner group.
+        row_pairs: (query, key) pairs that a rank computes while a row of keys and values travels (within a node, to
+            another one); by them `documents` weighs messages against uneven work.
+        whole_mesh: for hybrid, the same ranks as a 1-D mesh, which `gated_delta_rule`, `selective_scan` and
+            `causal_conv` need.
 
     Attributes:
-        mesh, strategy, kernel, layout, kv_transfer: as given; on a 2-D mesh the strategy is hybrid.
+        strategy: as given, and hybrid on a 2-D mesh.
+        make_plan: `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.
 
     Raises:
         PlanError: an unknown name, or a mesh whose axes do not fit the strategy.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        strategy: str = "auto",
-        kernel: str = "auto",
-        layout: str = "auto",
-        kv_transfer: str = "exact",
-        ranks_per_node: int = NODE_RANKS,
-    ) -> None:
-        check_strategy(strategy)
-        all_to_all_ranks = 1
-        if mesh.ndim == 2 and strategy in ("auto", "hybrid"):
-            strategy, all_to_all_ranks = "hybrid", mesh.size(1)
-        elif mesh.ndim != 1 or strategy == "hybrid":
+    mesh: DeviceMesh
+    strategy: str = "auto"
+    kernel: str = "auto"
+    layout: str = "auto"
+    kv_transfer: str = "exact"
+    ranks_per_node: int = NODE_RANKS
+    row_pairs: RowPairs = ROW_PAIRS
+    whole_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        mesh, all_to_all_ranks = self.mesh, 1
+        check_strategy(self.strategy)
+        if mesh.ndim == 2 and self.strategy in ("auto", "hybrid"):
+            self.strategy, all_to_all_ranks = "hybrid", mesh.size(1)
+        elif mesh.ndim != 1 or self.strategy == "hybrid":
             raise PlanError(
-                f"the mesh has {mesh.ndim} axes and the strategy is {strategy!r}",
+                f"the mesh has {mesh.ndim} axes and the strategy is {self.strategy!r}",
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
-        self.mesh, self.strategy, self.kernel = mesh, strategy, kernel
-        self.layout, self.kv_transfer = layout, kv_transfer
-        groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+        process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        # The ring's is first, the inner one last.
+        process_groups[1:1] = [self.whole_mesh.get_group()] if self.whole_mesh else []
+        groups = tuple(group.group_name for group in process_groups)
         open_groups(groups, mesh.device_type)
-        # `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.
         self.make_plan: Callable[..., Plan] = partial(
             make_plan,
             ranks=mesh.size(),
             rank=mesh.mesh.flatten().tolist().index(mesh.get_rank()),
-            strategy=strategy,
-            kernel=check_kernel(kernel),
-            layout=layout,
+            strategy=self.strategy,
+            kernel=check_kernel(self.kernel),
+            layout=self.layout,
             all_to_all_ranks=all_to_all_ranks,
-            kv_transfer=kv_transfer,
-            ranks_per_node=ranks_per_node,
+            kv_transfer=self.kv_transfer,
+            ranks_per_node=self.ranks_per_node,
+            row_pairs=self.row_pairs,
             groups=groups,
         )
 

@@ -50,9 +50,9 @@ def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Ten
 
 def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
     """One scale for each row of each head."""
-    parts = []
+    parts, smallest = [], torch.finfo(torch.float32).tiny
     for x in (k, v):
-        scale = x.abs().amax(-1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / LARGEST
+        scale = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(smallest)
         parts += [(x.float() / scale).to(FLOAT8).view(torch.uint8).flatten(), scale.view(torch.uint8).flatten()]
     return torch.cat(parts)
 

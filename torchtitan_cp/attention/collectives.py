@@ -74,12 +74,9 @@ class Group:
         self.rank, self.ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
         self.direct = self.group is None or dist.get_backend(self.group) == "gloo"
 
-    def send_receive(
-        self, send: Tensor | None, target: int, receive: Tensor | None, source: int
-    ) -> Pending[Tensor | None]:
-        """Start a send of a contiguous tensor to one rank and a receive from another; None means no message."""
-        sends = [] if send is None else [(target, send)]
-        return self._post(sends, [] if receive is None else [(source, receive)], lambda: receive)
+    def send_receive(self, send: Tensor, target: int, receive: Tensor, source: int) -> Pending[Tensor]:
+        """Start a send of a contiguous tensor to one rank and a receive from another; an empty one is no message."""
+        return self._post(_filled([(target, send)]), _filled([(source, receive)]), lambda: receive)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Start to gather tensors of one shape: `[..] -> [P, ..]`."""
@@ -112,27 +109,25 @@ class Group:
         received = [parts[rank].new_empty(size) for rank, size in enumerate(sizes)]
         return self._trade(parts, received, lambda: received).wait()
 
-    def maximum(self, x: Tensor) -> Tensor:
-        """The element-wise maximum over the ranks."""
-        x = x.clone()
-        if self.group:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
-        return x
-
     def _trade(
         self, parts: Sequence[Tensor] | Tensor, received: list[Tensor] | Tensor, finish: Callable[[], Result]
     ) -> Pending[Result]:
         """Start to send part i to rank i, the nearest first: they should not all write to the same one."""
         received[self.rank] = parts[self.rank]
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        sends = [(rank, parts[rank]) for rank in others if parts[rank].numel()]
-        return self._post(sends, [(rank, received[rank]) for rank in others if received[rank].numel()], finish)
+        sends, receives = ([(rank, side[rank]) for rank in others] for side in (parts, received))
+        return self._post(_filled(sends), _filled(receives), finish)
 
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for source, x in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(works, finish, [x for _, x in (*sends, *receives)])
+
+
+def _filled(messages: list[Message]) -> list[Message]:
+    """Those that hold something."""
+    return [(rank, x) for rank, x in messages if x.numel()]
 
 
 def find_group(names: tuple[str, ...], ranks: int) -> Group:
@@ -154,7 +149,7 @@ def open_groups(names: tuple[str, ...], device_type: str) -> None:
     """Run one collective over each NCCL group: NCCL needs it before some of its ranks exchange messages alone."""
     for name in names:
         if device_type != "cpu":
-            Group(name).maximum(torch.zeros(1, device=device_type))
+            Group(name).all_gather(torch.zeros(1, device=device_type)).wait()
 
 
 def gather(x: Tensor, groups: tuple[Group, Group]) -> Tensor:

@@ -124,10 +124,8 @@ class _Comparison:
         alone, mixers = self.traces["alone"], self._mixers()
         first, tokens = ranks.first or ("", local)
         if tokens != local:
-            fault = (
-                "a sequence sharded twice" if tokens * self.plan.ranks == local else "a sequence that is not sharded"
-            )
-            yield fault, first, f"it gives {tokens:g} tokens on a rank, and a shard has {local}"
+            cut = "sharded twice" if tokens * self.plan.ranks == local else "that is not sharded"
+            yield f"a sequence {cut}", first, f"it gives {tokens:g} tokens on a rank, and a shard has {local}"
         if mixers:
             attends = any(f"{name}.".startswith(f"{mixers[0]}.") for name in alone.attending)
             fault = "an attention that never reaches us" if attends else "a recurrence or convolution"
@@ -146,10 +144,9 @@ class _Comparison:
                 fault, how = self._explain(call, layer, plain.events[event])
             yield fault, layer, how
         if abs(ranks.loss - plain.loss) > OFF * abs(plain.loss):
-            how = (
-                f"no layer differs, but the ranks' shares sum to {ranks.loss:.6f} and one process has {plain.loss:.6f}"
-            )
-            yield "a loss averaged by shard", "", f"{how}: divide each rank's sum by the tokens of all ranks"
+            sums = f"the ranks' shares sum to {ranks.loss:.6f} and one process has {plain.loss:.6f}"
+            how = f"no layer differs, but {sums}: divide each rank's sum by the tokens of all ranks"
+            yield "a loss averaged by shard", "", how
         for layer, off in difference_by_layer(self.gradients, self.want):
             if off > OFF:
                 yield OTHER, layer, f"its gradients differ by {off:.1e}"

@@ -10,18 +10,17 @@ ranks. Where ranks sit in nodes, documents are assigned to the nodes first and t
 import heapq
 from bisect import insort
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
-from torchtitan_cp.attention.mask import Band, Span
-from torchtitan_cp.attention.tiles import CAUSAL, count_pairs
+from torchtitan_cp.attention.layout import PairsBefore
+from torchtitan_cp.attention.mask import Span
 
 # A document is placed whole on a rank that it overfills by no more than this fraction of an even share of the work.
 SLACK = 0.05
 # Times that the cuts of documents that share bins are worked out, each with the newest cuts of the others.
 SWEEPS = 2
-# An assignment whose busiest rank has at most so many times the mean is taken.
-EVEN = 1.05
 
 
 class Part(NamedTuple):
@@ -30,12 +29,10 @@ class Part(NamedTuple):
     Attributes:
         area: allowed (query, key) pairs of these rows' queries.
         tokens: how many rows.
-        document: (start, stop) of the whole document; empty for rows between documents, which see no keys.
     """
 
     area: int
     tokens: int
-    document: Span
     head: int
     head_stop: int
     tail: int
@@ -48,13 +45,11 @@ class Bin:
 
     Attributes:
         tokens: that it still takes.
-        load: work given to it beyond what the shortest documents will bring, less an even share.
         area: pairs that it lacks of an even share.
         parts: what it was given.
     """
 
     tokens: int
-    load: float
     area: float
     parts: list[Part] = field(default_factory=list)
 
@@ -75,187 +70,158 @@ class Split:
 
 
 def assign_documents(
-    documents: tuple[Span, ...], sequence_length: int, band: Band, ranks: int, ranks_per_node: int
-) -> list[list[Span]]:
-    """Spans of the sequence for each rank, S/P tokens in all, in any order and some of them empty.
-
-    Where documents cannot be assigned evenly to nodes first, they are assigned to all ranks at once; in one node, with
-    more of them to fill up with.
+    pairs_before: PairsBefore, ranks: int, ranks_per_node: int, fill_fraction: float = 0.2
+) -> tuple[int, list[list[Span]]]:
+    """(pairs of the busiest rank, spans for each rank): S/P tokens in all, in any order and some of them empty.
 
     Args:
-        documents: (start, stop) of each, in order. Rows outside of them attend to nothing and are assigned too.
-        sequence_length: S; divisible by `ranks`, and these by `ranks_per_node`.
-        band: what a query of a document sees by distance.
+        ranks: divide S; ranks_per_node: divide these.
+        fill_fraction: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
     """
-    mask, end, parts = DocumentMask(band), 0, []
-    for start, stop in (*documents, (sequence_length, sequence_length)):
-        if start > end:
-            parts.append(Part(0, start - end, (end, end), end, start, start, start))
-        if stop > start:
-            area = mask.count(start, stop, (start, stop))
-            parts.append(Part._make((area, stop - start, (start, stop), start, stop, stop, stop)))
-        end = stop
-    parts.sort(reverse=True)
-    tokens, even = sequence_length // ranks, sum(part.area for part in parts) / ranks
-    several = ranks_per_node < ranks
-    nodes = mask.assign(parts, ranks // ranks_per_node, tokens * ranks_per_node, 0.2) if several else [parts]
-    held: list[list[Part]] = []
-    at_once, busiest = held, 0
-    for node in nodes:
-        found = mask.assign(node, ranks_per_node, tokens, 0.2)
-        held, busiest = [*held, *found], max(busiest, _busiest_area(found))
-        if busiest > EVEN * even:
-            at_once = at_once or mask.assign(parts, ranks, tokens, 0.2 if several else 0.5)
-            # The other nodes cannot make it any better.
-            if busiest > _busiest_area(at_once):
-                held = at_once
+    borders, parts = pairs_before.borders, []
+    for (start, before), (stop, after) in pairwise(zip(borders, pairs_before.pairs, strict=True)):
+        parts.append(Part._make((after - before, stop - start, start, stop, stop, stop)))
+    held, tokens = [parts], borders[-1] // ranks
+    for bins, room in ((ranks // ranks_per_node, tokens * ranks_per_node), (ranks_per_node, tokens)):
+        if bins > 1:
+            held = [part for node in held for part in _assign(node, bins, room, fill_fraction, pairs_before)]
+    busiest = max(sum([part[0] for part in rows]) for rows in held)
+    return busiest, [[span for part in rows for span in (part[2:4], part[4:6])] for rows in held]
+
+
+def _assign(
+    parts: list[Part], count: int, tokens: int, fill_fraction: float, pairs_before: PairsBefore
+) -> list[list[Part]]:
+    """The parts of each of `count` bins that take so many tokens each."""
+    parts = sorted(parts, reverse=True)
+    even = sum([part[0] for part in parts]) / count
+    first, density = _find_filling(parts, fill_fraction * count * tokens, even)
+    even_work = even - density * tokens
+    bins, splits = [Bin(tokens, even) for _ in range(count)], []
+    # Work beyond what the shortest documents will bring, less an even share, of each bin: the least loaded first.
+    loads = [(-even_work, number) for number in range(count)]
+    for part in parts[:first]:
+        area, size = part[:2]
+        work = area - density * size
+        most = SLACK * even_work - work
+        for load, number in loads:
+            one = bins[number]
+            if load > most or one.tokens >= size:
                 break
-    return [[span for part in rows for span in (part[3:5], part[5:7])] for rows in held]
-
-
-def _busiest_area(held: list[list[Part]]) -> int:
-    """Pairs of the bin with the most, of these bins' parts."""
-    return max(sum(part.area for part in parts) for parts in held)
-
-
-class DocumentMask:
-    """What a query of a document sees, and the ways to assign and cut documents that go by it."""
-
-    def __init__(self, band: Band) -> None:
-        self.band, self.causal = band, band == CAUSAL
-
-    def count(self, start: int, stop: int, document: Span) -> int:
-        """Allowed pairs of the queries [start, stop) of a document."""
-        if self.causal:
-            return (stop - start) * (start + stop + 1 - 2 * document[0]) // 2
-        return count_pairs(stop - start, document[1] - document[0], self.band, document[0] - start)
-
-    def assign(self, parts: list[Part], count: int, tokens: int, fill_fraction: float) -> list[list[Part]]:
-        """The parts of each of `count` bins that take so many tokens each.
-
-        Args:
-            fill_fraction: the shortest documents that hold this fraction of the tokens fill the bins up at the end.
-        """
-        parts = sorted(parts, reverse=True)
-        even = sum(part.area for part in parts) / count
-        first, density = _find_filling(parts, fill_fraction * count * tokens, even)
-        even_work = even - density * tokens
-        bins = [Bin(tokens, -even_work, even) for _ in range(count)]
-        ready, splits = bins.copy(), []  # bins by load
-        for part in parts[:first]:
-            work = part.area - density * part.tokens
-            if not _give(part, work, ready, SLACK * even_work - work):
-                splits.append(_split(part, ready, work - SLACK * even_work))
-        self._fill(parts[first:], [one for one in bins if one.tokens])
-        for one in bins:
-            one.area -= sum([part.area for part in one.parts])
-        for split in splits * min(SWEEPS, len(splits)):
-            self._cut_evenly(split)
-        for split in splits:
-            for taker, part in zip(split.takers, split.cut, strict=True):
-                taker.parts.append(part)
-        return [one.parts for one in bins]
-
-    def _fill(self, parts: list[Part], bins: list[Bin]) -> None:
-        """Give short documents to the bins with the most room until these are full; what fits nowhere is cut."""
-        left, rooms = [], [(-one.tokens, number) for number, one in enumerate(bins)]
-        heapq.heapify(rooms)
-        for part in parts:
-            room, number = rooms[0]
-            if part.tokens <= -room:
-                bins[number].parts.append(part)
-                heapq.heapreplace(rooms, (room + part.tokens, number))
-            else:
-                left.append(part)
-        for part in left:
-            while part.tokens:
-                room, number = rooms.pop()
-                taken, part = self.cut(part, min(part.tokens, -room), 0)
-                bins[number].parts.append(taken)
-                if room + taken.tokens:
-                    rooms.append((room + taken.tokens, number))
-
-    def _cut_evenly(self, split: Split) -> None:
-        """Cut a document so that all of its bins lack, or exceed, the same area."""
-        rest, shares = split.part, list(zip(split.takers, split.cut, strict=True))
-        lacking = sum([taker.area + share.area for taker, share in shares]) - rest.area
-        for number, (taker, share) in enumerate(shares):
-            taken = rest
-            taker.area += share.area
-            if share.tokens < rest.tokens:
-                taken, rest = self.cut(rest, share.tokens, taker.area - lacking / (len(shares) - number))
-            taker.area -= taken.area
-            lacking -= taker.area
-            split.cut[number] = taken
-
-    def cut(self, part: Part, tokens: int, area: float) -> tuple[Part, Part]:
-        """(rows from both ends of a part that come nearest to an area, the rest).
-
-        A row less from the tail and one more from the head lowers the area by the same amount wherever they are, under
-        a causal mask: the numbers are solved for. Under a window they are interpolated.
-        """
-        whole_area, whole_tokens, document, head, head_stop, tail, tail_stop = part
-        first = tail_stop - tokens  # of the tail's rows, with none from the head
-        unbroken = head_stop == tail
-        fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
-
-        def pairs(rows: int) -> int:
-            return self.count(head, head + rows, document) + self.count(first + rows, tail_stop, document)
-
-        rows, taken_area = fewest, pairs(fewest)
-        fall = first - head if self.causal else (taken_area - pairs(most)) / max(1, most - fewest)
-        if fall > 0 and taken_area > area:
-            rows = min(most, fewest + round((taken_area - area) / fall))
-            taken_area = int(taken_area - (rows - fewest) * fall) if self.causal else pairs(rows)
-        taken = Part._make((taken_area, tokens, document, head, head + rows, first + rows, tail_stop))
-        if unbroken:
-            head_stop = tail = first + rows
-        left = (whole_area - taken_area, whole_tokens - tokens, document, head + rows, head_stop, tail, first + rows)
-        return taken, Part._make(left)
+        if load > most or one.tokens < size:
+            splits.append(_split(part, -most, bins, loads))
+            continue
+        one.tokens -= size
+        one.area -= area
+        one.parts.append(part)
+        loads.remove((load, number))
+        insort(loads, (load + work, number), key=itemgetter(0))
+    _fill(parts[first:], [one for one in bins if one.tokens], pairs_before)
+    for split in splits * min(SWEEPS, len(splits)):
+        _cut_evenly(split, pairs_before)
+    for split in splits:
+        for taker, part in zip(split.takers, split.cut, strict=True):
+            taker.parts.append(part)
+    return [one.parts for one in bins]
 
 
 def _find_filling(parts: list[Part], tokens: float, even: float) -> tuple[int, float]:
     """Of sorted parts: the first of the shortest ones that hold so many tokens, and their pairs a token."""
     first, held, area = len(parts), 0, 0
-    while first and held < tokens and 4 * parts[first - 1].area <= even:
+    while first and held < tokens and 4 * parts[first - 1][0] <= even:
         first -= 1
-        held += parts[first].tokens
-        area += parts[first].area
+        held += parts[first][1]
+        area += parts[first][0]
     return first, area / max(1, held)
 
 
-def _give(part: Part, work: float, bins: list[Bin], most_load: float) -> bool:
-    """Give a part to the least loaded of the bins, in this order, that has room; False if none below a load has."""
-    for place, one in enumerate(bins):
-        if one.load > most_load:
-            break
-        if one.tokens >= part.tokens:
-            one.tokens -= part.tokens
-            one.load += work
-            one.parts.append(part)
-            insort(bins, bins.pop(place), key=attrgetter("load"))
-            return True
-    return False
-
-
-def _split(part: Part, bins: list[Bin], work: float) -> Split:
+def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, int]]) -> Split:
     """Split a document over the fewest bins that can take it, the least loaded ones, by what each still takes."""
     chosen, taken, room = 0, 0.0, 0
-    while chosen < len(bins) and (taken < work or room < part.tokens):
-        taken += max(-bins[chosen].load, 0)
-        room += bins[chosen].tokens
+    while chosen < len(loads) and (taken < work or room < part.tokens):
+        load, number = loads[chosen]
+        taken += max(-load, 0)
+        room += bins[number].tokens
         chosen += 1
-    shares = [min(one.tokens, int(part.tokens * max(-one.load, 0) / (taken or 1))) for one in bins[:chosen]]
+    shares = [min(bins[n].tokens, int(part.tokens * max(-load, 0) / (taken or 1))) for load, n in loads[:chosen]]
     left, split = part.tokens - sum(shares), Split(part)
-    for one, share in zip(bins, shares, strict=False):
+    for place, share in enumerate(shares):
+        load, number = loads[place]
+        one = bins[number]
         tokens = min(share + left, one.tokens)
         left -= tokens - share
         if tokens:
             area = part.area * tokens // part.tokens
             split.takers.append(one)
-            split.cut.append(Part(area, tokens, *part[2:]))
+            split.cut.append(part._replace(area=area, tokens=tokens))
             one.tokens -= tokens
-            one.load += work * tokens / part.tokens
             one.area -= area
-    bins.sort(key=attrgetter("load"))
+            loads[place] = (load + work * tokens / part.tokens, number)
+    loads.sort(key=itemgetter(0))
     return split
+
+
+def _fill(parts: list[Part], bins: list[Bin], pairs_before: PairsBefore) -> None:
+    """Give short documents to the bins with the most room until these are full; what fits nowhere is cut."""
+    left, rooms = [], [(-one.tokens, number) for number, one in enumerate(bins)]
+    heapq.heapify(rooms)
+    for part in parts:
+        room, number = rooms[0]
+        if part[1] <= -room:
+            bins[number].parts.append(part)
+            bins[number].area -= part[0]
+            heapq.heapreplace(rooms, (room + part[1], number))
+        else:
+            left.append(part)
+    rooms = [entry for entry in rooms if entry[0]]
+    for part in left:
+        while part.tokens:
+            room, number = rooms.pop()
+            taken, part = _cut(part, min(part.tokens, -room), 0, pairs_before)
+            bins[number].parts.append(taken)
+            bins[number].area -= taken.area
+            if room + taken.tokens:
+                rooms.append((room + taken.tokens, number))
+
+
+def _cut_evenly(split: Split, pairs_before: PairsBefore) -> None:
+    """Cut a document so that all of its bins lack, or exceed, the same area."""
+    rest, shares = split.part, list(zip(split.takers, split.cut, strict=True))
+    lacking = sum([taker.area + share.area for taker, share in shares]) - rest.area
+    for number, (taker, share) in enumerate(shares):
+        taken = rest
+        taker.area += share.area
+        if share.tokens < rest.tokens:
+            taken, rest = _cut(rest, share.tokens, taker.area - lacking / (len(shares) - number), pairs_before)
+        taker.area -= taken.area
+        lacking -= taker.area
+        split.cut[number] = taken
+
+
+def _cut(part: Part, tokens: int, area: float, pairs_before: PairsBefore) -> tuple[Part, Part]:
+    """(rows from both ends of a part that come nearest to an area, the rest).
+
+    A row less from the tail and one more from the head lowers the area by the same amount wherever they are, in one
+    document under a causal mask: the numbers are solved for. Elsewhere they are interpolated.
+    """
+    whole_area, whole_tokens, head, head_stop, tail, tail_stop = part
+    first = tail_stop - tokens  # of the tail's rows, with none from the head
+    unbroken = head_stop == tail
+    fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
+    ends = pairs_before(tail_stop) - pairs_before(head)
+    rows, taken_area = fewest, ends + pairs_before(head + fewest) - pairs_before(first + fewest)
+    if taken_area > area and most > fewest:
+        growth = pairs_before.growth(head, tail_stop)
+        fall: float = growth * (first - head)
+        if not growth:
+            fall = (taken_area - ends - pairs_before(head + most) + pairs_before(first + most)) / (most - fewest)
+        if fall > 0:
+            rows = min(most, fewest + round((taken_area - area) / fall))
+            taken_area -= int((rows - fewest) * fall)
+            if not growth:
+                taken_area = ends + pairs_before(head + rows) - pairs_before(first + rows)
+    taken = Part._make((taken_area, tokens, head, head + rows, first + rows, tail_stop))
+    if unbroken:
+        head_stop = tail = first + rows
+    left = (whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows)
+    return taken, Part._make(left)

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import LayoutError
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
-from torchtitan_cp.attention.tiles import ALL_ROWS, count_pairs
+from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs
 
-FEW_CHUNKS, MOST_CHUNKS = 8, 64
+MOST_CHUNKS = 64
 # A further chunk of a rank counts as this part of its work: smaller ones make smaller tiles.
 CHUNK_COST = 0.005
 
@@ -128,9 +129,11 @@ def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[
         found = []
         while begin < last:
             while stop <= begin:
-                rank, local, start, stop = next(segments)
+                segment = next(segments)
+                rank, local, start, stop = segment
             end = stop if stop < last else last
-            found.append(Segment._make((rank, local + begin - start, begin, end)))
+            whole = start == begin and stop == end
+            found.append(segment if whole else Segment._make((rank, local + begin - start, begin, end)))
             begin = end
         result.append(tuple(found))
     return tuple(result)
@@ -144,6 +147,44 @@ def documents_of(
     for number, documents in enumerate(rows):
         for segments in cut_by_document(layout, documents):
             yield ALL_ROWS if len(rows) == 1 else number, segments
+
+
+class PairsBefore:
+    """Allowed (query, key) pairs of the queries before a position, summed over the mask's batch rows.
+
+    Attributes:
+        borders: where the documents of all rows begin and end, from 0 to S.
+        pairs: of the queries before each border.
+    """
+
+    def __init__(self, mask: AttentionMask, sequence_length: int) -> None:
+        rows, self.band = mask.documents(sequence_length), mask.band
+        self.borders = sorted({0, sequence_length, *(edge for row in rows for span in row for edge in span)})
+        place = {border: number for number, border in enumerate(self.borders)}
+        self.documents: list[list[Span]] = [[] for _ in self.borders]  # of all rows, from each border on
+        for row in rows:
+            for document in row:
+                for number in range(place[document[0]], place[document[1]]):
+                    self.documents[number].append(document)
+        self.pairs, self.starts = [0], [sum([start for start, _ in found]) for found in self.documents]
+        for number, stop in enumerate(self.borders[1:]):
+            self.pairs.append(self._count(number, stop))
+
+    def _count(self, number: int, position: int) -> int:
+        rows, documents = position - self.borders[number], self.documents[number]
+        if self.band == CAUSAL:
+            seen = len(documents) * (self.borders[number] + position + 1) - 2 * self.starts[number]
+            return self.pairs[number] + rows * seen // 2
+        distance = [(last - first, first - self.borders[number]) for first, last in documents]
+        return self.pairs[number] + sum([count_pairs(rows, keys, self.band, ahead) for keys, ahead in distance])
+
+    def growth(self, start: int, stop: int) -> int:
+        """Keys that each query in a span sees more than the one before it; 0 if they differ."""
+        number = bisect_right(self.borders, start) - 1
+        return len(self.documents[number]) if self.band == CAUSAL and stop <= self.borders[number + 1] else 0
+
+    def __call__(self, position: int) -> int:
+        return self._count(bisect_right(self.borders, position) - 1, position)
 
 
 def rank_areas(layout: Layout, mask: AttentionMask, sequence_length: int) -> list[int]:
@@ -224,31 +265,23 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
         LayoutError: if S is not divisible by P.
     """
     check_divisible(sequence_length, ranks, f"cp = {ranks}")
+    before = PairsBefore(mask, sequence_length)
     best: tuple[float, Layout] | None = None
-    held = 1
+    held, even = 1, before(sequence_length) / ranks
     while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
         penalty = 1 + CHUNK_COST * held
-        areas = _chunk_areas(sequence_length // (held * ranks), held * ranks, mask, sequence_length)
         # Even a perfect balance of so many chunks would cost more than the best so far.
-        if best and held > FEW_CHUNKS and best[0] <= sum(areas) / ranks * penalty:
+        if best and best[0] <= even * penalty:
             break
+        tokens = sequence_length // (held * ranks)
+        ends = [before(stop) for stop in range(0, sequence_length + 1, tokens)]
+        areas = [stop - start for start, stop in pairwise(ends)]
         chunks, busiest = _assign_chunks(areas, ranks)
         if best is None or busiest * penalty < best[0]:
-            best = (busiest * penalty, _of_chunks(sequence_length // (held * ranks), chunks))
+            best = (busiest * penalty, _of_chunks(tokens, chunks))
         held *= 2
     assert best is not None
     return best[1]
-
-
-def _chunk_areas(tokens: int, chunks: int, mask: AttentionMask, sequence_length: int) -> list[int]:
-    """Allowed pairs of the queries of each of equal chunks, as `rank_areas` counts them."""
-    areas, band = [0] * chunks, mask.band
-    for documents in mask.documents(sequence_length):
-        for first, last in documents:
-            for chunk in range(first // tokens, (last - 1) // tokens + 1):
-                start, stop = max(first, chunk * tokens), min(last, (chunk + 1) * tokens)
-                areas[chunk] += count_pairs(stop - start, last - first, band, first - start)
-    return areas
 
 
 def _of_chunks(tokens: int, chunks: Iterable[Iterable[int]]) -> Layout:

@@ -3,81 +3,140 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from operator import itemgetter
 
-from torchtitan_cp.attention.documents import EVEN, assign_documents
+from torchtitan_cp.attention.documents import assign_documents
 from torchtitan_cp.attention.errors import LayoutError, check_name
 from torchtitan_cp.attention.layout import (
     Layout,
+    PairsBefore,
     balanced,
     check_divisible,
     contiguous,
+    documents_of,
     rank_areas,
     rows_sent,
     zigzag,
 )
 from torchtitan_cp.attention.mask import AttentionMask
+from torchtitan_cp.attention.tiles import count_pairs
 
-# Pairs that a rank computes while a row of keys and values travels to another node: 32 query and 8 key heads of 128
-# in bf16 at 400 TFLOP/s and 50 GB/s. Within a node it travels NODE_LINK times as fast.
-ROW_PAIRS, NODE_LINK, NODE_RANKS = 2000, 8, 8
-# `relative_time` at which no other layout is tried for more than NODE_RANKS ranks, where trying takes long; else EVEN.
-FAIR = 1.1
+# Pairs that a rank computes while a row of keys and values travels (within a node, to another one): 32 query and 8 key
+# heads of 128 in bf16 at 400 TFLOP/s, and 400 or 50 GB/s.
+RowPairs = tuple[float, float]
+ROW_PAIRS: RowPairs = (250, 2000)
+NODE_RANKS = 8
+# Pairs of the busiest rank over the mean at which documents that stay in nodes are not assigned to all ranks instead.
+EVEN = 1.05
+# Ranks of a ring of which the messages of each step are counted, not all together; and `relative_time` at which no
+# other layout is tried, of so many ranks and of more, where trying takes long.
+STEP_RANKS, FAIR, FAIR_OF_MANY = 16, 1.06, 1.1
 
 
 def documents(
-    sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int = NODE_RANKS, all_to_all_ranks: int = 1
+    sequence_length: int,
+    ranks: int,
+    mask: AttentionMask,
+    ranks_per_node: int = NODE_RANKS,
+    all_to_all_ranks: int = 1,
+    row_pairs: RowPairs = ROW_PAIRS,
 ) -> Layout:
     """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
 
-    Of `assign_documents`, `balanced` and `zigzag`, the one of least `relative_time`; the first is taken as it is if it
-    is within 5 % of an even share, or 10 % of more than 8 ranks. Batch rows that are packed differently take
-    one of the latter two.
+    Documents that cannot be assigned evenly within nodes first are assigned to all ranks at once. That is taken if it
+    is within 6 % of an even share of the work, messages included, by `relative_time` (10 % of more than 16 ranks); or
+    else the fastest of it, `balanced` and `zigzag`. Batch rows that are packed differently are cut at the borders of
+    all their documents, and assigned by their summed area.
 
     Args:
         ranks_per_node: consecutive ranks that sit in one node, within which documents stay first.
         all_to_all_ranks: consecutive ranks that trade heads: together they are one rank of the ring.
+        row_pairs: pairs that a rank computes while a row of keys and values travels, within a node and to another.
 
     Raises:
         LayoutError: if S is not divisible by P.
     """
     check_divisible(sequence_length, ranks, f"cp = {ranks}")
     if 1 < all_to_all_ranks < ranks:
-        return documents(sequence_length, ranks // all_to_all_ranks, mask, 1).split(all_to_all_ranks)
+        joined = documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs)
+        return joined.split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
-    best, least = None, math.inf
-    enough = EVEN if ranks <= NODE_RANKS else FAIR
+    timed: list[tuple[float, Layout]] = []
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
-        time = relative_time(layout, mask, sequence_length, ranks_per_node)
-        if time < least:
-            best, least = layout, time
-        if least <= enough:
+        timed.append((relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs), layout))
+        if timed[-1][0] <= (FAIR if ranks <= STEP_RANKS else FAIR_OF_MANY):
             break
-    assert best is not None
-    return best
+    return min(timed, key=itemgetter(0))[1]
 
 
-def relative_time(layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int) -> float:
-    """Time of the busiest rank, for its pairs or for its messages in a ring if longer, over that of an even share."""
-    pairs = rank_areas(layout, mask, sequence_length)
-    sent, crossing = rows_sent(layout, mask, sequence_length, ranks_per_node)
-    messages = (ROW_PAIRS * max(across, rows / NODE_LINK) for rows, across in zip(sent, crossing, strict=True))
-    return max(map(max, pairs, messages)) * layout.ranks / (sum(pairs) or 1)
+def relative_time(
+    layout: Layout, mask: AttentionMask, sequence_length: int, ranks_per_node: int, row_pairs: RowPairs = ROW_PAIRS
+) -> float:
+    """Time of the busiest rank in a ring, for its pairs and messages, over that of an even share.
+
+    Messages of up to `STEP_RANKS` ranks travel while the step before them is computed. Of more ranks they are taken to
+    travel behind any step: the longer of both counts.
+    """
+    areas, (within, across) = rank_areas(layout, mask, sequence_length), row_pairs
+    if layout.ranks > STEP_RANKS:
+        sent, crossing = rows_sent(layout, mask, sequence_length, ranks_per_node)
+        messages = (max(across * far, within * rows) for rows, far in zip(sent, crossing, strict=True))
+        times = map(max, areas, messages)
+    else:
+        waits = _waits(layout, mask, sequence_length, areas, ranks_per_node, row_pairs)
+        times = map(sum, zip(areas, waits, strict=True))
+    return max(times) * layout.ranks / (sum(areas) or 1)
+
+
+def _waits(
+    layout: Layout,
+    mask: AttentionMask,
+    sequence_length: int,
+    areas: list[int],
+    ranks_per_node: int,
+    row_pairs: RowPairs,
+) -> list[float]:
+    """Pairs that each rank could compute while it waits for the messages of each step."""
+    ranks, band = layout.ranks, mask.band
+    pairs = [[0] * ranks for _ in range(ranks)]  # by reader and step
+    costs = [[0.0] * ranks for _ in range(ranks)]  # by source and step
+    for _, segments in documents_of(layout, mask, sequence_length):
+        for number, (source, _, start, stop) in enumerate(segments if len(segments) > 1 else ()):
+            readers = set()
+            for reader, _, first, last in segments[number if band.high == 0 else 0 :]:
+                step = (reader - source) % ranks
+                if step and (found := count_pairs(last - first, stop - start, band, start - first)):
+                    pairs[reader][step] += found
+                    if reader not in readers:
+                        far = reader // ranks_per_node != source // ranks_per_node
+                        costs[source][step] += (stop - start) * row_pairs[far]
+                        readers.add(reader)
+    waits = [0.0] * ranks
+    for rank in range(ranks):
+        ahead = areas[rank] - sum(pairs[rank])
+        for step in range(1, ranks):
+            cost = max(costs[rank][step], costs[rank - step][step])
+            waits[rank] += max(0.0, cost - ahead)
+            ahead = pairs[rank][step]
+    return waits
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    rows = set(mask.documents(sequence_length))
-    if len(rows) == 1:
-        size = ranks_per_node if ranks_per_node > 1 else ranks
-        yield Layout.of(assign_documents(rows.pop(), sequence_length, mask.band, ranks, size))
+    before = PairsBefore(mask, sequence_length)
+    found = assign_documents(before, ranks, ranks_per_node)
+    if found[0] * ranks > EVEN * before.pairs[-1]:
+        at_once = assign_documents(before, ranks, ranks, 0.2 if 1 < ranks_per_node < ranks else 0.5)
+        found = min(found, at_once, key=itemgetter(0))
+    yield Layout.of(found[1])
     yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
         yield zigzag(sequence_length, ranks)
 
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "contiguous": lambda sequence_length, ranks, mask, *nodes: contiguous(sequence_length, ranks),
-    "zigzag": lambda sequence_length, ranks, mask, *nodes: zigzag(sequence_length, ranks),
-    "balanced": lambda sequence_length, ranks, mask, *nodes: balanced(sequence_length, ranks, mask),
+    "contiguous": lambda sequence_length, ranks, mask, *_: contiguous(sequence_length, ranks),
+    "zigzag": lambda sequence_length, ranks, mask, *_: zigzag(sequence_length, ranks),
+    "balanced": lambda sequence_length, ranks, mask, *_: balanced(sequence_length, ranks, mask),
     "documents": documents,
 }
 
@@ -90,6 +149,7 @@ def make_layout(
     mask: AttentionMask,
     ranks_per_node: int = NODE_RANKS,
     all_to_all_ranks: int = 1,
+    row_pairs: RowPairs = ROW_PAIRS,
 ) -> Layout:
     """Build a layout by name. `auto` is documents where documents are packed, else zigzag.
 
@@ -100,4 +160,4 @@ def make_layout(
         packed = any(len(documents) > 1 for documents in mask.documents(sequence_length))
         name = "documents" if packed else "zigzag"
     check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
-    return LAYOUTS[name](sequence_length, ranks, mask, ranks_per_node, all_to_all_ranks)
+    return LAYOUTS[name](sequence_length, ranks, mask, ranks_per_node, all_to_all_ranks, row_pairs)

@@ -121,7 +121,7 @@ def _documents(rows: Lengths | None, used: Lengths | None, sequence_length: int)
 
 
 def _spans(lengths: tuple[int, ...], used: tuple[int, ...], sequence_length: int, row: int) -> tuple[Span, ...]:
-    if any(length < 1 for length in lengths) or sum(lengths) != sequence_length:
+    if min(lengths, default=0) < 1 or sum(lengths) != sequence_length:
         raise PlanError(
             f"document_lengths of batch row {row} sum to {sum(lengths)} with a shortest of {min(lengths, default=0)}",
             fix=f"give lengths of at least 1 that sum to seq_len = {sequence_length}",

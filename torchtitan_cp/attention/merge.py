@@ -57,7 +57,8 @@ class RunningSoftmax:
         out, lse = self.sums or self._totals()
         if sinks is not None:
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out = out.to(lse.dtype) * torch.exp(lse - with_sink).unsqueeze(-1)
+            share = torch.exp(lse - with_sink).masked_fill_(with_sink == float("-inf"), 0.0)
+            out = out.to(lse.dtype) * share.unsqueeze(-1)
             lse = with_sink
         return out.to(self.q.dtype).contiguous(), lse.contiguous()
 
@@ -66,7 +67,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) 
     """Gradient of `[Hq]` sinks from these rows: the softmax weight of a sink times -(dout . out)."""
     if sinks is None:
         return None
-    weight = torch.exp(sinks.to(lse.dtype) - lse)
+    weight = torch.exp(sinks.to(lse.dtype) - lse).masked_fill_(lse == float("-inf"), 0.0)
     # A row of padding has no output; its dout may hold anything, so it must not count.
     row_dots = (dout.to(lse.dtype) * out.to(lse.dtype)).masked_fill_(out == 0, 0.0).sum(-1)
     return -(weight * row_dots).sum((0, 1))

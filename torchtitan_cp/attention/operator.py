@@ -55,8 +55,38 @@ def _prepare(
     return STRATEGIES[plan.strategy], call
 
 
+def _packed_heads(x: Tensor) -> Tensor:
+    """`[B, rows, H, D]` whose last dim has stride 1: kernels read it so, and aten's on the CPU does not check."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
 UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What `attention` returns, by shape and dtype."""
+    all_to_all_ranks = options[-1]
+    (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
+    out = q.new_empty((batch, rows, heads, v.shape[-1]))
+    lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
+    if all_to_all_ranks == 1:
+        return out, lse, []
+    shares = share_heads(heads, k.shape[2], all_to_all_ranks)
+    rows, query_heads, key_heads = rows * all_to_all_ranks, len(shares.queries[0]), len(shares.keys[0])
+    q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
+    k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
+    return out, lse, [q_all, k_all, v_all, out_all, q.new_empty((batch, rows, query_heads), dtype=lse_dtype)]
+
+
+def _new_gradients(
+    dout: Tensor, residuals: list[Tensor], sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `attention_backward` returns, by shape and dtype."""
+    (batch, rows, heads, v_dim), qk_dim, key_heads = dout.shape, residuals[0].shape[-1], options[-1]
+    shapes = ((heads, qk_dim), (key_heads, qk_dim), (key_heads, v_dim))
+    dq, dk, dv = (dout.new_empty((batch, rows, *shape)) for shape in shapes)
+    return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.zeros_like(sinks)
 
 
 @torch.library.custom_op("torchtitan_cp::attention", mutates_args=(), tags=UNSAFE)
@@ -72,24 +102,12 @@ def attention(
     all_to_all_ranks: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out `[B, S/P, Hq, Dv]`, lse `[B, S/P, Hq]`, the residuals of an all-to-all of `all_to_all_ranks`)."""
+    if not len(q):  # which some kernels refuse
+        return _new_outputs(q, k, v, all_to_all_ranks)
+    q, k, v = map(_packed_heads, (q, k, v))
     strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), Scores(scale, softcap), sinks, slopes)
     out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
-
-
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    all_to_all_ranks = options[-1]
-    (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
-    out = q.new_empty((batch, rows, heads, v.shape[-1]))
-    lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
-    if all_to_all_ranks == 1:
-        return out, lse, []
-    shares = share_heads(heads, k.shape[2], all_to_all_ranks)
-    rows, query_heads, key_heads = rows * all_to_all_ranks, len(shares.queries[0]), len(shares.keys[0])
-    q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
-    k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))
-    return out, lse, [q_all, k_all, v_all, out_all, q.new_empty((batch, rows, query_heads), dtype=lse_dtype)]
 
 
 @torch.library.custom_op("torchtitan_cp::attention_backward", mutates_args=(), tags=UNSAFE)
@@ -104,7 +122,10 @@ def attention_backward(
     key_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
-    kept = Residuals(*residuals)
+    if not len(dout):
+        return _new_gradients(dout, residuals, sinks, key_heads)
+    dout, q, k, v, out = map(_packed_heads, (dout, *residuals[:4]))
+    kept = Residuals(q, k, v, out, residuals[4])
     strategy, call = _prepare(handle, kept.q, kept.v, (dout.shape[2], key_heads), Scores(scale, softcap), sinks, slopes)
     *gradients, dsinks = strategy.backward(dout, kept, call)
     # Compiled code relies on the strides that the fake kernel promises.
@@ -112,21 +133,6 @@ def attention_backward(
     if sinks is None or dsinks is None:
         return dq, dk, dv, dout.new_empty(0)
     return dq, dk, dv, dsinks.to(sinks.dtype)
-
-
-@attention_backward.register_fake
-def _(
-    dout: Tensor, residuals: list[Tensor], sinks: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    key_heads = options[-1]
-    batch, rows, heads, v_dim = dout.shape
-    qk_dim = residuals[0].shape[-1]
-    return (
-        dout.new_empty((batch, rows, heads, qk_dim)),
-        dout.new_empty((batch, rows, key_heads, qk_dim)),
-        dout.new_empty((batch, rows, key_heads, v_dim)),
-        dout.new_empty(0) if sinks is None else torch.empty_like(sinks),
-    )
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
@@ -144,6 +150,8 @@ def _backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
+attention.register_fake(_new_outputs)
+attention_backward.register_fake(_new_gradients)
 attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 OPERATOR = torch.ops.torchtitan_cp.attention.default

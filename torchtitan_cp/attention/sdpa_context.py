@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchtitan_cp.attention.api import ContextParallel, attend
+from torchtitan_cp.attention.collectives import gather
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
@@ -184,10 +185,8 @@ class _Block(TorchFunctionMode):
         refusal = self._refusal(query, key, value, attn_mask, dropout_p, is_causal)
         if not self.calls:
             # At the first call all ranks raise if one refuses: the others would wait for its keys.
-            refused = torch.tensor(float(refusal is not None), device=query.device)
-            for group in self.plan.process_groups:
-                refused = group.maximum(refused)
-            if refused and not refusal:
+            refused = torch.tensor(refusal is not None, device=query.device, dtype=torch.uint8)
+            if gather(refused, self.plan.process_groups).any() and not refusal:
                 refusal = PlanError("another rank refused this call; its message says why")
         if refusal:
             raise refusal

@@ -16,7 +16,7 @@ from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.planner.devices import Cluster
+from torchtitan_cp.planner.devices import BANDWIDTH, Cluster
 
 FP32_BYTES = 4  # gradients travel and are summed in fp32
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # a pair and dim of a head: 2 products forward, 5 backward (scores again)
@@ -79,6 +79,12 @@ class Rates:
     backward: float
     stride: int
 
+    def row_pairs(self, heads: Heads) -> tuple[float, float]:
+        """Pairs that a rank computes while a row of keys and values travels: within a node, and to another one."""
+        device, pair = self.cluster.accelerator, FORWARD_FLOPS * heads.query * heads.dim / self.forward
+        row = heads.kv_row_bytes / BANDWIDTH / pair
+        return row / device.link_bandwidth, row / device.network_bandwidth
+
 
 class Exchange(NamedTuple):
     """What an exchange costs.
@@ -139,7 +145,14 @@ def busiest_layer(
         all_to_all_ranks: that trade heads; window: of the layer, 0 for none.
     """
     plan = make_plan(
-        seq_len, mask=mask, ranks=ranks, strategy=strategy, layout=layout, all_to_all_ranks=all_to_all_ranks
+        seq_len,
+        mask=mask,
+        ranks=ranks,
+        strategy=strategy,
+        layout=layout,
+        all_to_all_ranks=all_to_all_ranks,
+        ranks_per_node=max(1, rates.cluster.accelerator.ranks_per_node // rates.stride),
+        row_pairs=rates.row_pairs(heads),
     )
     plan = dataclasses.replace(plan, mask=mask.windowed(window))  # on the layout of the batch
     chosen = sorted({0, busiest_rank(plan), ranks // 2, ranks - 1})

@@ -20,6 +20,7 @@ from torchtitan_cp.attention import (
     sum_ranks,
     watch_messages,
 )
+from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.labels import IGNORED
@@ -206,7 +207,11 @@ class ParallelModel:
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
         names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
-        context_parallel = ContextParallel(cp_mesh, *names, max(1, self.world.ranks_per_node // stage.tp))
+        # The default is of 4 query heads to a key head.
+        within, across = (pairs * 4 * self.args.n_kv_heads / self.args.n_heads for pairs in ROW_PAIRS)
+        node = max(1, self.world.ranks_per_node // stage.tp)
+        whole_mesh = mesh["cp"] if hybrid and any(self.args.state_sizes) else None
+        context_parallel = ContextParallel(cp_mesh, *names, node, (within, across), whole_mesh)
         for part in self.parts:
             set_rope(part, self.args, stage.rope, stage.seq_len, self.device)
         return BatchLayout(

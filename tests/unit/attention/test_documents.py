@@ -5,12 +5,14 @@ import random
 import pytest
 
 from benchmarks.layouts import CASES, count, find_lengths
+from benchmarks.plan import draw_lengths
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.attention.documents import EVEN, assign_documents
-from torchtitan_cp.attention.layout import Layout, balanced, rank_areas, rows_sent, zigzag
-from torchtitan_cp.attention.layouts import documents, make_layout, relative_time
+from torchtitan_cp.attention.documents import assign_documents
+from torchtitan_cp.attention.layout import Layout, PairsBefore, balanced, rank_areas, rows_sent, zigzag
+from torchtitan_cp.attention.layouts import FAIR, documents, make_layout, relative_time
 from torchtitan_cp.attention.mask import UNBOUNDED, count_rows
 
+TWO_LONG = AttentionMask(document_lengths=((10_000, 55_536), (40_000, 1536, 24_000)))
 WINDOWS = {"causal": (True, UNBOUNDED), "bidirectional": (False, UNBOUNDED), "window": (True, (40, -1))}
 
 
@@ -30,14 +32,13 @@ def test_every_rank_holds_as_many_tokens_and_every_token_is_held_once(
 ) -> None:
     for seed in range(20):
         mask, seq_len = draw_mask(seed, 48 * ranks, *WINDOWS[kind]), 48 * ranks
-        held = assign_documents(mask.documents(seq_len)[0], seq_len, mask.band, ranks, ranks_per_node)
+        before = PairsBefore(mask, seq_len)
+        _, held = assign_documents(before, ranks, ranks_per_node)
         assert [sum(stop - start for start, stop in spans) for spans in held] == [48] * ranks
         layout = Layout.of(held)
         positions = sorted(position for rank in range(ranks) for position in layout.positions(rank).tolist())
         assert positions == list(range(seq_len))
-        assert (
-            Layout.of(assign_documents(mask.documents(seq_len)[0], seq_len, mask.band, ranks, ranks_per_node)) == layout
-        )
+        assert Layout.of(assign_documents(before, ranks, ranks_per_node)[1]) == layout
 
 
 @pytest.mark.parametrize("case", [0, 3, 5, 6], ids=lambda case: f"{CASES[case][3]} {CASES[case][0]}")
@@ -90,19 +91,30 @@ def test_it_is_near_an_even_share_or_no_slower_than_balanced_and_zigzag(seed: in
         relative_time(layout, mask, seq_len, 8)
         for layout in (documents(seq_len, 8, mask), balanced(seq_len, 8, mask), zigzag(seq_len, 8))
     ]
-    assert times[0] <= max(EVEN, min(times[1:]))
+    assert times[0] <= max(FAIR, min(times[1:]))
 
 
 def test_rows_that_are_packed_differently_share_a_layout_that_is_even_over_all_of_them() -> None:
-    mask = AttentionMask(document_lengths=((10_000, 55_536), (40_000, 1536, 24_000)))
-    layout = make_layout("auto", 65_536, 4, mask)
-    areas = rank_areas(layout, mask, 65_536)
-    assert max(areas) < 1.1 * sum(areas) / 4
-    assert layout.name in ("balanced", "zigzag")
+    rows = tuple(draw_lengths("log-normal", 131_072, 18, seed) for seed in (1, 8))
+    mask = AttentionMask(document_lengths=rows)
+    layout = make_layout("auto", 131_072, 8, mask)
+    assert layout.name == "documents"
+    for chosen, one in ((layout, mask), (make_layout("auto", 65_536, 4, TWO_LONG), TWO_LONG)):
+        areas = rank_areas(chosen, one, chosen.segments[-1].stop)
+        assert max(areas) < 1.1 * sum(areas) / chosen.ranks
+
+
+def test_messages_that_compute_hides_count_by_the_rates_given() -> None:
+    mask = AttentionMask(document_lengths=(find_lengths("log-normal", 131_072, 18, 0, draw=0),))
+    slow, free = (documents(131_072, 8, mask, 8, 1, (cost, cost)) for cost in (50_000, 0))
+    times = [relative_time(layout, mask, 131_072, 8, (50_000, 50_000)) for layout in (slow, free)]
+    assert times[0] <= times[1]
+    assert sum(rows_sent(slow, mask, 131_072, 8)[0]) < sum(rows_sent(free, mask, 131_072, 8)[0])
 
 
 def test_one_document_on_all_ranks_is_cut_as_zigzag_cuts_it() -> None:
-    held = assign_documents(((0, 4096),), 4096, AttentionMask().band, 4, 4)
+    before = PairsBefore(AttentionMask(), 4096)
+    _, held = assign_documents(before, 4, 4)
     want = zigzag(4096, 4)
     for spans, expected in zip(Layout.of(held).spans, want.spans, strict=True):
         assert sum(spans, ()) == pytest.approx(sum(expected, ()), abs=2)

@@ -479,3 +479,52 @@ def test_flex_is_compiled_as_often_as_there_are_shapes(monkeypatch: pytest.Monke
     flex._compile.cache_clear()
     flex._compile()
     assert torch._dynamo.config.recompile_limit == torch._dynamo.config.accumulated_recompile_limit
+
+
+def test_a_sink_of_minus_infinity_is_no_sink_and_padding_stays_zero() -> None:
+    mask = AttentionMask(document_lengths=((12, 20),), used_lengths=((9, 20),))
+    plan = make_plan(32, mask=mask)
+    q, k, v, dout = draw(32, 32, (4, 2), (16, 16), "cpu", torch.float64)
+    answers = []
+    for sinks in (None, torch.full((4,), float("-inf"), dtype=torch.float64).requires_grad_()):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, plan, sinks=sinks)
+        out.backward(dout)
+        answers.append([out.detach(), *(x.grad for x in leaves)])
+    assert sinks is not None
+    assert sinks.grad is not None
+    assert sinks.grad.abs().max() == 0
+    for want, got in zip(*answers, strict=True):
+        assert torch.equal(got, want)
+    assert answers[1][0][:, 9:12].abs().max() == 0
+
+
+@pytest.mark.parametrize("softcap", [-2.0, float("nan")])
+def test_a_soft_cap_that_is_no_bound_is_refused_by_every_kernel(softcap: float) -> None:
+    q = torch.zeros(1, 8, 1, 16)
+    for kernel in ("cpu", "reference"):
+        with pytest.raises(PlanError, match="is no bound of scores; give a positive number, or 0 for none"):
+            attend(q, q, q, make_plan(8, kernel=kernel), softcap=softcap)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference", *EMULATED])
+def test_no_kernel_is_given_an_empty_batch(kernel: str) -> None:
+    leaves = [torch.zeros(0, 64, 2, 16, requires_grad=True) for _ in "qkv"]
+    with emulate():
+        attend(*leaves, make_plan(64, mask=AttentionMask(document_lengths=((20, 44),)), kernel=kernel)).sum().backward()
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in leaves)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_heads_whose_numbers_do_not_lie_side_by_side_are_read_right(kernel: str) -> None:
+    plan = make_plan(32, kernel=kernel)
+    *inputs, dout = draw(32, 32, (4, 2), (16, 16), "cpu", torch.float64)
+    answers = []
+    for order in (lambda x: x, lambda x: x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)):
+        leaves = [order(x).detach().requires_grad_() for x in inputs]
+        out = attend(*leaves, plan)
+        out.backward(order(dout))
+        answers.append([out.detach(), *(x.grad for x in leaves)])
+    assert leaves[0].stride(-1) != 1
+    for want, got in zip(*answers, strict=True):
+        torch.testing.assert_close(got, want)

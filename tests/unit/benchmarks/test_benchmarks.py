@@ -107,8 +107,9 @@ def test_work_over_the_mean_is_that_of_all_ranks_plans(strategy: str, kind: str)
     rates = Rates(make_cluster("h100-80g", 4, 4), 1e9, 1e9, 1)
     row = figures(strategy, 8192, ranks, mask, heads, rates)
     inner = {"all_to_all": ranks, "hybrid": 4}.get(strategy, 1)
+    cluster = {"ranks": ranks, "ranks_per_node": 4, "row_pairs": rates.row_pairs(heads)}
     plans = [
-        make_plan(8192, mask=mask, ranks=ranks, rank=rank, strategy=strategy, all_to_all_ranks=inner)
+        make_plan(8192, mask=mask, rank=rank, strategy=strategy, all_to_all_ranks=inner, **cluster)
         for rank in range(ranks)
     ]
     shares = {1: 8, 4: 2, 16: 1}  # query heads of a rank: 16 ranks share 8, so that half of them have only zeros

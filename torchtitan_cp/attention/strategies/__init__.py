@@ -1,4 +1,4 @@
-"""Strategies: how the ranks of a group exchange keys and values, one file each.
+"""Strategies: how the ranks of a group exchange keys and values, one file each; hybrid runs the code of all_to_all.
 
 To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
 its name to STRATEGIES in config/names.py (docs/config.md is made again then), and what it costs to EXCHANGES in
@@ -13,7 +13,7 @@ from functools import lru_cache
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.strategies import all_gather, all_to_all, hybrid, ring
+from torchtitan_cp.attention.strategies import all_gather, all_to_all, ring
 from torchtitan_cp.attention.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,8 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": ring.STRATEGY,
     "all_gather": all_gather.STRATEGY,
     "all_to_all": all_to_all.STRATEGY,
-    "hybrid": hybrid.STRATEGY,
+    # On a 2-D mesh: heads are traded within a node, and KV travels in a ring between nodes.
+    "hybrid": all_to_all.STRATEGY,
 }
 
 

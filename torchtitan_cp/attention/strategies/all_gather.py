@@ -72,11 +72,9 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
         group_call = call.for_heads(queries)
         rows = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
         dq_sum = GradientSum(rows[1])
-        # The gradients of all ranks' rows; zeros where some rows are read by no tile here.
-        read = sum(sum(part.sizes) for part, _, _ in gathered)
-        make = k.new_empty if read == call.plan.sequence_length else k.new_zeros
+        # The gradients of all ranks' rows; zeros where no tile here reads them.
         shape = (call.plan.ranks, *k.shape[:2], keys.stop - keys.start, sum(dims))
-        gradients = make(shape, dtype=accumulation_dtype(k.dtype))
+        gradients = k.new_zeros(shape, dtype=accumulation_dtype(k.dtype))
         for part, k_rows, v_rows in gathered:
             dkv = [GradientSum(k_rows), GradientSum(v_rows)]
             scores = group_call.scores_for(part.rows)
@@ -111,12 +109,11 @@ def gather_heads(
         messages = arriving.wait()
         if following:
             arriving = start(following)
-        shards = [codec.decode(message, k.shape[1], k[:, :, keys], v[:, :, keys]) for message in messages]
-        del messages
-        parts = arrange_rows(call.plan, call.kernel)
+        shards = (codec.decode(message, k.shape[1], k[:, :, keys], v[:, :, keys]) for message in messages)
         k_shards, v_shards = zip(*shards, strict=True)
+        parts = arrange_rows(call.plan, call.kernel)
         gathered = [(part, _take(k_shards, part.rows), _take(v_shards, part.rows)) for part in parts]
-        del shards, k_shards, v_shards
+        del messages, k_shards, v_shards
         yield slice(keys.start * per_key, keys.stop * per_key), keys, gathered
 
 

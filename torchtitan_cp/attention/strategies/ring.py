@@ -52,23 +52,21 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tu
     """Yields each step with its (k, v), k `[B, rows received, Hkv, Dqk]`, while the next step's KV travels."""
     codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, (k, v)
 
-    def start(step: RingStep) -> Pending[Tensor | None]:
-        send = codec.encode(_rows_in(k, step.send), _rows_in(v, step.send)) if step.send else None
-        receive = codec.new_message(count_rows(step.receive), k, v) if step.receive else None
+    def start(step: RingStep) -> Pending[Tensor]:
+        send = codec.encode(_rows_in(k, step.send), _rows_in(v, step.send))
+        receive = codec.new_message(count_rows(step.receive), k, v)
         return call.ring_group.send_receive(send, step.target, receive, step.source)
 
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         arriving = start(following) if following else None
         yield step, kv
         if following and arriving:
-            message = arriving.wait()
-            rows = count_rows(following.receive)
-            kv = (k[:, :0], v[:, :0]) if message is None else codec.decode(message, rows, k, v)
+            kv = codec.decode(arriving.wait(), count_rows(following.receive), k, v)
 
 
 def _rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """The rows of spans, one after the other: `[B, S/P, ..] -> [B, rows, ..]`."""
-    parts = [x[:, start:stop] for start, stop in spans]
+    parts = [x[:, start:stop] for start, stop in spans or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -81,18 +79,15 @@ def _return_gradients(
         waits for the gradients of the local KV from the rank that read it in this step, and adds them.
     """
     codec, (dk, dv) = CODECS["exact"], (gradient.total() for gradient in dkv)
-    send = codec.encode(dk, dv) if step.receive else None
-    receive = codec.new_message(count_rows(step.send), dk, dv) if step.send else None
-    pending = call.ring_group.send_receive(send, step.source, receive, step.target)
+    rows = count_rows(step.send)
+    receive = codec.new_message(rows, dk, dv)
+    pending = call.ring_group.send_receive(codec.encode(dk, dv), step.source, receive, step.target)
 
     def add_returned() -> None:
-        pending.wait()
-        if receive is None:
-            return
-        totals = [gradient.total() for gradient in dkv_local]
-        sizes = [stop - start for start, stop in step.send]
-        for total, returned in zip(totals, codec.decode(receive, sum(sizes), *totals), strict=True):
-            for (start, stop), rows in zip(step.send, returned.split(sizes, 1), strict=True):
-                total[:, start:stop] += rows
+        returned, place = codec.decode(pending.wait(), rows, dk, dv), 0
+        for start, stop in step.send:
+            for gradient, x in zip(dkv_local, returned, strict=True):
+                gradient.total()[:, start:stop] += x[:, place : place + stop - start]
+            place += stop - start
 
     return add_returned
