@@ -44,7 +44,7 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "all_to_all": ("--context_parallel.strategy=all_to_all",),
         "hybrid": ("--context_parallel.strategy=hybrid", "--context_parallel.all_to_all_ranks=2"),
     },
-    "kernel": {name: (f"--context_parallel.kernel={name}",) for name in ("flash", "cudnn", "efficient")},
+    "kernel": {name: (f"--context_parallel.kernel={name}",) for name in ("flash", "cudnn", "efficient", "flex")},
     "mask": {"causal": (), "window": (), "documents": ()},
     "dimensions": {
         "fsdp": (),

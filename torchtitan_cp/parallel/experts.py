@@ -165,7 +165,8 @@ class ExpertDispatch:
         trips, orders = [_Trip(*rows, self.group) for rows in zip(rows_sent, rows_received, strict=True)], []
         arriving, returning, out = [], [], []
         for trip, tokens, choices, own, most in zip(trips, parts[0], parts[1], counts, kept, strict=True):
-            orders.append(self._order(choices.flatten(), own.to(hidden.device), most.to(hidden.device)))
+            numbers = own.to(hidden.device), most.to(hidden.device), sum(trip.sent)
+            orders.append(self._order(choices.flatten(), *numbers))
             arriving.append(_Start.apply(tokens[orders[-1] // chosen.shape[1]], trip))
         for trip, rows, of_experts in zip(trips, arriving, received, strict=True):
             rows = self._compute_rows(_Finish.apply(rows, trip), of_experts)
@@ -176,13 +177,14 @@ class ExpertDispatch:
             out.append(torch.einsum("tke,tk->te", spread.view(*weights.shape, rows.shape[1]), weights.to(rows.dtype)))
         return torch.cat(out), chosen_rows - sum(map(sum, rows_sent))
 
-    def _order(self, chosen: Tensor, counts: Tensor, kept: Tensor) -> Tensor:
-        """Indices of choices by expert, the first `kept` of each; counts and kept `[X]`."""
+    def _order(self, chosen: Tensor, counts: Tensor, kept: Tensor, rows: int) -> Tensor:
+        """Indices of choices by expert, the first `kept` of each; counts and kept `[X]`, rows their sum."""
         order = chosen.argsort(stable=True)
         if not self.capacity:
             return order
         place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[chosen[order]]
-        return order[place < kept[chosen[order]]]
+        # The host knows how many are kept: a mask as an index would make it wait for the device.
+        return order[(place >= kept[chosen[order]]).argsort(stable=True)[:rows]]
 
     def _compute_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
         """This rank's experts on rows `[R, E]`, which are ordered by sender and expert; counts `[ranks, X / ep]`."""

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import _inductor as inductor
 from torch._functorch import config as functorch_config
@@ -67,28 +66,10 @@ class PerHead(ParallelStyle):
         return module
 
 
-class LocalLinear(ParallelStyle):
-    """A linear layer without bias on a rank's own part of the sequence, its weight replicated."""
+# The role of a module whose parameters are sharded on another mesh: it is left as it is.
+APART = "experts"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight = distribute_tensor(module.weight, device_mesh, [Replicate()])  # type: ignore[arg-type]
-        module.weight = nn.Parameter(weight)
-
-        def forward(x: Tensor) -> Tensor:
-            return F.linear(x, module.weight.to_local(grad_placements=[Partial()]))  # type: ignore[operator, union-attr]
-
-        module.forward = forward
-        return module
-
-
-class Apart(ParallelStyle):
-    """A module on a rank's own part of the sequence, whose parameters are sharded on another mesh."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module
-
-
-# The roles that an architecture may give its modules. A new role goes here.
+# The other roles that an architecture may give its modules. A new role goes here.
 ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # A linear layer with sharded outputs, and one with sharded inputs; between them a rank works alone.
     "column": ColwiseParallel,
@@ -96,11 +77,9 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # The embedding and the output layer, sharded by rows of the vocabulary.
     "embedding": VocabularyRows,
     "output": lambda: ColwiseParallel(input_layouts=SEQUENCE),
-    # A norm on a rank's own part of the sequence, its weight replicated; and what may follow it there.
+    # A norm on a rank's own part of the sequence, its weight replicated; and a norm or linear layer that stays there.
     "sequence": SequenceParallel,
     "local_sequence": lambda: SequenceParallel(use_local_output=True),
-    "local_linear": LocalLinear,
-    "experts": Apart,
     "gather": GatherSequence,
     # A norm over each head of `[B, s, H/tp, D]`, its weight replicated; and a weight with one number for each head.
     "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
@@ -141,6 +120,7 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
     plan = {
         name: ROLES[role]()
         for pattern, role in roles.items()
+        if role != APART
         for name, _ in model.named_modules()
         if fnmatch.fnmatchcase(name, pattern)
     }
@@ -149,9 +129,9 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
         for name in others:
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, model.get_parameter(first))
-    apart = tuple(f"{name}." for name, style in plan.items() if isinstance(style, Apart))
+    apart = [f"{pattern}.*" for pattern, role in roles.items() if role == APART]
     plain = (name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
-    left = [name for name in plain if not name.startswith(apart)]
+    left = [name for name in plain if not any(fnmatch.fnmatchcase(name, pattern) for pattern in apart)]
     assert not left, f"no role shards {', '.join(left)}"
 
 

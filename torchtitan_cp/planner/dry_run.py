@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from torchtitan_cp.attention import prepare_plan
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import resolve_degrees
@@ -23,7 +24,7 @@ from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_job, real_tensors
+from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
@@ -77,6 +78,8 @@ class DryModel(ParallelModel):
             self.pipeline.release()  # what an earlier stage left
         with real_tensors():
             plans = self.configure_stage(stage).plans()
+            for plan in plans.values():
+                prepare_plan(plan)
         self.tracker.start_peak()
         rows = (stage.micro_batch_sequences, plans[0].local_tokens)
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for shape in (rows, rows, rows[1:]))
@@ -168,7 +171,7 @@ def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[C
 
     # torchao compiles its optimizers.
     eager = torch.compiler.set_stance("force_eager")
-    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking(), eager:
+    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking(), eager, fake_flex():
         yield walk
         models.clear()
 

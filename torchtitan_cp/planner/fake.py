@@ -14,15 +14,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from torchtitan_cp.attention import compiling
+from torchtitan_cp.attention.kernels import flex
 from torchtitan_cp.attention.linear.convolution import convolve, convolve_backward
 from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backward
 from torchtitan_cp.attention.operator import attention, attention_backward
@@ -119,6 +123,38 @@ class Message:
     operation: str
     group: str
     size_bytes: int
+
+
+class _FlexResults(torch.autograd.Function):
+    """What flex_attention's compiled kernel returns; its operator has a fake form inside the compiler alone."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return (*map(torch.empty_like, ctx.saved_tensors), None, None, None, None)
+
+
+def _above_autograd_with_modes() -> Any:
+    """As the kernel's `above_autograd`, but modes stay."""
+    modes = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
+    include, exclude = compiling._DEFAULT_KEYS
+    return torch._C._ForceDispatchKeyGuard(include | (torch._C._dispatch_tls_local_include_set() & modes), exclude)
+
+
+@contextmanager
+def fake_flex() -> Iterator[None]:
+    """flex_attention checks what it is given, and returns tensors without data where its compiled kernel would run."""
+    with (
+        patch.object(flex_attention, "flex_attention_hop", _FlexResults.apply),
+        patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+        patch.object(flex, "above_autograd", _above_autograd_with_modes),
+    ):
+        yield
 
 
 class StepTracker(TorchDispatchMode):
