@@ -6,6 +6,7 @@ On one device, with a KV cache.
 import argparse
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
+from torchtitan_cp.attention.kernels import reference
+from torchtitan_cp.attention.kernels.kernel import Scores
+from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import ConfigError
@@ -30,49 +34,31 @@ UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
 class KVCache:
     """Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees."""
 
-    def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor:
-        """Add the keys and values of new tokens, and attend: a whole prompt at first, then one token at a time."""
-        if self.k is None or self.v is None:
-            mask = AttentionMask(window=(window - 1, -1)) if window else None
-            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), **options)
-        else:
-            assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
-            k, v = (torch.cat(pair, 1)[:, -window:] for pair in ((self.k, k), (self.v, v)))  # -0 keeps all
-            out = _attend_last(q, k, v, **options)
-        self.k, self.v = k[:, -window:], v[:, -window:]
-        return out
+    k: Tensor | None = None
+    v: Tensor | None = None
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, **options: Any) -> Tensor:
-    """The attention that the model is given, with options as of `attend`.
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The attention that the model is given: of a whole prompt at first, then of one token at a time to all before it.
 
     Args:
         caches: of the layers, in the order they run.
+        sinks, options: as of `attend`.
     """
-    return next(caches).attend(q, k, v, window, **options)
-
-
-def _attend_last(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Attention of the last token, q `[B, 1, Hq, D]`, to every key; softmax in fp32."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * (scale or q.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]]
-    return torch.einsum("bhqk,bkhd->bqhd", weights.to(v.dtype), v)
+    cache = next(caches)
+    if cache.k is None or cache.v is None:
+        mask = AttentionMask(window=(window - 1, -1)) if window else None
+        out = attend(q, k, v, make_plan(q.shape[1], mask=mask), sinks=sinks, **options)
+    else:
+        assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
+        k, v = (torch.cat(pair, 1)[:, -window:] for pair in ((cache.k, k), (cache.v, v)))  # -0 keeps all
+        scores = Scores(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
+        out, lse = reference.forward(q, k, v, Band(None, None), scores)
+        out = out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
+    cache.k, cache.v = k[:, -window:], v[:, -window:]
+    return out
 
 
 def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
@@ -116,17 +102,15 @@ def generate(
     tokens, start = list(prompt), 0
     for _ in range(max_tokens):
         positions = torch.arange(start, start + len(tokens), device=device)
-        logits = model(torch.tensor([tokens], device=device), positions, iter(caches), _last_logits)
+        logits = model(
+            torch.tensor([tokens], device=device), positions, iter(caches), lambda hidden, output: output(hidden[0, -1])
+        )
         start += len(tokens)
         token = sample_token(logits.float().cpu(), temperature, generator)
         if token in end_ids:
             return
         yield token
         tokens = [token]
-
-
-def _last_logits(hidden: Tensor, output: nn.Linear) -> Tensor:
-    return output(hidden[0, -1])
 
 
 def sample_token(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:
@@ -158,6 +142,16 @@ def user_lines() -> Iterator[str]:
             yield input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+
+
+def print_stream(texts: Iterable[str]) -> str:
+    """Print a line piece by piece, as it is made. Returns it."""
+    line = ""
+    for text in texts:
+        print(text, end="", flush=True)
+        line += text
+    print()
+    return line
 
 
 def chat(
@@ -192,12 +186,7 @@ def chat(
                 prompt = encode_turns(template, tokenizer, messages)
             except BadConversationError as error:
                 raise ConfigError(f"the chat template does not take these messages: {error}") from error
-            said = ""
-            for text in answer(prompt):
-                print(text, end="", flush=True)
-                said += text
-            print()
-            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "assistant", "content": print_stream(answer(prompt))})
             before = ""
 
 
@@ -245,10 +234,7 @@ def _generate(options: argparse.Namespace) -> int:
         return 0
     # An empty prompt begins a document, as in training: after the end of another.
     prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
-    print(options.prompt, end="", flush=True)
-    for text in continue_text(prompt):
-        print(text, end="", flush=True)
-    print()
+    print_stream(chain([options.prompt], continue_text(prompt)))
     return 0
 
 

@@ -177,32 +177,47 @@ def test_every_masked_loss_has_the_gradients_of_a_plain_loop_on_every_layout(
 
 
 def leaks(path: Path) -> dict[str, tuple[bool, bool]]:
-    """On a rank, by exchange: whether a changed token changes losses of its own document, and of another."""
-    trainer = prepared(path, "--checkpoint.enable=false", "--parallel.cp=4")
+    """On a rank, by exchange: whether a changed token changes losses of its own conversation, and any other.
+
+    The conversations are those of a run, packed by its stage, with several in a sequence.
+    """
+    trainer = prepared(path, "--checkpoint.enable=false", "--parallel.cp=4", "--data.loss_on=all")
     stage, found = dataclasses.replace(trainer.stages[0], all_to_all_ranks=2), {}
-    everything = np.ones((4, S), dtype=bool)
     for exchange in ("ring", "all_gather", "all_to_all", "hybrid"):
         layout = trainer.enter_stage(dataclasses.replace(stage, strategy=exchange))
-        samples = Conversations(trainer.data_pipeline.samples, everything)
-        losses = []
-        for change in (0, 1):
-            batch = read_step(samples, layout, 0)[0]
-            place = LENGTHS[0] + 30
-            whole = batch.plan.unshard(batch.tokens, 1)
-            whole[:, place] = (whole[:, place] + change) % 256
-            batch = dataclasses.replace(batch, tokens=batch.plan.shard(whole, 1))
-            losses.append(batch.plan.unshard(trainer.model.measure(batch, trainer.model.token_loss)[1], 1))
-        changed = (losses[0] != losses[1]).any(0)
-        own = slice(LENGTHS[0] + 30, sum(LENGTHS[:2]) - 1)  # its last token has no label
-        found[exchange] = bool(changed[own].all()), bool(changed.sum() > changed[own].sum())
+        own_changes, others_change, packed = [], [], []
+        for batch in read_step(trainer.data_pipeline.samples, layout, 0):
+            changed, own = [], []
+            whole, labels = (batch.plan.unshard(x, 1) for x in (batch.tokens, batch.labels))
+            for row, number in enumerate(batch.numbers):
+                lengths = np.array(trainer.data_pipeline.samples.document_lengths(number))
+                packed.append(len(lengths))
+                end = np.cumsum(lengths)[lengths.argmax()]
+                place = end - lengths.max() // 2
+                changed.append((row, place))
+                own.append((np.arange(S) >= place) & (np.arange(S) < end))
+            at = tuple(torch.tensor(changed).T)
+            losses = []
+            for change in (0, 1):
+                tokens = whole.index_put(at, (whole[at] + change) % 256)
+                measured = trainer.model.measure(
+                    dataclasses.replace(batch, tokens=batch.plan.shard(tokens, 1)), trainer.model.token_loss
+                )
+                losses.append(batch.plan.unshard(measured[1], 1))
+            different, kept = losses[0] != losses[1], torch.from_numpy(np.stack(own))
+            own_changes.append(torch.equal(different & kept, kept & (labels != IGNORED)))
+            others_change.append(bool((different & ~kept).any()))
+        assert max(packed) > 1
+        found[exchange] = all(own_changes), any(others_change)
     return found
 
 
 def test_no_token_sees_another_conversation_whatever_the_exchange(
-    ranks: Callable[[int], RankPool], run_toml: Path
+    ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     exchanges = ("ring", "all_gather", "all_to_all", "hybrid")
-    assert ranks(4)(leaks, run_toml)[0] == {exchange: (True, False) for exchange in exchanges}
+    found = ranks(4)(leaks, write_conversations(tmp_path))[0]
+    assert found == {exchange: (True, False) for exchange in exchanges}
 
 
 class Words(MemoryStore):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -114,14 +115,20 @@ def spoil_manifest(path: Path) -> str:
     return "(manifest.json is missing or unreadable)"
 
 
-@pytest.mark.parametrize("damage", [remove, cut, spoil_manifest])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (spoil_manifest, "manifest.json"),
+        *itertools.product((remove, cut), ("train-00000.bin", "train.groups.bin", "train.offsets.bin")),
+    ],
+)
 def test_a_damaged_cache_is_named_and_made_again(
-    data: Data, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], str]
+    data: Data, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], str], name: str
 ) -> None:
     first = prepare(data, BYTES)
     tokens = contents(only(first).train)
     [folder] = finished(data)
-    what = damage(folder / "train-00000.bin")
+    what = damage(folder / name)
     again = prepare(data, BYTES)
     assert again.fingerprint == first.fingerprint
     assert contents(only(again).train) == tokens

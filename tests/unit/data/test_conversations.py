@@ -81,13 +81,17 @@ def test_conversations_become_tokens_with_a_mask_and_no_end_of_their_own(tmp_pat
 
 
 BAD = [
-    ("{", "malformed JSON"),
-    ('["a"]', "no field 'messages'"),
-    ({"text": "a"}, "no field 'messages'"),
-    ({"messages": []}, "no messages"),
-    ({"messages": "a"}, "no messages"),
-    ({"messages": ["a", "b"]}, "unknown role (message 1: 'a')"),
-    ({"messages": [{"role": "gpt", "content": "a"}]}, "unknown role (message 1: "),
+    ("{", "malformed JSON (Expecting property name"),
+    ('["a"]', "no field 'messages' (its fields: none)"),
+    ({"text": "a", "id": 1}, "no field 'messages' (its fields: text, id)"),
+    ({"messages": []}, "no messages ([])"),
+    ({"messages": "a"}, "no messages ('a')"),
+    ({"messages": ["a", "b"]}, "message without a role (message 1: 'a'; roles are system, developer, user, "),
+    ({"messages": [{"from": "gpt", "value": "a"}]}, "message without a role (message 1: {'from': 'gpt', "),
+    (
+        {"messages": [{"role": "gpt", "content": "a"}]},
+        "unknown role (message 1: {'role': 'gpt', 'content': 'a'}; roles are system, developer, user, ",
+    ),
     ({"messages": [*turns("a"), {"role": "assistant"}]}, "content of a wrong type (message 2: "),
     (row("a", 3), "content of a wrong type (message 2: "),
     (row({"a": 1}, "b"), "content of a wrong type (message 1: "),
@@ -124,7 +128,11 @@ def test_bad_rows_are_counted_named_by_file_and_line_and_skipped(
     [folder] = (tmp_path / "cache").glob("*/statistics.json")
     counts = json.loads(folder.read_text())["skipped_records"]
     assert sum(counts.values()) == len(BAD)
-    assert (counts["content of a wrong type"], counts["unknown role"], counts["nothing to learn"]) == (5, 2, 2)
+    assert (counts["content of a wrong type"], counts["message without a role"], counts["nothing to learn"]) == (
+        5,
+        2,
+        2,
+    )
 
 
 def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
@@ -134,7 +142,10 @@ def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
     assert "fix: check path, source and messages_field of data: files are UTF-8 text, or rows" in str(caught.value)
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [row("a", "b" * 50)], max_document=20, too_long="drop"))
-    assert "all 0 documents are shorter than data.min_document = 0 tokens; 1 x conversation longer" in str(caught.value)
+    assert (
+        "no document is left: 0 documents are shorter than data.min_document = 0 tokens; 1 x conversation longer"
+        in str(caught.value)
+    )
     assert "fix: lower min_document, or check max_document, too_long and loss_on" in str(caught.value)
 
 

@@ -95,7 +95,7 @@ def test_half_made_tokens_of_another_version_are_made_again(
     prepare(data_of(corpus, tmp_path / "straight", "jsonl"), BYTES)
     data = data_of(corpus, tmp_path / "cache", "jsonl")
     journal = stop_after(monkeypatch, data, 200) / "journal.json"
-    journal.write_text(journal.read_text().replace('"progress"', '"state"'))
+    journal.write_text(journal.read_text().replace('"state"', '"progress"'))
     prepare(data, BYTES)
     assert files(tmp_path / "cache") == files(tmp_path / "straight")
 

@@ -1,6 +1,5 @@
 """Tokens on disk: what is written is read, across files."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents, token_dtype
-from torchtitan_cp.data.errors import DataError
 
 FINGERPRINT = "847eb13461b09f29c8dd2e3a7c8802f1fdf0102411a437a05a55457fe38d92d0"
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -74,30 +72,6 @@ def test_the_digest_follows_tokens_document_ends_and_groups(tmp_path: Path) -> N
     assert write(next(folders), [[1, 2], [4]]) != first
     assert write(next(folders), [[1], [2, 3]]) != first
     assert write(next(folders), [[1, 2], [3]], groups=[5, 5]) != first
-
-
-@pytest.mark.parametrize("name", ["train-00000.bin", "train-00001.bin", "train-00003.bin", "train.groups.bin"])
-def test_a_file_that_is_cut_short_or_missing_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
-    write(tmp_path, DOCUMENTS)
-    path = tmp_path / name
-    size = path.stat().st_size
-    os.truncate(path, size - 1)
-    with pytest.raises(DataError) as caught:
-        TokenStore(tmp_path, "train", 100)
-    assert str(caught.value) == (
-        f"{path} has {size - 1} bytes, and by its index {size}\n  fix: delete {tmp_path}: the next start makes it again"
-    )
-    path.unlink()
-    with pytest.raises(DataError, match=f"{path} is missing\n  fix: delete"):
-        TokenStore(tmp_path, "train", 100)
-
-
-@pytest.mark.parametrize(("size", "wanted"), [(8, "is cut short"), (20, "has 20 bytes, and by its index 16")])
-def test_an_index_that_is_cut_short_is_named(tmp_path: Path, size: int, wanted: str) -> None:
-    write(tmp_path, DOCUMENTS)
-    os.truncate(tmp_path / "train.offsets.bin", size)
-    with pytest.raises(DataError, match=f"train.offsets.bin {wanted}"):
-        TokenStore(tmp_path, "train", 100)
 
 
 def test_groups_are_kept(tmp_path: Path) -> None:

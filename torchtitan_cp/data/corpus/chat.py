@@ -140,7 +140,7 @@ def check_messages(messages: Any) -> None:
         BadConversationError: the first that is wrong.
     """
     if not isinstance(messages, list) or not messages:
-        raise BadConversationError("no messages")
+        raise BadConversationError("no messages", f"{messages!r:.80}")
     characters = 0
     for number, message in enumerate(messages, start=1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else ("", None)
@@ -149,13 +149,14 @@ def check_messages(messages: Any) -> None:
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         calls = role == "assistant" and message.keys() - {"role", "content", "weight", "train"}  # instead of content
         if role not in ROLES:
-            problem = "unknown role"
+            problem = "unknown role" if isinstance(message, dict) and "role" in message else "message without a role"
         elif len(texts) < len(parts) or (content is None and not calls):
             problem = "content of a wrong type"
         elif message.get("weight", 1) not in (0, 1) or not isinstance(message.get("train", True), bool):
             problem = "weight that is neither 0 nor 1"
         if problem:
-            raise BadConversationError(problem, f"message {number}: {message!r:.80}")
+            roles = f"; roles are {', '.join(ROLES)}" * ("role" in problem)
+            raise BadConversationError(problem, f"message {number}: {message!r:.80}{roles}")
         characters += sum(map(len, texts))
     if characters >= MOST_CHARACTERS:
         raise BadConversationError("conversation of 10 MB or more", f"{characters} characters")

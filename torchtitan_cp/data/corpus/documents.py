@@ -79,23 +79,23 @@ class Corpus:
         joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
         starts = [0, *accumulate(file.size_bytes for file in self.files)]
 
-        def read(indices: list[int], skipped_before: dict[str, int]) -> Iterator[Document]:
+        def read(indices: list[int]) -> Iterator[Document]:
             for index in indices:
                 for document in kind.read(self.files[index], self.source, skipped):
                     if self.template and not self._write(document, self.template, self.files[index], skipped):
                         continue
                     document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
                     document.read_bytes += starts[index]
-                    document.first_file, document.skipped_before = indices[0], skipped_before
                     yield document
 
         def unit(index: int) -> object:
             return self.files[index].folder if joins else index
 
-        for _, indices in groupby(range(first_file, len(self.files)), unit):
-            documents = read(list(indices), dict(skipped.counts))
-            for document in _join(documents) if joins else documents:
-                empty = False
+        for _, group in groupby(range(first_file, len(self.files)), unit):
+            indices, skipped_before = list(group), dict(skipped.counts)
+            documents = _join(read(indices)) if joins else read(indices)
+            for number, document in enumerate(documents, start=1):
+                document.place, empty = (indices[0], skipped_before, number), False
                 yield document
         if empty:
             keys = ("messages_field", "prompt_field")

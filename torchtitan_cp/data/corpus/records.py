@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ class Document:
         key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
         group: name of the folder, repository or other group it belongs to; None: it belongs to none.
         read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
-        held_out: belongs to the validation split; set by the corpus, as are the next two.
-        first_file: where to begin to read it again: at its file, or at the first of a folder's if they are joined.
-        skipped_before: counts of what was skipped before that file, by kind.
+        held_out: belongs to the validation split; set by the corpus, as is its place.
+        place: where to begin to read it again, a file (the first of a folder's if they are joined); what was skipped
+            before that file, by kind; and how many documents come from there to its end.
         row: of a conversation, until the corpus has written it as text.
         learned: of a conversation, (start, stop) of the characters that are learned, in order; None: of other text.
     """
@@ -55,8 +55,7 @@ class Document:
     group: str | None
     read_bytes: int
     held_out: bool = False
-    first_file: int = 0
-    skipped_before: dict[str, int] = field(default_factory=dict)
+    place: tuple[int, dict[str, int], int] = (0, {}, 0)
     row: Any = None
     learned: list[tuple[int, int]] | None = None
 

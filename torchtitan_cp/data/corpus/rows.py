@@ -36,7 +36,8 @@ def read_row(
     """
     name, where = wanted_fields(source)[0], f"{file.path}:{number}"
     if not isinstance(row, Mapping) or name not in row:
-        skipped.add(f"no field {name!r}", where)
+        fields = ", ".join(map(str, row)) if isinstance(row, Mapping) else "none"
+        skipped.add(f"no field {name!r}", f"{where} (its fields: {fields:.80})")
         return
     chat = source.conversations
     content, problem = _tokens(row[name]) if source.token_field else _text("" if chat else row[name])
@@ -89,8 +90,8 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
                     row = json.loads(text) if text else None
                 except UnicodeDecodeError:
                     skipped.add("not UTF-8", f"{file.path}:{number}")
-                except (ValueError, RecursionError):
-                    skipped.add("malformed JSON", f"{file.path}:{number}")
+                except (ValueError, RecursionError) as error:
+                    skipped.add("malformed JSON", f"{file.path}:{number} ({error})")
                 else:
                     if text:
                         yield from read_row(row, number, file, raw.tell(), source, skipped)

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cp.data.errors import DataError
-
 JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
 INDEX_DTYPE = np.dtype("<i8")
@@ -62,7 +60,7 @@ def append_documents(
     dtype, index = token_dtype(vocab_size), folder / f"{split}.offsets.bin"
     if not index.exists():
         append_to(index, np.array([shard_bytes // dtype.itemsize, 0], dtype=INDEX_DTYPE).data)
-    shard_tokens, position = (int(number) for number in _map(index, INDEX_DTYPE, None)[[0, -1]])
+    shard_tokens, position = (int(number) for number in _map(index, INDEX_DTYPE)[[0, -1]])
     tokens = np.concatenate([np.empty(0, dtype), *(ids for ids, _ in documents)], dtype=dtype, casting="unsafe")
     ends = position + np.cumsum([len(ids) for ids, _ in documents], dtype=INDEX_DTYPE)
     while len(tokens):
@@ -90,31 +88,22 @@ class TokenStore:
         document_lengths: `[documents]` int64, in tokens.
         groups: `[documents]` int64; documents of one folder, repository or value of `group_field` share a number.
         has_masks: some tokens may not be learned; see read_mask.
-
-    Raises:
-        DataError: a file is missing, or its size does not fit the index.
     """
 
     def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
         self.folder, self.split, self.vocab_size = folder, split, vocab_size
-        self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE, None)
-        if len(self._index) < 2:
-            raise _damaged(folder / f"{split}.offsets.bin", "is cut short")
+        self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE)
         self._shard_tokens, self._offsets = int(self._index[0]), self._index[1:]
         self.documents = len(self._offsets) - 1
         self.tokens = int(self._offsets[-1])
         self.document_lengths: np.ndarray = np.diff(self._offsets)
-        self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE, self.documents)
-        dtype = token_dtype(vocab_size)
-        self._shards = [
-            _map(shard_path(folder, split, number), dtype, min(self._shard_tokens, self.tokens - start))
-            for number, start in enumerate(range(0, self.tokens, self._shard_tokens))
-        ]
-
+        self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE)
+        shards = [shard_path(folder, split, number) for number in range(-(-self.tokens // self._shard_tokens))]
+        self._shards = [_map(path, token_dtype(vocab_size)) for path in shards]
         self.has_masks = (folder / f"{split}.mask.bin").exists()
         if self.has_masks:
             self._mask_offsets = np.append(0, np.cumsum(-(-self.document_lengths // 8)))
-            self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8), int(self._mask_offsets[-1]))
+            self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8))
 
     def __reduce__(self) -> Any:
         return TokenStore, (self.folder, self.split, self.vocab_size)
@@ -163,20 +152,9 @@ class TokenStore:
         return digest.hexdigest(), counts
 
 
-def _map(path: Path, dtype: np.dtype, count: int | None) -> np.ndarray:
-    """A mapped file of `count` numbers; None: however many there are."""
-    try:
-        size_bytes = path.stat().st_size
-    except OSError:
-        raise _damaged(path, "is missing") from None
-    expected = size_bytes // dtype.itemsize if count is None else count
-    if size_bytes != expected * dtype.itemsize:
-        raise _damaged(path, f"has {size_bytes} bytes, and by its index {expected * dtype.itemsize}")
-    return np.memmap(path, dtype=dtype, mode="r") if expected else np.empty(0, dtype=dtype)
-
-
-def _damaged(path: Path, problem: str) -> DataError:
-    return DataError(f"{path} {problem}", fix=f"delete {path.parent}: the next start makes it again")
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The numbers in a file, mapped."""
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -53,9 +53,7 @@ class _State:
     """What a pass needs to continue, beside its files; the journal holds it.
 
     Attributes:
-        first_file: where to begin reading.
-        skipped: counts of what was skipped before it, by kind.
-        documents_read: how many documents to pass over from there.
+        place: of the last document that was read; see Document.
         tokens: how many were added.
         kept_documents: how many were long enough, before long ones were split; held_out_documents: of those.
         left_out_documents, left_out_tokens: documents of fewer than min_document tokens.
@@ -66,9 +64,7 @@ class _State:
         held_out_key: of the document that is held out because no hash is low enough.
     """
 
-    first_file: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    documents_read: int = 0
+    place: tuple[int, dict[str, int], int] = (0, {}, 0)
     tokens: int = 0
     kept_documents: int = 0
     held_out_documents: int = 0
@@ -130,7 +126,7 @@ class Tokenization:
                 os.truncate(path, sizes[path.name])
             elif not journal or path.name != JOURNAL_FILE:
                 path.unlink()
-        self.state = _State(**journal.get("progress", {}))
+        self.state = _State(**journal.get("state", {}))
         self._pending: list[list[tuple[np.ndarray, int]]] = [[], []]  # documents of each split
         self._masks: list[list[np.ndarray]] = [[], []]
         self._new_groups, self._committed_tokens = list[str](), self.state.tokens
@@ -141,9 +137,9 @@ class Tokenization:
             logger.info("continuing after %d documents, %d tokens", self.state.kept_documents, self.state.tokens)
 
     def _read_corpus(self, *, quiet: bool = False) -> None:
-        state, self.skipped = self.state, SkippedRecords(self.state.skipped, quiet=quiet)
-        documents = self.corpus.documents(self.skipped, state.first_file, state.held_out_key)
-        rest = islice(documents, state.documents_read, None)
+        first_file, skipped, read = self.state.place
+        self.skipped = SkippedRecords(skipped, quiet=quiet)
+        rest = islice(self.corpus.documents(self.skipped, first_file, self.state.held_out_key), read, None)
         with self.corpus.show_progress("tokenizing") as update:
             for document, ids, mask in tokenize(rest, self.tokenizer):
                 self._write(document, ids, mask)
@@ -159,9 +155,7 @@ class Tokenization:
             mask: of a conversation, `[n]` bool, which tokens are learned.
         """
         state, source = self.state, self.corpus.source
-        if document.first_file != state.first_file:
-            state.first_file, state.skipped, state.documents_read = document.first_file, document.skipped_before, 0
-        state.documents_read += 1
+        state.place = document.place
         end = [self.tokenizer.eos_id] if mask is None else []
         if len(ids) + len(end) < source.min_document:
             state.left_out_documents += 1
@@ -214,7 +208,7 @@ class Tokenization:
             masks.clear()
         append_to(self.folder / GROUPS_FILE, "".join(self._new_groups).encode())
         self._new_groups.clear()
-        journal = {"settings": self.settings, "progress": asdict(self.state), "file_bytes": file_sizes(self.folder)}
+        journal = {"settings": self.settings, "state": asdict(self.state), "file_bytes": file_sizes(self.folder)}
         write_json(self.folder / JOURNAL_FILE, journal)
         self._committed_tokens = self.state.tokens
 
@@ -252,8 +246,8 @@ class Tokenization:
         if not kept:
             others = "".join(f"; {count} x {kind}" for kind, count in self.state.conversations.items() if count)
             raise DataError(
-                f"all {self.state.left_out_documents} documents are shorter than {source.where}.min_document = "
-                f"{source.min_document} tokens{others}",
+                f"no document is left: {self.state.left_out_documents} documents are shorter than "
+                f"{source.where}.min_document = {source.min_document} tokens{others}",
                 fix="lower min_document" + ", or check max_document, too_long and loss_on" * bool(others),
             )
         if held_out == kept or (source.validation_fraction > 0 and not held_out):
@@ -268,7 +262,7 @@ class Tokenization:
 def read_journal(folder: Path) -> dict[str, Any] | None:
     """The journal of a pass that was killed in the folder; None if there is none that this version can continue."""
     journal = read_json(folder / JOURNAL_FILE)
-    return journal if journal and "progress" in journal else None
+    return journal if journal and "state" in journal else None
 
 
 def fit_conversation(mask: np.ndarray, most: int, too_long: str) -> list[tuple[int, int]]:

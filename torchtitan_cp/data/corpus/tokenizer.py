@@ -75,10 +75,10 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
         rows = self._processor.encode(list(texts), num_threads=self._threads)
-        if self._space_mark_ids:
-            for index, text in enumerate(texts):
-                if SPACE_MARK in text:
-                    rows[index] = self._encode_around_space_marks(text)
+        for index, text in enumerate(texts):
+            if self._space_mark_ids and SPACE_MARK in text:
+                first, *others = self._processor.encode(text.split(SPACE_MARK))
+                rows[index] = first + [token for part in others for token in (*self._space_mark_ids, *part)]
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -96,10 +96,6 @@ class SentencePieceTokenizer:
 
         marks = {SPACE_MARK: self._space_mark_ids} if self._space_mark_ids else {}
         return _encode_parts(texts, {self.eos_token: [self.eos_id], **marks}, encode)
-
-    def _encode_around_space_marks(self, text: str) -> list[int]:
-        first, *others = self._processor.encode(text.split(SPACE_MARK))
-        return first + [token for part in others for token in (*self._space_mark_ids, *part)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
