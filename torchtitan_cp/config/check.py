@@ -158,12 +158,7 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
-    if degrees.fsdp % cp:
-        divisors = [str(n) for n in range(1, degrees.fsdp + 1) if degrees.fsdp % n == 0]
-        raise ConfigError(
-            f"{where}.cp = {cp} does not divide dp_shard x cp = {degrees.fsdp} (from [parallel] and the ranks)",
-            fix=f"use {', '.join(divisors)} or -1 for all, or start another number of ranks (NPROC=...)",
-        )
+    degrees.check_divides_fsdp(f"{where}.cp", cp, " or -1 for all, or start another number of ranks (NPROC=...)")
     _check_measured_lengths(config, stage, where, cp * tp)
     unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
     if stage.seq_len % unit:

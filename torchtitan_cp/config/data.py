@@ -178,14 +178,12 @@ def check_sources(data: Data, has_tokenizer: bool) -> None:
     for source in data.by_name().values():
         where = source.where
         check_read_keys(source, "source", where)
-        if source.token_field and source.text_field != SourceKeys.text_field:
-            raise ConfigError(f"{where} has both text_field and token_field", fix="give one of them")
+        _check_fields(source)
         if source.token_field and not has_tokenizer:
             raise ConfigError(
                 f"{where}.token_field = {source.token_field!r} holds token ids, and [tokenizer] names no tokenizer",
                 fix="set tokenizer.kind and tokenizer.path to the tokenizer that made them",
             )
-        _check_conversations(source)
         if 0 < source.max_document < max(2, source.min_document):
             raise ConfigError(
                 f"{where}.max_document = {source.max_document} is less than min_document = {source.min_document} or 2",
@@ -193,15 +191,14 @@ def check_sources(data: Data, has_tokenizer: bool) -> None:
             )
 
 
-def _check_conversations(source: SourceKeys) -> None:
+def _check_fields(source: SourceKeys) -> None:
     where = source.where
     if bool(source.prompt_field) != bool(source.completion_field):
         missing = "prompt_field" if source.completion_field else "completion_field"
         raise ConfigError(f"{where} has no {missing}", fix="give both prompt_field and completion_field, or neither")
-    text = source.text_field != SourceKeys.text_field and source.text_field
-    fields = {"messages_field": source.messages_field, "prompt_field": source.prompt_field}
-    given = [name for name, value in {**fields, "text_field": text, "token_field": source.token_field}.items() if value]
-    if source.conversations and len(given) > 1:
+    fields = ("messages_field", "prompt_field", "text_field", "token_field")
+    given = [name for name in fields if getattr(source, name) not in ("", getattr(SourceKeys, name))]
+    if len(given) > 1:
         raise ConfigError(f"{where} has both {given[0]} and {given[1]}", fix="give one of them")
     for name in ("chat_template", "loss_on", "too_long"):
         if not source.conversations and getattr(source, name) != getattr(SourceKeys, name):

@@ -39,6 +39,19 @@ class Degrees:
         """Ranks that hold different sequences in a stage."""
         return self.dp_replicate * self.fsdp // self.stage_cp(stage)
 
+    def check_divides_fsdp(self, key: str, degree: int, other_fix: str = "") -> None:
+        """Refuse a degree that does not divide the FSDP ranks, naming those that do.
+
+        Args:
+            key: dotted, of the degree; other_fix: what else the user may do.
+        """
+        if self.fsdp % degree:
+            divisors = ", ".join(str(number) for number in range(1, self.fsdp + 1) if self.fsdp % number == 0)
+            raise ConfigError(
+                f"{key} = {degree} does not divide dp_shard x cp = {self.fsdp} (from [parallel] and the ranks)",
+                fix=f"use {divisors}{other_fix}",
+            )
+
     def tokens_per_round(self, stage: Stage, micro_batch_sequences: int) -> int:
         """Tokens that a stage's ranks read at once; a step has a multiple of them."""
         return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
@@ -74,10 +87,5 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     if open_axes:
         degrees[open_axes[0]] = ranks // known
     resolved = Degrees(**degrees, ep=parallel.ep)
-    if resolved.fsdp % resolved.ep:
-        divisors = [str(degree) for degree in range(1, resolved.fsdp + 1) if resolved.fsdp % degree == 0]
-        raise ConfigError(
-            f"parallel.ep = {resolved.ep} does not divide dp_shard x cp = {resolved.fsdp}",
-            fix=f"use ep {' or '.join(divisors)}",
-        )
+    resolved.check_divides_fsdp("parallel.ep", resolved.ep)
     return resolved

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any
 
@@ -33,6 +34,15 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+# Of each bound: whether a value keeps it, what is wrong with one that does not, and the fix.
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str, str]] = {
+    "least": (operator.ge, "is too small", "use at least {:g}"),
+    "most": (operator.le, "is too large", "use at most {:g}"),
+    "below": (operator.lt, "is too large", "use a number below {:g}"),
+    "excluded": (operator.ne, "is neither a number of ranks nor -1", "use 1 or more, or -1 for the remaining ranks"),
+}
+
+
 def check_range(value: Any, metadata: Mapping[str, Any], where: str) -> None:
     """Refuse a value of the file outside the choices or bounds of its key.
 
@@ -41,24 +51,16 @@ def check_range(value: Any, metadata: Mapping[str, Any], where: str) -> None:
         where: file and dotted key.
     """
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
-    names = ("choices", "least", "most", "below", "excluded")
-    choices, least, most, below, excluded = (metadata.get(name) for name in names)
+    choices = metadata.get("choices")
     for entry in entries:
-        wrong = fix = ""
         if choices and entry not in choices:
-            wrong, fix = "is not known", "use one of " + ", ".join(choices)
-        elif isinstance(entry, float) and not math.isfinite(entry):
-            wrong, fix = "is not a finite number", "give a finite number"
-        elif least is not None and entry < least:
-            wrong, fix = "is too small", f"use at least {least:g}"
-        elif most is not None and entry > most:
-            wrong, fix = "is too large", f"use at most {most:g}"
-        elif below is not None and entry >= below:
-            wrong, fix = "is too large", f"use a number below {below:g}"
-        elif excluded is not None and entry == excluded:
-            wrong, fix = "is neither a number of ranks nor -1", "use 1 or more, or -1 for the remaining ranks"
-        if wrong:
-            raise ConfigError(f"{where} = {entry!r} {wrong}", fix=fix)
+            raise ConfigError(f"{where} = {entry!r} is not known", fix="use one of " + ", ".join(choices))
+        if isinstance(entry, float) and not math.isfinite(entry):
+            raise ConfigError(f"{where} = {entry!r} is not a finite number", fix="give a finite number")
+        for name, (holds, wrong, fix) in BOUNDS.items():
+            bound = metadata.get(name)
+            if bound is not None and not holds(entry, bound):
+                raise ConfigError(f"{where} = {entry!r} {wrong}", fix=fix.format(bound))
 
 
 def check_read_keys(section: Any, selector: str, where: str) -> None:

@@ -1,4 +1,4 @@
-"""The table of sections and keys, made from the dataclasses: for `--help` and `docs/config.md`."""
+"""The table of sections and keys, made from the dataclasses: for `--help` and `docs/make_config_page.py`."""
 
 import dataclasses
 import inspect
@@ -68,19 +68,3 @@ def as_text() -> str:
         entries = (f"  {key.name} = {key.default}".ljust(44) + f"  {key.help}" for key in keys)
         lines += [f"{header}  {about}", *entries, ""]
     return "\n".join(lines)
-
-
-def as_markdown() -> str:
-    """Every key as tables, for the docs."""
-    made_by = "Made by `python -m torchtitan_cp.config.reference > docs/config.md`."
-    lines = ["# Every key of the TOML file", "", made_by, ""]
-    for header, about, keys in sections():
-        rows = (
-            f"| `{key.name}` | {key.type} | `{key.default}` | " + key.help.replace("|", "\\|") + " |" for key in keys
-        )
-        lines += [f"## `{header}`", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")
