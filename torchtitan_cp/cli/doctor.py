@@ -1,7 +1,6 @@
 """`torchtitan-cp doctor`: whether context parallelism is safe for a config's model, or which layer makes it unsafe."""
 
 import argparse
-import sys
 
 from torchtitan_cp.cli import train
 
@@ -20,7 +19,3 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     ranks = ["--nproc", options.ranks] if options.ranks else []
     return train.main([options.config, *ranks, "--doctor", options.length, *overrides])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
 """`torchtitan-cp export CHECKPOINT OUT` writes a checkpoint in Hugging Face's format."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan_cp.cli.command import run_command
@@ -25,7 +24,3 @@ def main(arguments: list[str]) -> int:
         return 0
 
     return run_command(write)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -74,7 +74,3 @@ def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
         measured = measure_accelerator(config, model_args_of(config), ranks)
     bandwidths = options.intra_bandwidth * 1e9, options.inter_bandwidth * 1e9
     return make_cluster(options.device, options.nodes, ranks, *bandwidths, measured)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

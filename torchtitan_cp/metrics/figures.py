@@ -26,14 +26,13 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
         curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
             has NaN. See `metrics.loss_breakdown`.
     """
-    figure, axes = _figure(7.0, 4.2)
+    figure, axes = _figure(7.0, 4.2, xlabel="position in the sequence, from", ylabel="loss, nats a token")
     for index, (name, (starts, losses)) in enumerate(curves.items()):
         color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # A logarithmic axis has no 0: every point is drawn one position further.
         axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda place, _: format_tokens(round(place)))
-    axes.set(xlabel="position in the sequence, from", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if curves:
@@ -52,12 +51,12 @@ def draw_retrieval_map(
         depths: where the key was put, as a fraction of the prompt.
         trained_length: a vertical line separates longer lengths.
     """
-    figure, axes = _figure(1.8 + 0.62 * len(lengths), 1.7 + 0.42 * len(depths))
+    width, height = 1.8 + 0.62 * len(lengths), 1.7 + 0.42 * len(depths)
+    figure, axes = _figure(width, height, xlabel="tokens of the prompt", ylabel="depth of the key", title=title)
     axes.imshow(np.ma.masked_invalid(accuracy), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     axes.set_facecolor("#dddddd")
     axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="tokens of the prompt", ylabel="depth of the key", title=title)
     if accuracy.size <= MAX_LABELLED_CELLS:
         for (row, column), value in np.ndenumerate(accuracy):
             if np.isfinite(value):
@@ -77,12 +76,11 @@ def draw_document_lengths(tokens: np.ndarray, source: str) -> np.ndarray:
     lengths = tokens[tokens > 0]
     octaves = np.floor(np.log2(lengths)).astype(int) if len(lengths) else np.zeros(1, int)
     shares = np.bincount(octaves - octaves.min(), weights=lengths if len(lengths) else [0]) / max(1, lengths.sum())
-    figure, axes = _figure(7.0, 3.6)
+    title = f"{source}: {len(lengths):,} documents"
+    figure, axes = _figure(7.0, 3.6, xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
     axes.bar(range(len(shares)), shares, color=_colors("viridis", 0.4))
     axes.set_xticks(range(len(shares)), [format_tokens(2 ** (octaves.min() + place)) for place in range(len(shares))])
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    title = f"{source}: {len(lengths):,} documents"
-    axes.set(xlabel="tokens of the document, from", ylabel="share of tokens", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     return _pixels(figure)
 
@@ -95,14 +93,13 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
     """
     owners, ranks = attention_owners(plan), plan.ring_layout.ranks
     pairs = np.bincount(owners[owners != NOT_ALLOWED], minlength=ranks)
-    figure, axes = _figure(5.4, 5.4)
+    figure, axes = _figure(5.4, 5.4, xlabel="key", ylabel="query")
     colors = _colors("turbo", np.linspace(0.1, 0.9, ranks))
     image = np.ones((*owners.shape, 3))
     image[owners != NOT_ALLOWED] = colors[owners[owners != NOT_ALLOWED], :3]
     axes.imshow(image, extent=(0, plan.sequence_length, plan.sequence_length, 0), interpolation="nearest")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda place, _: format_tokens(round(place)))
-    axes.set(xlabel="key", ylabel="query")
     axes.set_title(
         f"{title}\n{ranks} ranks, the busiest has {pairs.max() / pairs.mean():.2f} times the mean", fontsize=10
     )
@@ -119,7 +116,8 @@ def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
         loads: `[layers, X]`, see `metrics.expert_load`.
     """
     layers, experts = loads.shape
-    figure, axes = _figure(3.0 + min(6.0, 0.2 * experts), 1.6 + min(8.0, 0.2 * layers))
+    width, height = 3.0 + min(6.0, 0.2 * experts), 1.6 + min(8.0, 0.2 * layers)
+    figure, axes = _figure(width, height, xlabel="expert", ylabel="layer")
     octaves = np.log2(np.clip(loads, 2.0**-MOST_OCTAVES, None))  # NaN stays
     colors = importlib.import_module("matplotlib").colormaps["RdBu_r"].with_extremes(under="black", bad="#dddddd")
     shown = np.where(loads == 0, -MOST_OCTAVES - 1, octaves)
@@ -128,7 +126,6 @@ def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
     bar.ax.yaxis.set_major_formatter(lambda octave, _: f"{2.0**octave:g}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="expert", ylabel="layer")
     return _pixels(figure)
 
 
@@ -159,10 +156,10 @@ def _colors(name: str, where: Any) -> Any:
     return importlib.import_module("matplotlib").colormaps[name](where)
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure of this many inches, and its axes."""
+def _figure(width: float, height: float, **labels: str) -> tuple[Any, Any]:
+    """A figure of this many inches, and its axes with their labels and title."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    return figure, figure.add_subplot()
+    return figure, figure.add_subplot(**labels)
 
 
 def _pixels(figure: Any) -> np.ndarray:

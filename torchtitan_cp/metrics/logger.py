@@ -69,10 +69,10 @@ class MetricsLogger:
         """Record numbers by tag."""
         self._send("scalars", values, step)
 
-    def image(self, tag: str, draw: Callable[[], np.ndarray], step: int) -> None:
-        """Draw an image, `[height, width, 3]` uint8, if a sink takes images."""
+    def image(self, tag: str, step: int, draw: Callable[..., np.ndarray], *arguments: Any, **options: Any) -> None:
+        """Draw an image, `[height, width, 3]` uint8, with a function of `figures`, if a sink takes images."""
         if any(hasattr(sink, "image") for sink in self.sinks):
-            self._send("image", tag, draw(), step)
+            self._send("image", tag, draw(*arguments, **options), step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Record a text in Markdown; the console does not print it."""

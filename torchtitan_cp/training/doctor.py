@@ -1,8 +1,8 @@
 """The doctor on a config: is its model safe on these ranks? All of them share each sequence, a short one, in fp32."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     layout, device = trainer.enter_stage(stage), trainer.device
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
+    measure_peak = partial(parity.measure_peak, device)
     mask = AttentionMask(document_lengths=(lengths,))
     samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
     trainer.data_pipeline.samples = samples  # type: ignore[assignment]
@@ -76,11 +77,6 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
             return trainer.forward_backward((batch,)).loss / world.size
         trainer.model.measure(batch, trainer.model.token_loss)
         return 0.0
-
-    def measure_peak() -> Callable[[], int]:
-        device.reset_peak_memory()
-        before = device.peak_memory_bytes()
-        return lambda: device.peak_memory_bytes() - before
 
     def single(plans: Any = None) -> Side:
         model = parity.single_model(trainer, stage, weights, LayerAttention() if plans else PlainAttention())

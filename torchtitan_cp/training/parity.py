@@ -7,12 +7,11 @@ not ours on fewer ranks.
 import dataclasses
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +22,13 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan_cp.attention.doctor import by_layer
+from torchtitan_cp.attention.doctor import by_layer, difference
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
-from torchtitan_cp.runtime.device import World
+from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
@@ -79,16 +78,9 @@ class Comparison:
         return all(row.holds for row in self.rows)
 
 
-class Step(NamedTuple):
-    """Results of a forward and backward.
-
-    Attributes:
-        values: the loss, then the attention outputs, then the gradients of each layer as one vector; unsharded fp32
-            tensors on the host.
-    """
-
-    values: dict[str, Tensor]
-    peak_bytes: int
+# Of a forward and backward: the loss, then the attention outputs, then the gradients of each layer as one vector, all
+# unsharded fp32 tensors on the host.
+Values = dict[str, Tensor]
 
 
 def verify_parity(config: Config, world: World, length: int) -> bool:
@@ -139,49 +131,54 @@ def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
             "parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences
         )
     batch_layout = trainer.enter_stage(stage)
-    parallel = _parallel_step(trainer, batch_layout)
+    parallel, parallel_peak = _parallel_step(trainer, batch_layout)
     weights = gather(trainer, lambda p: p)
     found: list[Any] = [None]
     if trainer.world.rank == 0:
         dtype = trainer.model.compute_dtype
-        exact = single = _single_step(trainer, stage, batch_layout, weights, torch.float32)
+        exact, single_peak = _single_step(trainer, stage, batch_layout, weights, torch.float32)
+        rounded = exact
         if dtype != torch.float32:
-            single = _single_step(trainer, stage, batch_layout, weights, dtype)
-        found = [(tuple(_rows(parallel.values, exact.values, single.values, dtype)), single.peak_bytes)]
+            rounded, single_peak = _single_step(trainer, stage, batch_layout, weights, dtype)
+        rows = tuple(_rows(parallel, exact, rounded, dtype))
+        found = [Comparison(name, stage.seq_len, rows, parallel_peak, single_peak)]
     dist.broadcast_object_list(found)
-    rows, single_peak = found[0]
-    return Comparison(name, stage.seq_len, rows, parallel.peak_bytes, single_peak)
+    return found[0]
 
 
-def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> Step:
-    """The step with parallelism, gathered. Peak memory is the largest of all ranks."""
+def measure_peak(device: Device) -> Callable[[], int]:
+    """Begin to measure; the function that it returns says what memory was needed on top, in bytes."""
+    device.reset_peak_memory()
+    before = device.peak_memory_bytes()
+    return lambda: device.peak_memory_bytes() - before
+
+
+def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Values, int]:
+    """The step with parallelism, gathered, and its peak memory, the largest of all ranks."""
     batches = read_step(trainer.data_pipeline.samples, batch_layout, 0)
-    trainer.device.reset_peak_memory()
-    before = trainer.device.peak_memory_bytes()
+    peak_bytes = measure_peak(trainer.device)
     with _record_attention(trainer.model.parts) as outputs:
         report = trainer.forward_backward(batches)
-    peak = torch.tensor(trainer.device.peak_memory_bytes() - before, device=trainer.device.device)
+    peak = torch.tensor(peak_bytes(), device=trainer.device.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     own = {key: batches[0].plan.unshard(_all_heads(out, trainer)).float().cpu() for key, out in outputs.items()}
     gradients = gather(trainer, lambda p: p.grad)
     trainer.model.zero_grad()
-    return Step(_values(report.loss, _gather_pipeline(trainer, own), gradients), int(peak))
+    return _values(report.loss, _gather_pipeline(trainer, own), gradients), int(peak)
 
 
 def _single_step(
     trainer: Trainer, stage: StagePlan, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
-) -> Step:
-    """All sequences of the step on this rank alone, with the plain model and full logits in fp32."""
-    device = trainer.device
+) -> tuple[Values, int]:
+    """All sequences of the step on this rank alone, with the plain model and full logits in fp32, and peak memory."""
     model = single_model(trainer, stage, weights, PlainAttention(), dtype)
-    inputs = [device.move(x) for x in all_sequences(trainer, batch_layout)]
-    device.reset_peak_memory()
-    before = device.peak_memory_bytes()
+    inputs = [trainer.device.move(x) for x in all_sequences(trainer, batch_layout)]
+    peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
         loss = single_loss(model, *inputs)
-    peak = device.peak_memory_bytes() - before
+    peak = peak_bytes()
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
-    return Step(_values(loss, attention, gradients_of(model)), peak)
+    return _values(loss, attention, gradients_of(model)), peak
 
 
 def single_model(
@@ -251,7 +248,9 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
 def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Record the attention outputs of the next forward by module name, `[B, S/cp, Hq, D]`."""
     outputs: dict[str, Tensor] = {}
-    watched: list[tuple[Any, Callable[..., Tensor]]] = []
+    entries = (entry for part in parts for entry in part.named_modules())
+    modules: list[tuple[str, Any]] = [(name, module) for name, module in entries if hasattr(module, "attend")]
+    before = [module.attend for _, module in modules]
 
     def watch(name: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attended(*arguments: Any, **options: Any) -> Tensor:
@@ -261,14 +260,12 @@ def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]
 
         return attended
 
-    for name, module in (entry for part in parts for entry in part.named_modules()):
-        if hasattr(module, "attend"):
-            watched.append((module, module.attend))
-            module.attend = watch(name, module.attend)
+    for (name, module), attend in zip(modules, before, strict=True):
+        module.attend = watch(name, attend)
     try:
         yield outputs
     finally:
-        for module, attend in watched:
+        for (_, module), attend in zip(modules, before, strict=True):
             module.attend = attend
 
 
@@ -295,8 +292,8 @@ def _all_heads(out: Tensor, trainer: Trainer) -> Tensor:
     return out if mesh is None else DTensor.from_local(out, mesh, [Shard(2)], run_check=False).full_tensor()
 
 
-def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is compared; see Step."""
+def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tensor]) -> Values:
+    """What is compared."""
     return {
         "loss": torch.tensor(loss),
         **{f"attention output, {name}": out for name, out in attention.items()},
@@ -304,21 +301,15 @@ def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tens
     }
 
 
-def _rows(
-    parallel: dict[str, Tensor], exact: dict[str, Tensor], rounded: dict[str, Tensor], dtype: torch.dtype
-) -> Iterator[Row]:
+def _rows(parallel: Values, exact: Values, rounded: Values, dtype: torch.dtype) -> Iterator[Row]:
     """The differences, in the order of `exact`."""
     for what, value in exact.items():
-        want = value.double()
-        norm = want.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        apart = parallel.get(what, torch.full_like(value, torch.nan)).double() - want
-        difference = (apart.norm() / norm).item()
+        want, got = value.double(), parallel.get(what, torch.full_like(value, torch.nan)).double()
         allowed = FP32_TOLERANCE
         if dtype != torch.float32:
-            of_one = (rounded[what].double() - want).norm() / norm
-            allowed = max(BF16_ALLOWANCE * of_one.item(), BF16_FLOOR)
-        largest = (apart.abs().max() / want.abs().max()).item()
-        yield Row(what, math.inf if math.isnan(difference) else difference, largest, allowed)
+            allowed = max(BF16_ALLOWANCE * difference(rounded[what].double(), want), BF16_FLOOR)
+        largest = ((got - want).abs().max() / want.abs().max()).item()
+        yield Row(what, difference(got, want), largest, allowed)
 
 
 def check_fits(trainer: Trainer) -> None:

@@ -39,15 +39,40 @@ def architecture(model: Model) -> Any:
     return found
 
 
-def check_support(config: Config, stage: Any) -> None:
-    """Refuse what the config asks for in a stage, and its architecture lacks.
+def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
+    """Refuse what the config asks for, and its architecture or the model of these args cannot do.
 
     Args:
-        stage: a StagePlan.
+        stages: StagePlans.
 
     Raises:
-        ConfigError: naming the key, and the architecture's reason.
+        ConfigError: naming the key, and the reason.
     """
+    for stage in stages:
+        _check_lacks(config, stage)
+        # torch.compile cannot recompute them.
+        if config.compile.enable and stage.activation.checkpoint != "none" and args.shares_keys:
+            raise ConfigError(
+                f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
+                "layers of this model hand their keys on to later ones",
+                fix="leave one of them out",
+            )
+        if problem := stage.rope and args.rope_problem(stage.rope.kind):
+            where = f"curriculum.stages[{stage.index}].rope"
+            raise ConfigError(f"{where}: {problem}", fix="leave it out; the model keeps its own")
+    if config.training.router_bias_update:
+        with torch.device("meta"):
+            model = architecture(config.model).build(dataclasses.replace(args, vocab_size=args.vocab_size or 1), None)
+        if not getattr(model, "router_biases", None):
+            raise ConfigError(
+                f"training.router_bias_update = {config.training.router_bias_update} is for routers that choose "
+                "experts by scores plus a bias, and this model has none",
+                fix='leave it out, or set model.overrides = {expert_bias = true} with model.architecture = "moe"',
+            )
+
+
+def _check_lacks(config: Config, stage: Any) -> None:
+    """Refuse degrees and flags that the architecture lacks."""
     for key, reason in architecture(config.model).lacks.items():
         section, name = key.split(".")
         of_stage = {"parallel": stage, "activation": stage.activation}
@@ -58,51 +83,6 @@ def check_support(config: Config, stage: Any) -> None:
                 f"{key} is not supported by the architecture {config.model.architecture!r}: {reason}",
                 fix=f"set {key} = {str(plain).lower()}, or use another model.architecture",
             )
-
-
-def check_compile(config: Config, stage: Any, args: Any) -> None:
-    """Refuse what torch.compile cannot: recomputed layers that hand keys on to later ones.
-
-    Raises:
-        ConfigError: a stage recomputes them.
-    """
-    if config.compile.enable and stage.activation.checkpoint != "none" and args.shares_keys:
-        raise ConfigError(
-            f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
-            "layers of this model hand their keys on to later ones",
-            fix="leave one of them out",
-        )
-
-
-def check_rope(stage: Any, args: Any) -> None:
-    """Refuse a stage's `rope` that the model of these args cannot follow.
-
-    Raises:
-        ConfigError: with the model's reason.
-    """
-    reason = args.rope_problem(stage.rope.kind) if stage.rope else None
-    if reason:
-        raise ConfigError(
-            f"curriculum.stages[{stage.index}].rope: {reason}", fix="leave it out; the model keeps its own"
-        )
-
-
-def check_router_biases(config: Config, args: Any) -> None:
-    """Refuse to update biases of routers that have none.
-
-    Raises:
-        ConfigError: training.router_bias_update is set, and the model of these args has no such biases.
-    """
-    if not config.training.router_bias_update:
-        return
-    with torch.device("meta"):
-        model = architecture(config.model).build(dataclasses.replace(args, vocab_size=args.vocab_size or 1), None)
-    if not getattr(model, "router_biases", None):
-        raise ConfigError(
-            f"training.router_bias_update = {config.training.router_bias_update} is for routers that choose experts by "
-            "scores plus a bias, and this model has none",
-            fix='leave it out, or set model.overrides = {expert_bias = true} with model.architecture = "moe"',
-        )
 
 
 def model_args_of(model: Model) -> Any:

@@ -3,9 +3,8 @@
 The launcher waits for it, so nothing that only training needs is imported.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_cp.attention import make_plan
@@ -48,8 +47,8 @@ class ResolvedRun:
 
     def config_of(self, stage: StagePlan) -> Config:
         """The config with the tp, pp and activation memory of a stage."""
-        parallel = dataclasses.replace(self.config.parallel, tp=stage.tp, pp=stage.pp)
-        return dataclasses.replace(self.config, parallel=parallel, activation=stage.activation)
+        parallel = replace(self.config.parallel, tp=stage.tp, pp=stage.pp)
+        return replace(self.config, parallel=parallel, activation=stage.activation)
 
 
 def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
@@ -59,9 +58,9 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
       lengths and batches that the ranks can share, micro-batches for the pipeline schedule, RoPE, data, gates.
     - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
     - `registry.config_for_hub`: whether Hugging Face's format can describe a model that is to be exported.
-    - `registry.check_support`: degrees and flags that the architecture lacks.
+    - `registry.check_model`: degrees and flags that the architecture lacks, what this model cannot do, and the biases
+      that training.router_bias_update changes.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP; `parallel.check_expert_parallel`: ep divides experts.
-    - `registry.check_router_biases`: the model has the biases that training.router_bias_update changes.
     - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
@@ -81,12 +80,9 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     check_head_dim(stages, model_args.rotary_dim)
     if config.checkpoint.export != "no":
         registry.config_for_hub(config.model, model_args)
-    registry.check_router_biases(config, model_args)
+    registry.check_model(config, stages, model_args)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
-        registry.check_support(config, stage)
-        registry.check_compile(config, stage, model_args)
-        registry.check_rope(stage, model_args)
         check_tensor_parallel(model_args, stage.tp)
         check_expert_parallel(model_args, config.parallel)
         plan_pipeline(config.parallel, stage.pp, costs)
@@ -109,16 +105,16 @@ def _with_defaults(config: Config) -> Config:
     Conversations get a limit of their length.
     """
     model, stages = config.model, config.curriculum.stages
-    config = dataclasses.replace(config, data=_with_limits(config.data, stages))
+    config = replace(config, data=_with_limits(config.data, stages))
     if registry.architecture(model).args_of:
         return config
     if not all(stage.rope for stage in stages):
         rope = hub_rope(registry.hub_config(model)) if registry.has_hub_config(model) else Rope()
-        stages = tuple(dataclasses.replace(stage, rope=stage.rope or rope) for stage in stages)
+        stages = tuple(replace(stage, rope=stage.rope or rope) for stage in stages)
     if not registry.has_hub_config(model):
-        model = dataclasses.replace(model, flavor=model.flavor or registry.DEFAULT_FLAVOR)
-    curriculum = dataclasses.replace(config.curriculum, stages=stages)
-    return dataclasses.replace(config, model=model, curriculum=curriculum)
+        model = replace(model, flavor=model.flavor or registry.DEFAULT_FLAVOR)
+    curriculum = replace(config.curriculum, stages=stages)
+    return replace(config, model=model, curriculum=curriculum)
 
 
 def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
@@ -128,32 +124,25 @@ def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
     def limit(source: SourceKeys) -> int:
         return source.max_document or longest * source.conversations
 
-    sources = tuple(dataclasses.replace(source, max_document=limit(source)) for source in data.sources)
-    return dataclasses.replace(data, max_document=limit(data), sources=sources)
+    sources = tuple(replace(source, max_document=limit(source)) for source in data.sources)
+    return replace(data, max_document=limit(data), sources=sources)
 
 
 def examined_config(config: Config, ranks: int) -> Config:
     """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
-    stage = dataclasses.replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
-    changes: dict[str, dict[str, Any]] = {
-        "curriculum": {"stages": (stage,)},
-        "parallel": {
-            "pp": 1,
-            "tp": 1,
-            "dp_replicate": 1,
-            "dp_shard": 1,
-            "cp": ranks,
-            "ep": math.gcd(config.parallel.ep, ranks),
-            "pp_split": (),
-            "async_tp": False,
-        },
-        "training": {"compute_dtype": "float32", "float8": "none", "micro_batch_sequences": 1},
-        "context_parallel": {"kernel": "auto", "kv_transfer": "exact"},
-        "compile": {"enable": False},
-        "checkpoint": {"enable": False, "export": "no"},
-    }
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **keys) for name, keys in changes.items()}
+    stage = replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
+    ep = math.gcd(config.parallel.ep, ranks)
+    parallel = replace(
+        config.parallel, pp=1, tp=1, dp_replicate=1, dp_shard=1, cp=ranks, ep=ep, pp_split=(), async_tp=False
+    )
+    return replace(
+        config,
+        curriculum=replace(config.curriculum, stages=(stage,)),
+        parallel=parallel,
+        training=replace(config.training, compute_dtype="float32", float8="none", micro_batch_sequences=1),
+        context_parallel=replace(config.context_parallel, kernel="auto", kv_transfer="exact"),
+        compile=replace(config.compile, enable=False),
+        checkpoint=replace(config.checkpoint, enable=False, export="no"),
     )
 
 

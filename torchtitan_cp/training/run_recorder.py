@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -67,7 +66,6 @@ class RunRecorder:
         self.evaluation_curves: Curves = {}
         self.stage_rows: dict[int, dict[str, Any]] = {}
         self.speeds: dict[int, float] = {}
-        self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
@@ -95,8 +93,8 @@ class RunRecorder:
                 self.evaluation_curves[found["stage"]] = (found["position_starts"], losses)
             logger.text("config", f"```toml\n{text}\n```", done)
             for name, stream in self.data.streams.items():
-                draw = partial(figures.draw_document_lengths, stream.store.document_lengths, name)
-                logger.image(f"documents/{name}", draw, done)
+                lengths = stream.store.document_lengths
+                logger.image(f"documents/{name}", done, figures.draw_document_lengths, lengths, name)
         if config.job.description:
             logger.say(config.job.description)
         named = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem
@@ -133,8 +131,7 @@ class RunRecorder:
         self.stage_losses = self._new_breakdown(stage)
         if batch.plan.ranks > 1:
             title = f"{stage.name}: {exchange}, {batch.plan.layout.name}"
-            draw = partial(figures.draw_attention_owners, batch.plan, title)
-            self.logger.image("curriculum/attention_tiles", draw, step)
+            self.logger.image("curriculum/attention_tiles", step, figures.draw_attention_owners, batch.plan, title)
 
     def start_step(self, stage: StagePlan, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step. Every metrics.interval-th one is recorded in more detail."""
@@ -249,17 +246,16 @@ class RunRecorder:
         logger.evaluation(record, scalars, step)
         self.evaluation_curves[stage.name] = (result.position_starts, result.position_losses)
         self._draw_routing(step)
-        curves = partial(figures.draw_loss_by_position, self.evaluation_curves)
-        logger.image("validation/loss_by_position", curves, step)
+        logger.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
         for name, found in result.retrieval.items():
-            draw = partial(figures.draw_retrieval_map, *found, trained_length=stage.seq_len, title=name)
-            logger.image(f"validation/{name}/{stage.name}", draw, step)
+            options = {"trained_length": stage.seq_len, "title": name}
+            logger.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *found, **options)
 
     def _draw_routing(self, step: int) -> None:
         """Draw the load of the experts in the newest step, once, and say how much they dropped."""
         if self.routing:
             counts, _, dropped = self.routing
-            self.logger.image("experts/load", lambda: figures.draw_expert_loads(expert_loads(counts)), step)
+            self.logger.image("experts/load", step, figures.draw_expert_loads, expert_loads(counts))
             if dropped:
                 self.logger.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
         self.routing = None
@@ -274,12 +270,12 @@ class RunRecorder:
     def end_stage(self, stage: StagePlan, progress: Progress) -> None:
         """Print the table of the stages so far, and draw their losses by position."""
         self._draw_routing(progress.step)
-        first, last, steps = progress.stage_losses.get(str(stage.index), (None, None, 0))
+        first, last, steps = progress.stage_losses[str(stage.index)]
         curve = {int(start): loss for start, loss in self.stage_losses.means()["loss_by_position"].items()}
         if curve:
             self.training_curves[stage.name] = (list(curve), list(curve.values()))
-            draw = partial(figures.draw_loss_by_position, self.training_curves)
-            self.logger.image("train/loss_by_position", draw, progress.step)
+            draw, curves = figures.draw_loss_by_position, self.training_curves
+            self.logger.image("train/loss_by_position", progress.step, draw, curves)
         result = self.evaluation if self.evaluated_at == progress.step else None
         if result:
             held_out = zip(result.position_starts, result.position_losses, strict=True)
@@ -288,14 +284,14 @@ class RunRecorder:
             "stage": stage.name,
             "seq_len": stage.seq_len,
             "cp": stage.cp,
-            "steps": int(steps or 0),
+            "steps": int(steps),
             "first": first,
             "last": last,
             "far": curve[max(curve)] if curve else None,
             "passkey": result.passkey_accuracy if result else None,
-            "tok/s": self.speeds.get(stage.index),
-            "mfu": self.newest.mfu if self.newest else None,
-            "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
+            "tok/s": self.speeds[stage.index],
+            "mfu": self.newest.mfu,
+            "GiB": self.newest.peak_memory_bytes / 2**30,
         }
         self.logger.console.print_stages(self.stage_rows.values())
         self.logger.say(self.data.describe_epochs(progress.text_step))

@@ -5,41 +5,38 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
-from torchtitan_cp.checkpoint.progress import Progress, check_identity
-from torchtitan_cp.config import Config, ConfigError, UserError
+from torchtitan_cp.checkpoint.progress import Progress
+from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
-from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis, find_nonfinite_weight
+from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.idle_experts import IdleExperts
-from torchtitan_cp.health.inject import Injector
-from torchtitan_cp.health.monitor import HealthMonitor, StepReport
+from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
-from torchtitan_cp.health.replay import save_bundle
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
 from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.schedule import LearningRates
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.consistency import check_agreement
-from torchtitan_cp.runtime.device import World, seed_step, use_deterministic_kernels
+from torchtitan_cp.runtime.device import World, use_deterministic_kernels
 from torchtitan_cp.runtime.signals import StopSignals, any_rank
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import exported_stages
-from torchtitan_cp.training.model import ParallelModel, StepSums
+from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_over, resume
 from torchtitan_cp.training.run_recorder import RunRecorder
+from torchtitan_cp.training.step import StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +55,12 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, model_args: Any = None) -> None:
         run = resolve_run(config, world.size, model_args)
-        config = run.config
-        self.config, self.world, self.device = config, world, world.device
+        self.config = config = run.config
+        self.world, self.device, self.stages = world, world.device, run.stages
         self.folder = Path(config.job.dump_folder)
-        self.stages = run.stages
         self.checkpoints = CheckpointManager(self.folder / "checkpoints", config.checkpoint)
-        begins = self._first_stage()
+        self.saved = self.checkpoints.find_newest() if config.checkpoint.enable else None
+        begins = find_first_stage(self.saved, self.stages)
         if config.training.deterministic:
             use_deterministic_kernels()
 
@@ -79,27 +76,14 @@ class Trainer:
 
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
-        self.model = model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
-        self.health_monitor = HealthMonitor(config.health, model.parts, args.n_layers, model.device)
+        self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
+        self.steps = StepRunner(config, self.model, self._stop_and_save_requests)
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
-        self.injector = Injector(config.health.inject, model.parts, args.vocab_size, model.shares_batch_with)
-        self.diagnoser = Diagnoser(
-            model.numbered_parts(),
-            model.token_loss,
-            args.vocab_size,
-            self.meshes.tp,
-            model.device,
-            self._repeat_step,
-            compiled=config.compile.enable,
-        )
-        # Of the newest healthy step of this stage: what a spike is compared with.
-        self.healthy_batches: tuple[MicroBatch, ...] = ()
         self.evaluator = Evaluator(
-            model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
+            self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
         )
-        self.learning_rates = LearningRates(
-            config.optimizer, config.lr_scheduler, [(stage.lr, stage.steps) for stage in self.stages]
-        )
+        rates = [(stage.lr, stage.steps) for stage in self.stages]
+        self.learning_rates = LearningRates(config.optimizer, config.lr_scheduler, rates)
         self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
         self.checkpoints.restart_interval()
         self.stopping = self.save_requested = self.must_save = False
@@ -112,20 +96,6 @@ class Trainer:
         }
         self.progress = Progress(identity=identity, block_tokens=run.longest)
 
-    def _first_stage(self) -> StagePlan:
-        """The stage that training begins or resumes in. This process keeps its tp and pp to its end."""
-        self.saved = self.checkpoints.find_newest() if self.config.checkpoint.enable else None
-        if self.saved is None:
-            return self.stages[0]
-        path, self.progress = self.saved
-        last = len(self.stages) - 1
-        if self.progress.stage > last:
-            raise ConfigError(
-                f"{path} was written in stage {self.progress.stage + 1}, and the config has {last + 1}",
-                fix="put the stages back, or give the new run a folder of its own: --job.dump_folder=...",
-            )
-        return self.stages[min(self.progress.stage + self._stage_over(), last)]
-
     # Where the run stands ----------------------------------------------------------------------------------
 
     @property
@@ -135,10 +105,8 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run: those taken, and those left of this stage and after it."""
-        progress = self.progress
-        left = 0 if self._stage_over() else self.stage.steps - progress.stage_step
-        return progress.step + left + sum(later.steps for later in self.stages[progress.stage + 1 :])
+        """Optimizer steps of the whole run, as far as is known now."""
+        return count_steps(self.progress, self.stages)
 
     @property
     def finished(self) -> bool:
@@ -146,7 +114,7 @@ class Trainer:
         return self.stage is self.stages[-1] and self._stage_over()
 
     def _stage_over(self) -> bool:
-        return self.progress.stage_done or self.progress.stage_step >= self.stage.steps
+        return is_stage_over(self.progress, self.stages)
 
     @property
     def needs_relaunch(self) -> bool:
@@ -166,7 +134,7 @@ class Trainer:
     def run(self) -> None:
         """Train the rest of the curriculum. A finished run only says so."""
         self._set_activity("looking for a checkpoint to resume from", step=0)
-        self._resume()
+        self.resume()
         done = self.progress.step
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
         export_dtype = "no" if self.world.rank else self.config.checkpoint.export
@@ -178,7 +146,7 @@ class Trainer:
                 )
             return
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
-        self.health_monitor.spikes.recent = self.progress.recent
+        self.steps.start_stage(self.progress.recent)
         self.recorder = RunRecorder(self.config, self.world, self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(done)
         try:
@@ -196,6 +164,10 @@ class Trainer:
         finally:
             self.metrics_logger.close()
 
+    def resume(self) -> None:
+        """Load the newest checkpoint, or the weights to start from. Collective."""
+        self.progress = resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
+
     def _train(self) -> None:
         """Train stage by stage until the end, a stop or a halt, and save the state then."""
         try:
@@ -210,41 +182,6 @@ class Trainer:
                 self._save_the_last()
             raise
         self._save_the_last()
-
-    def _resume(self) -> None:
-        if self.saved is None:
-            self._start_from_hub()
-            return
-        path, saved = self.saved
-        identity, block_tokens = self.progress.identity, self.progress.block_tokens
-        check_identity(saved.identity, identity, path)
-        if saved.block_tokens != block_tokens:
-            logger.warning(
-                "the longest stage is now %d tokens and was %d: the data order changes from here, and some text may "
-                "be read twice",
-                block_tokens,
-                saved.block_tokens,
-            )
-        self.checkpoints.load(path, self.model.parts, self.model.optimizers)
-        self.progress = dataclasses.replace(saved, block_tokens=block_tokens, identity=identity)
-        logger.info("resumed from %s: %d of %d steps are done", path, saved.step, self.total_steps)
-        now = self.stage.text_recipe
-        changed = [
-            f"{name} {was} -> {now.get(name)}" for name, was in saved.text_recipe.items() if now.get(name) != was
-        ]
-        if changed and saved.stage_step and not self._stage_over():
-            logger.warning(
-                "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
-                saved.stage + 1,
-                ", ".join(changed),
-            )
-
-    def _start_from_hub(self) -> None:
-        """Take the weights of model.hub_checkpoint, if the config names one and wants them."""
-        model, rope = self.config.model, self.stages[0].rope
-        if model.hub_checkpoint and model.load_weights:
-            folder, hub = registry.hub_folder(model, "*.safetensors*"), registry.hub_of(model)
-            start_from_hub(folder, self.model.parts, hub, rope, self.model.args.rotary_dim)
 
     # A stage -----------------------------------------------------------------------------------------------
 
@@ -275,10 +212,10 @@ class Trainer:
             with self.profiler.trace(self.progress.step + 1, lambda: self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
             self.watchdog_timeout_seconds = self.config.job.timeout_seconds
-            interval = self.config.evaluation.interval
             if not healthy:
                 self._save_if_due(False)
                 return
+            interval = self.config.evaluation.interval
             if self._stage_over() or (interval and self.progress.step % interval == 0 and not self.stopping):
                 if self.stopping:  # a scheduler may kill the job before the evaluation ends
                     self.must_save = True
@@ -286,9 +223,8 @@ class Trainer:
                 self._evaluate(stage, batch_layout)
                 self.model.pop_timings()  # those of the evaluation are not the next step's
                 # The evaluation may have taken long.
-                self.stopping, self.save_requested = any_rank(
-                    *self._stop_and_save_requests(), device=self.device.device
-                )
+                requests = self._stop_and_save_requests()
+                self.stopping, self.save_requested = any_rank(*requests, device=self.device.device)
             self._save_if_due(self._stage_over())
             if self._stage_over():
                 self.recorder.end_stage(stage, self.progress)
@@ -302,8 +238,7 @@ class Trainer:
         samples = self.data_pipeline.stage_samples(self.stage, progress.source_tokens, skipped)
         source_tokens = progress.source_tokens | samples.tokens_after(progress.text_step)
         self._set_progress(stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=source_tokens)
-        # Another length has other numbers.
-        self.health_monitor.spikes.recent, self.healthy_batches = [], ()
+        self.steps.start_stage([])  # another length has other numbers
 
     def enter_stage(self, stage: StagePlan) -> BatchLayout:
         """Make the groups, frequencies and samples that a stage needs. Collective.
@@ -330,15 +265,14 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._set_activity("in forward, backward and update with the others", step=number)
-        self._seed_step()
         lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.recovery_policy.lr_factor
         self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
-        healthy = not self.health_monitor.is_bad(report)
+        healthy = not self.steps.monitor.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
-            self.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
+            self.steps.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
         else:
             self._recover(stage, report, micro_batches)
         seconds = time.perf_counter() - begun
@@ -352,32 +286,19 @@ class Trainer:
             seconds=seconds,
             skipped=not healthy,
             total_steps=self.total_steps,
-            routing=self.routing,
+            routing=self.steps.routing,
         )
         return healthy
 
-    def _seed_step(self) -> None:
-        """Set the random numbers of the next step."""
-        seed_step(self.config.training.seed, self.progress.stage, self.progress.stage_step, self.model.role)
-
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the next step, and its report over all ranks. Collective."""
-        step = self.progress.step + 1
-        with self.injector.fault(step):
-            sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
-        return self._check_step(sums)
-
-    def _check_step(self, sums: StepSums) -> StepReport:
-        # Also of a bad step and of its repetitions, so that it counts in no later one.
-        self.routing = self.model.take_routing()
-        memory, requests = self.device.peak_memory_bytes(), self._stop_and_save_requests()
-        return self.health_monitor.check_step(*sums, self.model.square_norms(), memory, requests)
+        return self.steps.run(self.progress, micro_batches)
 
     def _update(self, stage: StagePlan, report: StepReport, lr: float) -> None:
         """Let the optimizers run, and count the step."""
         self.model.update(lr, report.grad_norm)
         self.recovery_policy.record_healthy_step()
-        self.health_monitor.spikes.record_healthy_step(report)
+        self.steps.monitor.spikes.record_healthy_step(report)
         progress, name = self.progress, str(stage.index)
         first = progress.stage_losses.get(name, [report.loss])[0]
         row = [first, report.loss, float(progress.stage_step + 1)]
@@ -388,27 +309,19 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
         self._keep_health()
-        if self.routing:
-            self._balance_experts(self.routing.counts)
-
-    def _balance_experts(self, counts: Tensor) -> None:
-        """Update the biases of routers after a healthy step, and warn of idle experts.
-
-        Args:
-            counts: `[layers, X]`, see Routing.
-        """
-        rate = self.config.training.router_bias_update
-        for part in self.model.parts if rate else ():
-            update_router_biases(part.router_biases, counts, rate)  # type: ignore[arg-type]
-        self.idle_experts.record_healthy_step(counts)
-        looks = self.progress.step % self.config.metrics.interval == 0
-        if looks and (warning := self.idle_experts.find()):
-            self.metrics_logger.warn(warning, self.progress.step)
+        if routing := self.steps.routing:
+            rate = self.config.training.router_bias_update
+            for part in self.model.parts if rate else ():
+                update_router_biases(part.router_biases, routing.counts, rate)  # type: ignore[arg-type]
+            self.idle_experts.record_healthy_step(routing.counts)
+            looks = self.progress.step % self.config.metrics.interval == 0
+            if looks and (warning := self.idle_experts.find()):
+                self.metrics_logger.warn(warning, self.progress.step)
 
     def _keep_health(self) -> None:
         """Put the state of what watches the run into the progress."""
         state = dataclasses.asdict(self.recovery_policy.state)
-        self._set_progress(health=state, recent=self.health_monitor.spikes.recent)
+        self._set_progress(health=state, recent=self.steps.monitor.spikes.recent)
 
     # A bad step --------------------------------------------------------------------------------------------
 
@@ -419,78 +332,34 @@ class Trainer:
             NonFiniteError: the run has to halt.
         """
         self.model.zero_grad()
-        step = self.progress.step + 1
+        step, policy, job = self.progress.step + 1, self.recovery_policy, self.config.job
         what, weights_finite = f"step {step} (stage {stage.index + 1}, {stage.name}) {report.summary}", True
+        # Time for steps without compilation, for a save under way, and for loading.
+        limit = max(job.timeout_seconds, job.startup_timeout_seconds, self.config.checkpoint.timeout_seconds)
         if self.config.health.replay:
-            set_activity("running a bad step again with the others", step, self._recovery_seconds)
-            found = self._diagnose(step, report, micro_batches)
+            set_activity("running a bad step again with the others", step, limit)
+            found = self.steps.diagnose(step, report, micro_batches, policy.state)
             what, weights_finite = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.weights_finite
-        recovery = self.recovery_policy.choose_action(what, self._find_good_checkpoint, weights_finite=weights_finite)
+
+        def find_good_checkpoint(before: int | None) -> tuple[Path, Progress] | None:
+            if not self.config.checkpoint.enable:
+                return None
+            set_activity("looking for a checkpoint to go back to", self.progress.step, limit)
+            self.checkpoints.wait()
+            return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
+
+        recovery = policy.choose_action(what, find_good_checkpoint, weights_finite=weights_finite)
         if recovery.checkpoint is None:
             self.progress = self.progress.after_skip()
         else:
             path, saved = recovery.checkpoint
             self.checkpoints.load(path, self.model.parts, self.model.optimizers)
             self.progress = self.progress.after_rollback(saved)
-            self.health_monitor.spikes.recent, self.healthy_batches = saved.recent, ()
+            self.steps.start_stage(saved.recent)
             # So that a resumed run skips that text too.
             self.must_save = True
         self._keep_health()
         self.metrics_logger.warn(recovery.message, self.progress.step)
-
-    def _diagnose(self, step: int, report: StepReport, micro_batches: tuple[MicroBatch, ...]) -> Diagnosis:
-        """Run a bad step again, find what it begins with, and keep the tensors of that. Collective."""
-        config = self.config
-        read = self.injector.corrupt(step, micro_batches, again=True)
-        found = self.diagnoser.diagnose(step, read, report, self.healthy_batches)
-        state = self.recovery_policy.state
-        if state.replays >= config.health.bundles or not (report.findings or self.healthy_batches):
-            return found
-        state.replays += 1
-        about = {
-            "findings": report.findings or report.spikes,
-            "inject": dataclasses.asdict(self.injector.settings),
-            "injected": self.injector.is_due(step, again=True),
-            "struck": self.injector.module,
-            "architecture": config.model.architecture,
-            "sizes": registry.sizes_of(self.model.args),
-            "compute_dtype": config.training.compute_dtype,
-            "loss_chunk_tokens": config.training.loss_chunk_tokens,
-            "z_loss": config.training.z_loss,
-            "logit_scale": self.model.args.logit_scale,
-            "logit_softcap": self.model.args.logit_softcap,
-        }
-        return save_bundle(self.diagnoser, found, step, read, about, self.folder / "health" / f"step-{step}")
-
-    def _repeat_step(
-        self, step: int, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]
-    ) -> StepReport:
-        """Run a step again, uncompiled, with the random numbers it had; its gradients are freed. Collective.
-
-        Args:
-            within: watches the modules.
-        """
-        self._seed_step()
-        try:
-            with self.model.uncompiled(), self.injector.fault(step, again=True), within:
-                sums = self.model.forward_backward(tuple(micro_batches))
-            return self._check_step(sums)
-        finally:
-            self.model.zero_grad()
-
-    @property
-    def _recovery_seconds(self) -> float:
-        """Time for steps without compilation, for a save under way, and for loading."""
-        job = self.config.job
-        return max(job.timeout_seconds, job.startup_timeout_seconds, self.config.checkpoint.timeout_seconds)
-
-    def _find_good_checkpoint(self, before: int | None) -> tuple[Path, Progress] | None:
-        """The newest checkpoint that was not saved amid bad steps, of a step before `before` if that is given."""
-        if not self.config.checkpoint.enable:
-            return None
-        set_activity("looking for a checkpoint to go back to", self.progress.step, self._recovery_seconds)
-        self.checkpoints.wait()
-        return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
 
     # Between steps -----------------------------------------------------------------------------------------
 

@@ -86,11 +86,11 @@ def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
     trainer, warned = prepared(path, *overrides), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchtitan_cp.training.trainer").addHandler(handler)
+    logging.getLogger("torchtitan_cp.training.resume").addHandler(handler)
     try:
-        trainer._resume()
+        trainer.resume()
     finally:
-        logging.getLogger("torchtitan_cp.training.trainer").removeHandler(handler)
+        logging.getLogger("torchtitan_cp.training.resume").removeHandler(handler)
     return warned
 
 

@@ -117,10 +117,10 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     handler = logging.Handler()
     handler.emit = lambda record: seen.logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchtitan_cp").addHandler(handler)
-    take, recover, diagnose = trainer._step, trainer._recover, trainer._diagnose
+    take, recover, diagnose = trainer._step, trainer._recover, trainer.steps.diagnose
 
     def with_fault(*arguments: Any) -> bool:
-        trainer.injector.settings = faults.get(trainer.progress.step + 1, Inject())
+        trainer.steps.injector.settings = faults.get(trainer.progress.step + 1, Inject())
         return take(*arguments)
 
     def recovering(*arguments: Any) -> None:
@@ -135,7 +135,8 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
         seen.diagnoses[step] = found.as_json()
         return found
 
-    trainer._step, trainer._recover, trainer._diagnose = with_fault, recovering, diagnosing  # type: ignore[method-assign]
+    trainer._step, trainer._recover = with_fault, recovering  # type: ignore[method-assign]
+    trainer.steps.diagnose = diagnosing  # type: ignore[method-assign]
     trainer.run()
     dist.barrier()
     logging.getLogger("torchtitan_cp").removeHandler(handler)
@@ -239,7 +240,7 @@ def healthy_steps(path: Path, faults: dict[int, Inject], *overrides: str) -> tup
     take = trainer._step
 
     def remembered(stage: Any, batches: Any) -> bool:
-        trainer.injector.settings = faults.get(trainer.progress.step + 1, Inject())
+        trainer.steps.injector.settings = faults.get(trainer.progress.step + 1, Inject())
         batch = next(batches)
         healthy = take(stage, iter([batch]))
         if healthy:
@@ -686,7 +687,7 @@ def diagnose_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
     local(layers[1].feed_forward.w2.weight.detach()).mul_(1e30)
     batches = read_step(trainer.data_pipeline.samples, shape, 0)
     report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=("rank 0: the loss is nan",))
-    found = trainer.diagnoser.diagnose(1, batches, report, ())
+    found = trainer.steps.diagnoser.diagnose(1, batches, report, ())
     assert all(parameter.grad is None for parameter in trainer.model.parts.parameters())
     return found.summary, [vars(layer)["forward"] for layer in layers] == compiled
 

@@ -92,7 +92,7 @@ def loaded_and_trained(path: Path, *overrides: str) -> Trained:
     Watched.read_bytes, open_plain = 0, hub_module._open
     hub_module._open = lambda file: WatchedFile(open_plain(file))
     try:
-        trainer._start_from_hub()
+        trainer.resume()
     finally:
         hub_module._open = open_plain
     (model,) = trainer.model.parts
@@ -110,7 +110,7 @@ def loaded_and_trained(path: Path, *overrides: str) -> Trained:
 def resumed(path: Path, *overrides: str) -> dict[str, Tensor]:
     """On a rank: whole weights of the newest checkpoint."""
     trainer = prepared(path, *overrides)
-    trainer._resume()
+    trainer.resume()
     return whole_state(trainer)
 
 

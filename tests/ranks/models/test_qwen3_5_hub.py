@@ -67,7 +67,7 @@ def write_start(folder: Path, pictures: bool, tied: bool) -> Path:
 def train_and_compute(path: Path, *overrides: str) -> tuple[float, Tensor, Tensor, Tensor]:
     """On a rank: the first step's loss before it, and its tokens and labels with the logits of the trained model."""
     trainer = prepared(path, *overrides)
-    trainer._start_from_hub()
+    trainer.resume()
     shape = trainer.enter_stage(trainer.stages[0])
     batches = read_step(trainer.data_pipeline.samples, shape, 0)
     loss = gradients_of(trainer, batches)[0]

@@ -1,0 +1,89 @@
+"""Where a run begins: at its newest checkpoint, or with fresh weights or those of a Hugging Face checkpoint."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from torchtitan_cp.checkpoint.hub import start_from_hub
+from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.progress import Progress, check_identity
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.training import registry
+from torchtitan_cp.training.model import ParallelModel
+
+logger = logging.getLogger(__name__)
+
+Stages = tuple[StagePlan, ...]
+Saved = tuple[Path, Progress]  # a checkpoint, and where its run stood
+
+
+def is_stage_over(progress: Progress, stages: Stages) -> bool:
+    """Whether no step is left of the current stage."""
+    return progress.stage_done or progress.stage_step >= stages[progress.stage].steps
+
+
+def count_steps(progress: Progress, stages: Stages) -> int:
+    """Optimizer steps of the whole run: those taken, and those left of the current stage and after it."""
+    left = 0 if is_stage_over(progress, stages) else stages[progress.stage].steps - progress.stage_step
+    return progress.step + left + sum(later.steps for later in stages[progress.stage + 1 :])
+
+
+def find_first_stage(saved: Saved | None, stages: Stages) -> StagePlan:
+    """The stage that training begins or resumes in. A process keeps its tp and pp to its end.
+
+    Raises:
+        ConfigError: the checkpoint was written in a stage that the config does not have.
+    """
+    if saved is None:
+        return stages[0]
+    path, progress = saved
+    if progress.stage >= len(stages):
+        raise ConfigError(
+            f"{path} was written in stage {progress.stage + 1}, and the config has {len(stages)}",
+            fix="put the stages back, or give the new run a folder of its own: --job.dump_folder=...",
+        )
+    return stages[min(progress.stage + is_stage_over(progress, stages), len(stages) - 1)]
+
+
+def resume(
+    saved: Saved | None, fresh: Progress, stages: Stages, model: ParallelModel, checkpoints: CheckpointManager
+) -> Progress:
+    """Load a checkpoint, or without one the weights that the config wants to start from. Collective.
+
+    Args:
+        fresh: of a run that begins now.
+
+    Returns:
+        where the run stands.
+
+    Raises:
+        ConfigError: the checkpoint is of another model or other data.
+    """
+    if saved is None:
+        settings = model.config.model
+        if settings.hub_checkpoint and settings.load_weights:
+            folder, hub = registry.hub_folder(settings, "*.safetensors*"), registry.hub_of(settings)
+            start_from_hub(folder, model.parts, hub, stages[0].rope, model.args.rotary_dim)
+        return fresh
+    path, before = saved
+    check_identity(before.identity, fresh.identity, path)
+    if before.block_tokens != fresh.block_tokens:
+        logger.warning(
+            "the longest stage is now %d tokens and was %d: the data order changes from here, and some text may "
+            "be read twice",
+            fresh.block_tokens,
+            before.block_tokens,
+        )
+    checkpoints.load(path, model.parts, model.optimizers)
+    progress = dataclasses.replace(before, block_tokens=fresh.block_tokens, identity=fresh.identity)
+    logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
+    now, was = stages[progress.stage].text_recipe, before.text_recipe
+    changed = [f"{name} {was[name]} -> {now.get(name)}" for name in was if now.get(name) != was[name]]
+    if changed and progress.stage_step and not is_stage_over(progress, stages):
+        logger.warning(
+            "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
+            progress.stage + 1,
+            ", ".join(changed),
+        )
+    return progress

@@ -1,0 +1,120 @@
+"""The forward and backward of a step, watched: run, checked on every rank, and run again where it was bad."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtitan_cp.checkpoint.progress import Progress
+from torchtitan_cp.config import Config
+from torchtitan_cp.data.batches.loader import MicroBatch
+from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis
+from torchtitan_cp.health.inject import Injector
+from torchtitan_cp.health.monitor import HealthMonitor, StepReport
+from torchtitan_cp.health.recovery import RecoveryState
+from torchtitan_cp.health.replay import save_bundle
+from torchtitan_cp.parallel.experts import Routing
+from torchtitan_cp.runtime.device import seed_step
+from torchtitan_cp.training import registry
+from torchtitan_cp.training.model import ParallelModel, StepSums
+
+
+class StepRunner:
+    """Runs steps up to their gradients, which it checks. Collective to make and to call.
+
+    Args:
+        stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
+
+    Attributes:
+        monitor: detects bad steps.
+        routing: of the newest step's tokens to experts.
+        healthy_batches: of the newest healthy step of this stage, which a spike is compared with.
+    """
+
+    def __init__(
+        self, config: Config, model: ParallelModel, stop_and_save_requests: Callable[[], tuple[bool, bool]]
+    ) -> None:
+        args, health = model.args, config.health
+        self.config, self.model, self.stop_and_save_requests = config, model, stop_and_save_requests
+        self.monitor = HealthMonitor(health, model.parts, args.n_layers, model.device)
+        self.injector = Injector(health.inject, model.parts, args.vocab_size, model.shares_batch_with)
+        self.diagnoser = Diagnoser(
+            model.numbered_parts(),
+            model.token_loss,
+            args.vocab_size,
+            model.meshes.tp,
+            model.device,
+            self._repeat,
+            compiled=config.compile.enable,
+        )
+        self.routing: Routing | None = None
+        self.healthy_batches: tuple[MicroBatch, ...] = ()
+        self.place = 0, 0  # (stage, step of it) of the newest step, which seed its random numbers
+
+    def start_stage(self, recent: list[list[float]]) -> None:
+        """Compare steps with these recent numbers from now on, and with no step's tensors."""
+        self.monitor.spikes.recent, self.healthy_batches = recent, ()
+
+    def run(self, progress: Progress, micro_batches: Sequence[MicroBatch]) -> StepReport:
+        """Forward and backward of the step after `progress`, and its report over all ranks."""
+        step, self.place = progress.step + 1, (progress.stage, progress.stage_step)
+        self._seed()
+        with self.injector.fault(step):
+            sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
+        return self._check(sums)
+
+    def _seed(self) -> None:
+        seed_step(self.config.training.seed, *self.place, self.model.role)
+
+    def _check(self, sums: StepSums) -> StepReport:
+        # Also of a bad step and of its repetitions, so that it counts in no later one.
+        self.routing = self.model.take_routing()
+        memory = self.model.world.device.peak_memory_bytes()
+        return self.monitor.check_step(*sums, self.model.square_norms(), memory, self.stop_and_save_requests())
+
+    def _repeat(
+        self, step: int, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]
+    ) -> StepReport:
+        """Run a step again, uncompiled, with the random numbers it had; its gradients are freed.
+
+        Args:
+            within: watches the modules.
+        """
+        self._seed()
+        try:
+            with self.model.uncompiled(), self.injector.fault(step, again=True), within:
+                sums = self.model.forward_backward(tuple(micro_batches))
+            return self._check(sums)
+        finally:
+            self.model.zero_grad()
+
+    def diagnose(
+        self, step: int, report: StepReport, micro_batches: Sequence[MicroBatch], state: RecoveryState
+    ) -> Diagnosis:
+        """Run a bad step again, find what it begins with, and keep the tensors of that.
+
+        Args:
+            state: counts the steps whose tensors are kept.
+        """
+        read = self.injector.corrupt(step, micro_batches, again=True)
+        found = self.diagnoser.diagnose(step, read, report, self.healthy_batches)
+        if state.replays >= self.config.health.bundles or not (report.findings or self.healthy_batches):
+            return found
+        state.replays += 1
+        config, args = self.config, self.model.args
+        about = {
+            "findings": report.findings or report.spikes,
+            "inject": asdict(self.injector.settings),
+            "injected": self.injector.is_due(step, again=True),
+            "struck": self.injector.module,
+            "architecture": config.model.architecture,
+            "sizes": registry.sizes_of(args),
+            "compute_dtype": config.training.compute_dtype,
+            "loss_chunk_tokens": config.training.loss_chunk_tokens,
+            "z_loss": config.training.z_loss,
+            "logit_scale": args.logit_scale,
+            "logit_softcap": args.logit_softcap,
+        }
+        folder = Path(config.job.dump_folder) / "health" / f"step-{step}"
+        return save_bundle(self.diagnoser, found, step, read, about, folder)
