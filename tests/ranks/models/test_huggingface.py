@@ -31,3 +31,13 @@ def test_four_ranks_by_all_to_all_and_recomputed_give_the_gradients_of_eager_att
 ) -> None:
     path = write_family(tmp_path, family)
     ranks(4)(compare_on_ranks, path, family, "--parallel.cp=2", ALL_TO_ALL, SAVED)[0].check()
+
+
+@deep_rows("family", ("Qwen3-MoE", "DeepSeek-V3"), default=["DeepSeek-V3"])
+def test_two_ranks_that_share_experts_give_the_gradients_of_eager_attention(
+    ranks: Callable[[int], RankPool], tmp_path: Path, family: str
+) -> None:
+    path = write_family(tmp_path, family)
+    found = ranks(2)(compare_on_ranks, path, family, "--parallel.cp=2", "--parallel.ep=2", FULL)[0]
+    assert abs(found.loss - found.eager_loss) <= 1e-5 * found.eager_loss
+    assert max(found.errors.values()) <= 1e-5, found.errors

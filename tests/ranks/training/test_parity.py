@@ -104,7 +104,7 @@ LAYOUTS = {
     "CP 4, EP 2, balanced hybrid, selective, experts": Layout(
         4, "cp=4 ep=2", f"{HYBRID} {LAYOUT}balanced {SELECTIVE}", "experts", deep=False
     ),
-    "PP 2 x TP 2, routers": Layout(4, "pp=2 tp=2", "", "routers", deep=False),
+    "PP 2 x TP 2, routers": Layout(4, "pp=2 tp=2", "", "routers"),
     "PP 2 x TP 2, 1F1B, untied": Layout(4, "pp=2 tp=2", "", "4 layers, untied", deep=False),
     "PP 2 x FSDP 2, interleaved": Layout(4, "pp=2 pp_schedule=interleaved_1f1b", "", "4 layers", deep=False),
     # FSDP, HSDP, CP and TP, where no row above or below holds the same with more beside it.
@@ -158,6 +158,7 @@ LAYOUTS = {
     "FSDP 2 x CP 2, Qwen3.5": Layout(4, "cp=2", "", "Qwen3.5"),
     "CP 2, compiled, Qwen3.5": Layout(2, "cp=2", COMPILED, "Qwen3.5"),
     "CP 4, balanced, recomputed, Qwen3.5": Layout(4, "cp=4", f"{LAYOUT}balanced {FULL}", "Qwen3.5"),
+    "CP 4, hybrid, Qwen3.5": Layout(4, "cp=4", f"{HYBRID} {LAYOUT}zigzag", "Qwen3.5"),
     "PP 2 x CP 2, attention saved, Qwen3.5": Layout(4, "pp=2 cp=2", ATTENTION_SAVED, "Qwen3.5"),
     # Experts: their balance loss is in the gradient exactly once.
     "FSDP 2, two sequences at once, no accumulation, experts": Layout(2, "", TWO_AT_ONCE, "experts"),

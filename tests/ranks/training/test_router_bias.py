@@ -194,6 +194,39 @@ def test_a_run_that_goes_on_in_any_layout_has_the_loads_and_biases_of_one_rank(
     assert min(bias.abs().max() for bias in wanted_biases.values()) >= RATE
 
 
+# Nobody chooses the experts of the first of two ranks, which then gets no row, only sends.
+HALF = torch.tensor([-10.0, -10, -10, 0, 0, 0])
+
+
+def train_with_half(path: Path, *overrides: str) -> list[dict[str, Any]]:
+    """On a rank: lines of metrics.jsonl, where half of the experts of every layer get no token."""
+    losses_of_routers = ("--model.overrides.balance=0.5", "--model.overrides.router_z_loss=0.05")
+    trainer = prepared(path, *BIASED, *losses_of_routers, "--checkpoint.enable=false", *overrides)
+    train = trainer._train
+
+    def running(*arguments: Any) -> None:
+        for part in trainer.model.parts:
+            for bias in part.router_biases.values():  # type: ignore[union-attr, operator]
+                bias.copy_(HALF)
+        train(*arguments)
+
+    trainer._train = running  # type: ignore[method-assign]
+    return run_to_end(trainer)
+
+
+def test_a_run_in_which_a_rank_gets_no_token_has_the_losses_of_one_rank(
+    ranks: Callable[[int], RankPool], native_toml: Path
+) -> None:
+    folder = f"--job.dump_folder={native_toml.parent}/half-"
+    wanted = ranks(1)(train_with_half, native_toml, f"{folder}alone")[0]
+    shared = ["--parallel.cp=2", "--parallel.ep=2", "--activation.checkpoint=full"]
+    for lines in ranks(2)(train_with_half, native_toml, f"{folder}shared", *shared):
+        for line, want in zip(lines, wanted, strict=True):
+            assert line["idle_experts"] == want["idle_experts"] == 0.5
+            assert line["loss"] == pytest.approx(want["loss"], rel=1e-5)
+            assert line["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
 def train_and_listen(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[str]]:
     """On a rank: lines of metrics.jsonl, and what the console said."""
     trainer, said = prepared(path, *overrides), list[str]()

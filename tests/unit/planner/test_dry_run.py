@@ -79,9 +79,8 @@ HYBRID = (
         ("--training.compute_dtype=bfloat16", "--activation.checkpoint=attention_saved"),
         ("--parallel.cp=2", "--context_parallel.strategy=all_to_all", "--activation.checkpoint=full"),
         ("--parallel.tp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=selective"),
-        (*EXPERTS, "--activation.mlp_tiles=4"),
         (*EXPERTS, SHARED, "--activation.checkpoint=full", "--training.compute_dtype=bfloat16"),
-        (*HYBRID, "--parallel.cp=2", "--training.compute_dtype=bfloat16", "--activation.checkpoint=full"),
+        HYBRID,
     ],
 )
 def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
@@ -107,13 +106,14 @@ def test_weights_and_optimizer_state_are_the_shards_of_the_plan(tmp_path: Path, 
     assert walked.by_kind["optimizer"] == pytest.approx(planned.memory.by_kind["optimizer"], rel=2e-2)
 
 
-@pytest.mark.parametrize(
+@deep_rows(
     ("overrides", "passes"),
     [
         ((), 4),
         (("--activation.checkpoint=full", "--training.compute_dtype=bfloat16"), 6),
         (("--activation.checkpoint=attention_saved", "--parallel.cp=2", "--activation.mlp_tiles=4"), 7.5),
     ],
+    default=[(("--activation.checkpoint=full", "--training.compute_dtype=bfloat16"), 6)],
 )
 def test_the_bytes_sent_to_experts_are_those_of_the_formula(
     tmp_path: Path, overrides: tuple[str, ...], passes: float
@@ -223,6 +223,7 @@ def test_what_is_remembered_counts_as_what_is_run(tmp_path: Path, monkeypatch: p
     assert walk(path, 8, *options) == remembered
 
 
+@pytest.mark.deep
 def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path) -> None:
     """Nor are DTensor's trials on whole tensors counted, nor what a pipeline holds from a stage that is over."""
     config, _ = walk_of_two(tmp_path)

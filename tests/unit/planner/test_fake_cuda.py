@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not (shutil.which("c++") or shutil.which("g++")), reason="needs Linux and a C++ compiler"
 )
 ALL = pairwise_cases()
-QUICK = 4
+QUICK = 2
 UPDATE: Case = {"measured": "update"}
 WAITS: Case = {**UPDATE, "optimizer": "offload_state"}
 OFFLOADED: Case = {"activation": "offload of all"}
