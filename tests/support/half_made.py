@@ -4,13 +4,17 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.texts import write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus import tokenization
+from torchtitan_cp.data.corpus.cache import prepare
+from torchtitan_cp.data.corpus.records import Document
 from torchtitan_cp.data.corpus.store import append_documents
+from torchtitan_cp.data.corpus.tokenization import Tokenization
 
 BYTES = TokenizerConfig(kind="bytes")
 DOCUMENTS = 300
@@ -61,3 +65,22 @@ def files(cache: Path) -> dict[str, bytes]:
     """Every file of the only finished folder."""
     [folder] = [path.parent for path in cache.glob("*/manifest.json")]
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, data: Data, last: int) -> Path:
+    """Prepare, and stop after so many documents. Returns the half-made folder."""
+    write, written = Tokenization._write, 0
+
+    def write_or_stop(self: Tokenization, document: Document, ids: np.ndarray, mask: np.ndarray | None) -> None:
+        nonlocal written
+        write(self, document, ids, mask)
+        written += 1
+        if written == last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenization, "_write", write_or_stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, BYTES)
+    [left] = Path(data.cache_folder).glob("*.partial")
+    return left

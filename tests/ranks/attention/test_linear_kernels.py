@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks.attention.test_linear import (
+from tests.support.linear_cases import (
     BATCH,
     LONG,
     LONG_MASK,

@@ -541,7 +541,7 @@ def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
     assert resumed[0] == found[0]
 
 
-@deep_rows(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")], default=[(0.01, "trained")])
+@deep_rows(("factor", "ends"), [(0.01, "trained"), (1.0, "halted")], default=[])
 def test_a_run_that_diverges_is_skipped_rolled_back_and_slowed_and_ends_as_the_file_says(
     ranks: Callable[[int], RankPool], run_toml: Path, factor: float, ends: str
 ) -> None:

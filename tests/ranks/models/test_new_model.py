@@ -78,6 +78,7 @@ def train_new(path: Path, *overrides: str) -> list[float]:
     return losses(train(path, "--checkpoint.enable=false", *overrides))
 
 
+@pytest.mark.deep
 def test_a_model_that_the_trainer_does_not_know_trains_alike_on_one_rank_and_on_more(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

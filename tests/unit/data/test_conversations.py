@@ -15,8 +15,8 @@ from pyarrow import parquet
 from tests.support import half_made
 from tests.support.chats import TOOLS, call, marked, plain, system, turns, write_rows, write_tokenizer
 from tests.support.corpus_cache import contents, only
+from tests.support.half_made import stop_after
 from tests.support.texts import warnings
-from tests.unit.data.test_restart import small, stop_after  # noqa: F401
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.data import check_sources
 from torchtitan_cp.config.sections import Data, DataSource, Stage, StageData
@@ -282,7 +282,7 @@ def many(folder: Path) -> None:
 
 def test_a_pass_that_is_stopped_anywhere_gives_the_same_masks(
     tmp_path: Path,
-    small: None,  # noqa: F811
+    small: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     many(tmp_path)

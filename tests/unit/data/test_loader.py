@@ -175,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.deep  # it waits for signals
 def test_workers_survive_the_signals_of_a_scheduler_and_not_their_process(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(SIGNALLED)

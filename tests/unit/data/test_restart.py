@@ -4,39 +4,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.support.half_made import BYTES, data_of, files, rows, shrink_until_the_end
+from tests.support.half_made import BYTES, data_of, files, rows, stop_after
 from tests.support.texts import text_corpus, warnings
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.data.corpus.cache import prepare
-from torchtitan_cp.data.corpus.records import Document
-from torchtitan_cp.data.corpus.tokenization import Tokenization
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink_until_the_end(monkeypatch)
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, data: Data, last: int) -> Path:
-    """Prepare, and stop after so many documents. Returns the half-made folder."""
-    write, written = Tokenization._write, 0
-
-    def write_or_stop(self: Tokenization, document: Document, ids: np.ndarray, mask: np.ndarray | None) -> None:
-        nonlocal written
-        write(self, document, ids, mask)
-        written += 1
-        if written == last:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tokenization, "_write", write_or_stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(data, BYTES)
-    [left] = Path(data.cache_folder).glob("*.partial")
-    return left
 
 
 def test_a_pass_that_is_stopped_anywhere_gives_the_same_files(
