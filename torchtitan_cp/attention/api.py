@@ -83,8 +83,9 @@ def make_plan(
             f"`like` is a plan of {like.ranks} ranks and {like.sequence_length} tokens, not of {ranks} and {seq_len}",
             fix="give a plan of the same sequence and group as `like`",
         )
-    nodes = (ranks_per_node, all_to_all_ranks, row_pairs)
-    chosen = like.layout if like else make_layout(layout, seq_len, ranks, mask, *nodes)
+    chosen = (
+        like.layout if like else make_layout(layout, seq_len, ranks, mask, ranks_per_node, all_to_all_ranks, row_pairs)
+    )
     return Plan(seq_len, mask, chosen, rank, strategy, check_kernel(kernel), all_to_all_ranks, kv_transfer, groups)
 
 

@@ -30,7 +30,9 @@ ROUTERS = (
     *("score_function='sigmoid'", "routed_scaling_factor=2.5", "n_groups=3", "groups_per_token=2"),
     *("n_shared_experts=2", "expert_bias=true", "router_z_loss=0.05"),
 )
-ROUTED = (*EXPERTS, FOUR_LAYERS, *(f"model.overrides.{option}" for option in ROUTERS))
+# Scores of a fresh router lie close together. With seed 0 and on some CPUs, ranks that sum in another order choose
+# another expert for a token from step 15 on (loads differ by one choice): norms agree to 2e-5 before, to 2e-3 after.
+ROUTED = (*EXPERTS, FOUR_LAYERS, "training.seed=1", *(f"model.overrides.{option}" for option in ROUTERS))
 HYBRID_MODEL = (
     "model.architecture=qwen3_5",
     FOUR_LAYERS,
@@ -184,14 +186,6 @@ LAYOUTS = {
     "HSDP 2 x CP 4, EP 2, experts": Layout(8, "dp_replicate=2 cp=4 ep=2", "", "experts"),
 }
 
-# On some CPUs a later step's gradient norm is 1.5e-3 off, with losses and first gradients within their tolerances; why
-# is not known yet. It may pass.
-UNSTABLE = {
-    "TP 2 x CP 2, recomputed, two sequences at once, routers": [
-        pytest.mark.xfail(reason="a later step's norm differs on some CPUs", strict=False)
-    ]
-}
-
 # [layout] with several documents in a sequence, and other numbers of tokens that count in each.
 PACKED = {
     "FSDP 2 x CP 2 x TP 2": Layout(8, "cp=2 tp=2", "", "4 layers"),
@@ -208,7 +202,7 @@ PACKED = {
 
 def parameters(layouts: dict[str, Layout]) -> list[Any]:
     return [
-        pytest.param(layout, id=name, marks=[pytest.mark.deep] * layout.deep + UNSTABLE.get(name, []))
+        pytest.param(layout, id=name, marks=[pytest.mark.deep] if layout.deep else [])
         for name, layout in layouts.items()
     ]
 
