@@ -54,7 +54,7 @@ class Benchmark:
                 nargs="+" if several else None,
                 default=default,
                 choices=self.choices.get(option),
-                help=f"default: {' '.join(map(str, default)) if several else default}",
+                help=f"default: {' '.join(map(str, default)) if several else default}".replace("%", "%%"),
             )
         return parser
 
