@@ -8,6 +8,7 @@ ranks. Where ranks sit in nodes, documents are assigned to the nodes first and t
 """
 
 import heapq
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -70,13 +71,18 @@ class Split:
 
 
 def assign_documents(
-    pairs_before: PairsBefore, ranks: int, ranks_per_node: int, fill_fraction: float = 0.2
-) -> tuple[int, list[list[Span]]]:
-    """(pairs of the busiest rank, spans for each rank): S/P tokens in all, in any order and some of them empty.
+    pairs_before: PairsBefore,
+    ranks: int,
+    ranks_per_node: int,
+    fill_fraction: float = 0.2,
+    most_pairs: float = math.inf,
+) -> list[list[Span]]:
+    """Spans for each rank: S/P tokens in all, in any order and some of them empty.
 
     Args:
         ranks: divide S; ranks_per_node: divide these.
         fill_fraction: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
+        most_pairs: nothing is returned as soon as a rank would have more pairs.
     """
     borders, parts = pairs_before.borders, []
     for (start, before), (stop, after) in pairwise(zip(borders, pairs_before.pairs, strict=True)):
@@ -84,9 +90,12 @@ def assign_documents(
     held, tokens = [parts], borders[-1] // ranks
     for bins, room in ((ranks // ranks_per_node, tokens * ranks_per_node), (ranks_per_node, tokens)):
         if bins > 1:
-            held = [part for node in held for part in _assign(node, bins, room, fill_fraction, pairs_before)]
-    busiest = max(sum([part[0] for part in rows]) for rows in held)
-    return busiest, [[span for part in rows for span in (part[2:4], part[4:6])] for rows in held]
+            nodes, held = held, []
+            for node in nodes:
+                held += _assign(node, bins, room, fill_fraction, pairs_before)
+                if room == tokens and max(sum([part[0] for part in rows]) for rows in held[-bins:]) > most_pairs:
+                    return []
+    return [[span for part in rows for span in (part[2:4], part[4:6])] for rows in held]
 
 
 def _assign(
@@ -208,20 +217,34 @@ def _cut(part: Part, tokens: int, area: float, pairs_before: PairsBefore) -> tup
     first = tail_stop - tokens  # of the tail's rows, with none from the head
     unbroken = head_stop == tail
     fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
-    ends = pairs_before(tail_stop) - pairs_before(head)
-    rows, taken_area = fewest, ends + pairs_before(head + fewest) - pairs_before(first + fewest)
-    if taken_area > area and most > fewest:
-        growth = pairs_before.growth(head, tail_stop)
-        fall: float = growth * (first - head)
-        if not growth:
-            fall = (taken_area - ends - pairs_before(head + most) + pairs_before(first + most)) / (most - fewest)
-        if fall > 0:
+    growth, offset = pairs_before.slope(head, tail_stop)
+    if growth:
+        rows, fall = fewest, growth * (first - head)
+        taken_area = fewest * (growth * (2 * head + fewest + 1) - 2 * offset)
+        taken_area += (tokens - fewest) * (growth * (first + fewest + tail_stop + 1) - 2 * offset)
+        taken_area //= 2
+        if taken_area > area and fall:
             rows = min(most, fewest + round((taken_area - area) / fall))
-            taken_area -= int((rows - fewest) * fall)
-            if not growth:
-                taken_area = ends + pairs_before(head + rows) - pairs_before(first + rows)
+            taken_area -= (rows - fewest) * fall
+    else:
+        rows, taken_area = _interpolate(head, first, tail_stop, fewest, most, area, pairs_before)
     taken = Part._make((taken_area, tokens, head, head + rows, first + rows, tail_stop))
     if unbroken:
         head_stop = tail = first + rows
     left = (whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows)
     return taken, Part._make(left)
+
+
+def _interpolate(
+    head: int, first: int, stop: int, fewest: int, most: int, area: float, pairs_before: PairsBefore
+) -> tuple[int, int]:
+    """(rows from `head` on, area of these and of the rows from as many after `first` to `stop`) nearest to an area."""
+    ends = pairs_before(stop) - pairs_before(head)
+
+    def count(rows: int) -> int:
+        return ends + pairs_before(head + rows) - pairs_before(first + rows)
+
+    rows, largest = fewest, count(fewest)
+    if largest > area and most > fewest and (fall := (largest - count(most)) / (most - fewest)) > 0:
+        rows = min(most, fewest + round((largest - area) / fall))
+    return rows, count(rows)

@@ -162,26 +162,31 @@ class PairsBefore:
         self.borders = sorted({0, sequence_length, *(edge for row in rows for span in row for edge in span)})
         place = {border: number for number, border in enumerate(self.borders)}
         self.documents: list[list[Span]] = [[] for _ in self.borders]  # of all rows, from each border on
+        self.starts = [0] * len(self.borders)  # theirs, summed
         for row in rows:
             for document in row:
                 for number in range(place[document[0]], place[document[1]]):
                     self.documents[number].append(document)
-        self.pairs, self.starts = [0], [sum([start for start, _ in found]) for found in self.documents]
+                    self.starts[number] += document[0]
+        self.pairs = [0]
         for number, stop in enumerate(self.borders[1:]):
             self.pairs.append(self._count(number, stop))
 
     def _count(self, number: int, position: int) -> int:
-        rows, documents = position - self.borders[number], self.documents[number]
+        start = self.borders[number]
+        rows, documents = position - start, self.documents[number]
         if self.band == CAUSAL:
-            seen = len(documents) * (self.borders[number] + position + 1) - 2 * self.starts[number]
+            seen = len(documents) * (start + position + 1) - 2 * self.starts[number]
             return self.pairs[number] + rows * seen // 2
-        distance = [(last - first, first - self.borders[number]) for first, last in documents]
+        distance = [(last - first, first - start) for first, last in documents]
         return self.pairs[number] + sum([count_pairs(rows, keys, self.band, ahead) for keys, ahead in distance])
 
-    def growth(self, start: int, stop: int) -> int:
-        """Keys that each query in a span sees more than the one before it; 0 if they differ."""
+    def slope(self, start: int, stop: int) -> tuple[int, int]:
+        """(growth, offset): position p of a span sees growth * (p + 1) - offset keys; (0, 0) where no line fits."""
         number = bisect_right(self.borders, start) - 1
-        return len(self.documents[number]) if self.band == CAUSAL and stop <= self.borders[number + 1] else 0
+        if self.band != CAUSAL or stop > self.borders[number + 1]:
+            return 0, 0
+        return len(self.documents[number]), self.starts[number]
 
     def __call__(self, position: int) -> int:
         return self._count(bisect_right(self.borders, position) - 1, position)

@@ -122,15 +122,14 @@ def _waits(
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    before = PairsBefore(mask, sequence_length)
-    found = assign_documents(before, ranks, ranks_per_node)
-    if found[0] * ranks > EVEN * before.pairs[-1]:
-        at_once = assign_documents(before, ranks, ranks, 0.2 if 1 < ranks_per_node < ranks else 0.5)
-        found = min(found, at_once, key=itemgetter(0))
-    yield Layout.of(found[1])
+    before, in_nodes = PairsBefore(mask, sequence_length), 1 < ranks_per_node < ranks
+    found = assign_documents(before, ranks, ranks_per_node, most_pairs=EVEN * before.pairs[-1] / ranks)
+    yield Layout.of(found or assign_documents(before, ranks, ranks, 0.2 if in_nodes else 0.5))
     yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
         yield zigzag(sequence_length, ranks)
+    if not found:
+        yield Layout.of(assign_documents(before, ranks, ranks_per_node))
 
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {

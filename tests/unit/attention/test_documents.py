@@ -33,12 +33,12 @@ def test_every_rank_holds_as_many_tokens_and_every_token_is_held_once(
     for seed in range(20):
         mask, seq_len = draw_mask(seed, 48 * ranks, *WINDOWS[kind]), 48 * ranks
         before = PairsBefore(mask, seq_len)
-        _, held = assign_documents(before, ranks, ranks_per_node)
+        held = assign_documents(before, ranks, ranks_per_node)
         assert [sum(stop - start for start, stop in spans) for spans in held] == [48] * ranks
         layout = Layout.of(held)
         positions = sorted(position for rank in range(ranks) for position in layout.positions(rank).tolist())
         assert positions == list(range(seq_len))
-        assert Layout.of(assign_documents(before, ranks, ranks_per_node)[1]) == layout
+        assert Layout.of(assign_documents(before, ranks, ranks_per_node)) == layout
 
 
 @pytest.mark.parametrize("case", [0, 3, 5, 6], ids=lambda case: f"{CASES[case][3]} {CASES[case][0]}")
@@ -114,7 +114,7 @@ def test_messages_that_compute_hides_count_by_the_rates_given() -> None:
 
 def test_one_document_on_all_ranks_is_cut_as_zigzag_cuts_it() -> None:
     before = PairsBefore(AttentionMask(), 4096)
-    _, held = assign_documents(before, 4, 4)
+    held = assign_documents(before, 4, 4)
     want = zigzag(4096, 4)
     for spans, expected in zip(Layout.of(held).spans, want.spans, strict=True):
         assert sum(spans, ()) == pytest.approx(sum(expected, ()), abs=2)
