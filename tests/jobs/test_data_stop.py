@@ -21,7 +21,7 @@ def test_a_signal_ends_a_job_that_tokenizes_with_exit_code_0_and_what_is_committ
     job = LaunchedJob(path)
     try:
         job.wait_for(lambda: job.says("preparing corpus"))
-        job.process.send_signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM)
         assert job.wait() == 0, job.log.read_text()
     finally:
         job.kill()

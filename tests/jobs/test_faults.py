@@ -171,7 +171,7 @@ def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
         job.wait_for(
             lambda wanted=taken + 3: steps_taken(folder) >= wanted and bool(list(checkpoints.glob("*.partial")))  # type: ignore[misc]
         )
-        job.process.send_signal(which)
+        job.signal(which)
         assert job.wait() == 0, job.log.read_text()
         taken = steps_taken(folder)
         assert 3 <= taken < STEPS
@@ -217,10 +217,10 @@ def test_ctrl_c_ends_every_process_with_one_line_and_the_exit_code_of_the_signal
 
 def interrupt(job: LaunchedJob) -> None:
     """As a terminal does: the ranks are in sessions of their own."""
-    ranks = children(job.process.pid)
+    ranks = children(job.pid)
     assert len(ranks) == 2
-    assert len({os.getsid(process) for process in [job.process.pid, *ranks]}) == 3
-    job.process.send_signal(signal.SIGINT)
+    assert len({os.getsid(process) for process in [job.pid, *ranks]}) == 3
+    job.signal(signal.SIGINT)
     assert job.wait() == 128 + signal.SIGINT, job.log.read_text()
     said = "SIGINT: the ranks were ended; the same command resumes from the last checkpoint"
     assert job.log.read_text().splitlines()[-1] == said

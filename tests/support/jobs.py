@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,8 @@ import torch.distributed as dist
 
 import train
 from tests.support.rank_pool import FORK
+from torchtitan_cp.config import load_config
+from torchtitan_cp.runtime.launcher import launch
 
 REPOSITORY = Path(__file__).parents[2]
 # Long, as the machine may be busy.
@@ -83,13 +84,20 @@ class Job:
         os.kill(pid, which)
 
 
-LAUNCH = """
-import sys
-from torchtitan_cp.config import load_config
-from torchtitan_cp.runtime.launcher import launch
-program = sys.argv[1:]
-sys.exit(launch(program, 2, max_restarts=load_config(program[1], program[2:]).job.max_restarts))
-"""
+def _launch(log: Path, program: list[str]) -> None:
+    _write_to(log)
+    os.chdir(REPOSITORY)
+    os.environ |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    restarts = load_config(Path(program[1]), program[2:]).job.max_restarts
+    sys.exit(launch(program, 2, max_restarts=restarts))
+
+
+def _write_to(log: Path) -> None:
+    """Let this process's output go to a file."""
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def children(pid: int) -> list[int]:
@@ -100,7 +108,7 @@ def children(pid: int) -> list[int]:
 
 
 class LaunchedJob(Job):
-    """A job of two ranks, as run_train.sh starts it after the config was checked.
+    """A job of two ranks, as run_train.sh starts it after the config was checked: its launcher is forked.
 
     Args:
         path: the config.
@@ -109,24 +117,31 @@ class LaunchedJob(Job):
 
     def __init__(self, path: Path, *overrides: str) -> None:
         super().__init__(path.parent / "logs")
-        with self.log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, str(REPOSITORY / "train.py"), str(path), *overrides],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            )
+        program = [str(REPOSITORY / "train.py"), str(path), *overrides]
+        self.process = FORK.Process(target=_launch, args=(self.log, program))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def signal(self, which: signal.Signals) -> None:
+        """Send a signal to the launcher."""
+        os.kill(self.pid, which)
 
     def ended(self) -> bool:
-        return self.process.poll() is not None
+        return self.process.exitcode is not None
 
     def wait(self) -> int:
         """Exit code."""
-        return self.process.wait(PATIENCE_SECONDS)
+        self.process.join(PATIENCE_SECONDS)
+        assert self.process.exitcode is not None, self.log.read_text()
+        return self.process.exitcode
 
     def rank(self, number: int) -> int | None:
-        for pid in children(self.process.pid):
+        for pid in children(self.pid):
             with suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text() == f"rank {number}\n":
                     return pid
@@ -134,11 +149,11 @@ class LaunchedJob(Job):
 
     def kill(self) -> None:
         if not self.ended():
-            ranks = children(self.process.pid)
+            ranks = children(self.pid)
             self.process.kill()
             for pid in ranks:
                 os.kill(pid, signal.SIGKILL)
-            self.process.wait()
+            self.process.join()
 
 
 class ForkedJob(Job):
@@ -197,10 +212,7 @@ class ForkedJob(Job):
 
 
 def _run_rank(log: Path, place: dict[str, str], arguments: list[str], before: Callable[[], None] | None) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _write_to(log)
     os.environ.update(place)
     torch.set_num_threads(1)
     if before:

@@ -30,6 +30,7 @@ FORK.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
         "torchtitan_cp.training.trainer",
+        "torchtitan_cp.runtime.launcher",
         "models.huggingface.model",
     ]
 )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.deep import deep_rows
 from tests.support.linear_cases import (
     BATCH,
     LONG,
@@ -89,7 +90,7 @@ def expected_scan(mask: AttentionMask, length: int = S) -> list[Tensor]:
     return with_gradients(lambda *y: scan_token_by_token(*y, mask), leaves, dout)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@deep_rows("size", [1, 2, 3, 4], default=[1, 3])
 def test_a_scan_equals_token_by_token(ranks: Callable[[int], RankPool], size: int) -> None:
     runs = itertools.product(LAYOUTS, ("state", "all_to_all")) if size > 1 else [("contiguous", "state")]
     for layout, strategy in runs:

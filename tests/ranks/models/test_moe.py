@@ -32,6 +32,7 @@ def test_parity_holds_with_the_plain_model(ranks: Callable[[int], RankPool], run
     assert comparison["holds"]
 
 
+@pytest.mark.deep
 def test_a_run_that_shares_experts_goes_on_bit_for_bit_and_elsewhere_within_the_tolerance(
     ranks: Callable[[int], RankPool], run_toml: Path, tmp_path: Path
 ) -> None:

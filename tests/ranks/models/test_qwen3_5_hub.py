@@ -87,7 +87,11 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("pictures", "tied"), [(False, True), (True, False)], ids=["text, tied", "with pictures, untied"]
+    ("pictures", "tied"),
+    [
+        pytest.param(False, True, id="text, tied", marks=pytest.mark.deep),
+        pytest.param(True, False, id="with pictures, untied"),
+    ],
 )
 def test_a_qwen3_5_of_transformers_trains_on_two_ranks_and_goes_back_as_a_text_model(
     ranks: Callable[[int], RankPool], tmp_path: Path, pictures: bool, tied: bool

@@ -96,7 +96,6 @@ def plain(ranks: Callable[[int], RankPool]) -> dict[bool, tuple[dict[str, Tensor
         ("MLP in 3 tiles, recomputed, on FSDP 2 x TP 2", False),
         ("MLP in 3 tiles, selective", True),
         ("weights never freed, 2 gathered ahead", False),
-        ("compiled, selective, on FSDP 2", True),
     ],
 )
 def test_weights_are_the_same_on_any_layout_and_gradients_are_summed_and_not_averaged(

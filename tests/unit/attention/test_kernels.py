@@ -279,7 +279,7 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, fl
     torch.testing.assert_close(step_lse.double(), alone.result()[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["eager", "compiled"])
 def test_flex_runs_inside_the_operator_where_autograd_is_off(
     compiled: bool, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ class Windowed(nn.Module):
         return hidden[self.window :].sum()
 
 
+@pytest.mark.deep
 def test_blocks_of_many_kinds_are_compiled_where_torch_would_stop_after_eight() -> None:
     model = nn.Module()
     model.layers = nn.ModuleDict({str(window): Windowed(window) for window in range(3)})

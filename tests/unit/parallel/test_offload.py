@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import Llama, LlamaArgs
+from tests.support.deep import deep_rows
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
 from torchtitan_cp.parallel import apply
 from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
@@ -83,8 +84,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("order", [iter, reversed], ids=["first", "last"])
-@pytest.mark.parametrize(("kind", "tiles", "compiled"), KINDS)
+@deep_rows(
+    ("kind", "tiles", "compiled", "order"),
+    [(*kind, order) for kind in KINDS for order in (iter, reversed)],
+    default=[(*kind, order) for kind in KINDS for order in (iter, reversed) if order is iter or not kind[2]],
+)
 def test_gradients_are_the_same_bits_and_what_is_kept_was_offloaded(
     kind: str, tiles: int, compiled: bool, order: Callable[[list[Tensor]], Iterator[Tensor]], device: str
 ) -> None:
