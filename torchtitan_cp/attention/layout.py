@@ -4,10 +4,9 @@ The layouts of equal chunks stand here; layouts.py has the one of packed documen
 """
 
 import heapq
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import itemgetter
@@ -46,14 +45,16 @@ class Layout:
     Attributes:
         spans: per rank, the (start, stop) global positions of its rows in local order, which ascends; touching
             ones are joined.
+        name: how they were assigned; layouts of the same spans are equal whatever their names.
     """
 
     spans: tuple[tuple[Span, ...], ...]
+    name: str = field(default="documents", compare=False)
 
     @classmethod
-    def of(cls, held: Iterable[Iterable[Span]]) -> "Layout":
+    def of(cls, held: Iterable[Iterable[Span]], name: str = "documents") -> "Layout":
         """The layout of ranks that hold these spans, in any order, empty ones among them."""
-        return cls(tuple(merge_spans(span for span in spans if span[0] < span[1]) for spans in held))
+        return cls(tuple(merge_spans(span for span in spans if span[0] < span[1]) for spans in held), name)
 
     @property
     def ranks(self) -> int:
@@ -80,17 +81,6 @@ class Layout:
             starts[segment.rank][1].append(segment.local)
         return starts
 
-    @property
-    def name(self) -> str:
-        """Its name, by which rank holds what."""
-        length, ranks = self.segments[-1].stop, self.ranks
-        if self == contiguous(length, ranks):
-            return "contiguous"
-        if length % (2 * ranks) == 0 and self == zigzag(length, ranks):
-            return "zigzag"
-        tokens = math.gcd(*(segment.start for segment in self.segments))
-        return "balanced" if tokens * ranks * MOST_CHUNKS >= length else "documents"
-
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
@@ -114,11 +104,12 @@ class Layout:
                 end = min(stop, start + tokens - inside)
                 held[rank * size + part].append((start, end))
                 local, start = local + end - start, end
-        return Layout.of(held)
+        return Layout.of(held, self.name)
 
     def joined(self, size: int) -> "Layout":
         """The layout in which each `size` consecutive ranks are one."""
-        return Layout.of(sum(self.spans[first : first + size], ()) for first in range(0, self.ranks, size))
+        joined = (sum(self.spans[first : first + size], ()) for first in range(0, self.ranks, size))
+        return Layout.of(joined, self.name)
 
 
 @lru_cache(maxsize=64)
@@ -235,7 +226,7 @@ def contiguous(sequence_length: int, ranks: int) -> Layout:
     """
     check_divisible(sequence_length, ranks, f"cp = {ranks}")
     tokens = sequence_length // ranks
-    return Layout(tuple(((rank * tokens, (rank + 1) * tokens),) for rank in range(ranks)))
+    return Layout(tuple(((rank * tokens, (rank + 1) * tokens),) for rank in range(ranks)), "contiguous")
 
 
 def zigzag(sequence_length: int, ranks: int) -> Layout:
@@ -255,7 +246,7 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
         return contiguous(sequence_length, 1)
     check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}")
     tokens = sequence_length // (2 * ranks)
-    return _of_chunks(tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+    return _of_chunks("zigzag", tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
 
 def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
@@ -283,15 +274,15 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
         areas = [stop - start for start, stop in pairwise(ends)]
         chunks, busiest = _assign_chunks(areas, ranks)
         if best is None or busiest * penalty < best[0]:
-            best = (busiest * penalty, _of_chunks(tokens, chunks))
+            best = (busiest * penalty, _of_chunks("balanced", tokens, chunks))
         held *= 2
     assert best is not None
     return best[1]
 
 
-def _of_chunks(tokens: int, chunks: Iterable[Iterable[int]]) -> Layout:
+def _of_chunks(name: str, tokens: int, chunks: Iterable[Iterable[int]]) -> Layout:
     """The layout of ranks that hold these of equal chunks."""
-    return Layout.of([(chunk * tokens, (chunk + 1) * tokens) for chunk in held] for held in chunks)
+    return Layout.of(([(chunk * tokens, (chunk + 1) * tokens) for chunk in held] for held in chunks), name)
 
 
 def _assign_chunks(areas: list[int], ranks: int) -> tuple[list[list[int]], int]:

@@ -22,4 +22,4 @@ def test_a_layout_knows_its_name(ranks: int) -> None:
     assert contiguous(64, ranks).name == "contiguous"
     assert zigzag(64, ranks).name == ("zigzag" if ranks > 1 else "contiguous")
     packed = AttentionMask(document_lengths=((40, 3, 7, 14),))
-    assert balanced(64, ranks, packed).name == ("balanced" if ranks > 1 else "contiguous")
+    assert balanced(64, ranks, packed).name == "balanced"
