@@ -316,6 +316,9 @@ class _Probe:
         """Run the model; without `masks` as in training, where it is to make none."""
         run = _Run(self.names, len(tokens), masks, shift)
         with ExitStack() as stack:
+            # For tensors as small as these a second thread waits longer than it works.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             stack.enter_context(_registered(AttentionInterface, run.attention))
             stack.enter_context(_registered(ExpertsInterface, run.run_experts))
             stack.enter_context(_registered(AttentionMaskInterface, _mask) if masks else nullcontext())
