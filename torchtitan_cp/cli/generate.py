@@ -21,7 +21,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.cache import tokenizer_of
-from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate
+from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
@@ -182,10 +182,7 @@ def chat(
                 print(f"not read: {error}", file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": before + line})
-            try:
-                prompt = encode_turns(template, tokenizer, messages)
-            except BadConversationError as error:
-                raise ConfigError(f"the chat template does not take these messages: {error}") from error
+            prompt = encode_turns(template, tokenizer, messages)
             messages.append({"role": "assistant", "content": print_stream(answer(prompt))})
             before = ""
 
