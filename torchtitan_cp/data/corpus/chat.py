@@ -198,15 +198,17 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, hub_check
         problem = f"the chat template cannot be read: {error}"
     text = next(filter(None, found), None)
     if isinstance(text, list):  # several templates with names
-        text = {entry["name"]: entry["template"] for entry in text}.get("default")
-    if not text:
+        default = (entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default")
+        text = next(default, {}).get("template")
+    if not text or not isinstance(text, str):
         raise DataError(
             f"{source.where} holds conversations, and {problem}",
             fix=f"set {source.where}.chat_template to a file with a Jinja template, or put {TEMPLATE_FILE} or "
             f"{CONFIG_FILE} beside the tokenizer",
         )
     known = next(filter(None, configs), {}).items()
-    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in known if "_token" in name}
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in known}
+    tokens = {name: content for name, content in contents.items() if "_token" in name}
     if not tokens.get("eos_token"):
         tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAMES[0]
     return ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})
