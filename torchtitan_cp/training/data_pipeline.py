@@ -18,8 +18,9 @@ from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
 from torchtitan_cp.data.batches.samples import StageSamples
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache
+from torchtitan_cp.data.corpus.store import TokenStore
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.registry import start_folder
 
@@ -100,8 +101,8 @@ class DataPipeline:
                 fix="use one of them, or -1 for no separator",
             )
 
-        def stream(store: Any, seed: int, *, shuffle: bool) -> TokenStream:
-            separated = SeparatedStore(store, data.separator) if data.separator >= 0 else store
+        def stream(store: TokenStore, seed: int, *, shuffle: bool) -> TokenStream:
+            separated = TokenStore(store.folder, store.split, store.vocab_size, data.separator)
             return TokenStream(separated, block_tokens, seed, shuffle=shuffle, order=data.order)
 
         self.config, self.corpus, sources = config, corpus, corpus.sources.items()

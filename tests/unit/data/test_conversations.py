@@ -23,7 +23,6 @@ from torchtitan_cp.config.data import check_sources
 from torchtitan_cp.config.sections import Data, DataSource, Stage, StageData
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.curriculum.stages import resolve_stage_data
-from torchtitan_cp.data.batches.stream import SeparatedStore
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.docstrings import docstring_conversations
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
@@ -276,7 +275,7 @@ def test_masks_are_read_back_from_any_place(tmp_path_factory: pytest.TempPathFac
         documents = [(np.arange(len(mask)), 0) for mask in masks_of_commit]
         append_documents(folder, "train", 100, documents, shard_bytes=16, masks=masks_of_commit)
     store = TokenStore(folder, "train", 100)
-    separated = SeparatedStore(store, 7)
+    separated = TokenStore(folder, "train", 100, separator=7)
     assert store.has_masks
     assert (folder / "train.mask.bin").stat().st_size == sum(-(-len(mask) // 8) for mask in every)
     for document, mask in enumerate(every):
@@ -291,7 +290,7 @@ def test_a_store_of_text_has_no_masks_and_its_separators_are_learned(tmp_path: P
     store = TokenStore(tmp_path, "train", 100)
     assert not store.has_masks
     assert store.read_mask(0, 0, 5) is None
-    assert SeparatedStore(store, 7).read_mask(0, 0, 6) is None
+    assert TokenStore(tmp_path, "train", 100, separator=7).read_mask(0, 0, 6) is None
 
 
 def many(folder: Path) -> None:
