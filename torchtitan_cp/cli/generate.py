@@ -187,17 +187,23 @@ def chat(
             before = ""
 
 
+def utf8_text(argument: str) -> str:
+    """The argument; argparse refuses it by the error that bytes which are not UTF-8 raise here."""
+    argument.encode()
+    return argument
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp generate", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--prompt", help="text to continue")
+    task.add_argument("--prompt", type=utf8_text, help="text to continue")
     task.add_argument(
         "--chat",
         action="store_true",
         help="answer each line of standard input; /file PATH puts a file before the next line, /quit ends",
     )
-    parser.add_argument("--system", default="", help="with --chat: the system's message")
+    parser.add_argument("--system", type=utf8_text, default="", help="with --chat: the system's message")
     parser.add_argument("--max-tokens", type=int, default=200, help="how many to generate at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default 0)")
