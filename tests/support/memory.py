@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
-from torchtitan_cp.data.corpus.store import TokenStore
+from torchtitan_cp.data.batches.stream import TokenStream
+from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 
 
 class MemoryStore:
@@ -36,6 +37,14 @@ class MemoryStore:
         return None if self.masks is None else np.array(self.masks[document], dtype=bool)[start:stop]
 
 
+def separated(folder: Path, store: MemoryStore, separator: int) -> TokenStore:
+    """The same documents on disk, each with a separator behind it."""
+    documents = [store.read(index, 0, int(length)) for index, length in enumerate(store.document_lengths)]
+    groups, masks = store.groups.tolist(), store.masks and [np.array(mask, dtype=bool) for mask in store.masks]
+    append_documents(folder, "train", 200, list(zip(documents, groups, strict=True)), masks=masks)
+    return TokenStore(folder, "train", 200, separator)
+
+
 TURN = 20
 
 
@@ -44,7 +53,7 @@ class MaskedStore:
 
     has_masks = True
 
-    def __init__(self, store: TokenStore | SeparatedStore) -> None:
+    def __init__(self, store: TokenStore) -> None:
         self.read, self.groups, self.documents = store.read, store.groups, store.documents
         self.document_lengths, self.tokens = store.document_lengths, store.tokens
 

@@ -80,11 +80,7 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
         parallel=replace(default.parallel, cp=ranks),
         context_parallel=replace(default.context_parallel, kernel=config.context_parallel.kernel),
         training=replace(config.training, float8="none"),
-        optimizer=default.optimizer,
-        lr_scheduler=default.lr_scheduler,
-        activation=default.activation,
-        compile=default.compile,
-        health=default.health,
+        **{name: getattr(default, name) for name in ("optimizer", "lr_scheduler", "activation", "compile", "health")},
         checkpoint=replace(config.checkpoint, enable=False, export="no"),
     )
 

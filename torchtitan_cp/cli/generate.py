@@ -21,7 +21,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.cache import tokenizer_of
-from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate
+from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
@@ -182,25 +182,28 @@ def chat(
                 print(f"not read: {error}", file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": before + line})
-            try:
-                prompt = encode_turns(template, tokenizer, messages)
-            except BadConversationError as error:
-                raise ConfigError(f"the chat template does not take these messages: {error}") from error
+            prompt = encode_turns(template, tokenizer, messages)
             messages.append({"role": "assistant", "content": print_stream(answer(prompt))})
             before = ""
+
+
+def utf8_text(argument: str) -> str:
+    """The argument; argparse refuses it by the error that bytes which are not UTF-8 raise here."""
+    argument.encode()
+    return argument
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp generate", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--prompt", help="text to continue")
+    task.add_argument("--prompt", type=utf8_text, help="text to continue")
     task.add_argument(
         "--chat",
         action="store_true",
         help="answer each line of standard input; /file PATH puts a file before the next line, /quit ends",
     )
-    parser.add_argument("--system", default="", help="with --chat: the system's message")
+    parser.add_argument("--system", type=utf8_text, default="", help="with --chat: the system's message")
     parser.add_argument("--max-tokens", type=int, default=200, help="how many to generate at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default 0)")

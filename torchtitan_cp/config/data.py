@@ -26,7 +26,8 @@ class SourceKeys:
         token_field: field (column) of a row that holds token ids of this tokenizer, instead of text_field
         messages_field: field (column) of a row that holds a conversation, a list of {role, content}, instead of
             text_field; the field `tools`, if there is one, holds the tools it may call
-        prompt_field: field (column) with a text or messages to answer, not learned; with completion_field
+        prompt_field: field (column) with a text or messages to answer; with completion_field. Answers among these
+            messages are learned as loss_on says
         completion_field: field (column) with the answer
         chat_template: Jinja file that writes conversations as text; default: the tokenizer's own
         loss_on: what of a conversation is learned: all turns of the assistant, its last one, or every token

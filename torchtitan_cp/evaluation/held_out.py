@@ -52,12 +52,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def unigram_loss(train_counts: np.ndarray, labels: np.ndarray) -> float:
-    """Mean negative log-likelihood, in nats, of `labels` under the training frequencies, plus one each; NaN of none.
+def unigram_loss(train_counts: np.ndarray, label_counts: np.ndarray) -> float:
+    """Mean negative log-likelihood, in nats, of labels under the training frequencies, plus one each; NaN of none.
 
     Args:
         train_counts: `[V]`, how often each token occurs in the training text.
-        labels: token ids, any shape.
+        label_counts: `[V]`, how often each is a label.
     """
-    counts = train_counts.astype(np.float64) + 1
-    return float(-(np.log(counts) - np.log(counts.sum()))[labels].mean()) if labels.size else math.nan
+    counts, labels = train_counts.astype(np.float64) + 1, label_counts.sum()
+    return float((np.log(counts.sum()) - np.log(counts)) @ label_counts / labels) if labels else math.nan

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_cp.config import Config
-from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.evaluation import Frame
@@ -30,24 +30,54 @@ def chat_template_of(config: Config) -> ChatTemplate | None:
 
 
 def encode_turns(template: ChatTemplate, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
-    """Tokens of messages and of the beginning of the assistant's turn."""
-    [(ids, _)] = tokenizer.encode_chat_batch([template.render(messages, add_generation_prompt=True)])
+    """Tokens of messages and of the beginning of the assistant's turn.
+
+    Raises:
+        ConfigError: the template does not take them.
+    """
+    [(ids, _)] = tokenizer.encode_chat_batch([_write(template, messages, add_generation_prompt=True)])
     return ids.tolist()
 
 
+def _write(template: ChatTemplate, messages: list[Any], *, add_generation_prompt: bool) -> str:
+    try:
+        return template.render(messages, add_generation_prompt=add_generation_prompt)
+    except BadConversationError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ConfigError(
+            f"the chat template does not take these messages (of {roles}): {': '.join(error.args)}",
+            fix="give a template that does as chat_template; with generate, --system adds a system's message",
+        ) from error
+
+
+def _write_around(template: ChatTemplate, messages: list[Any], text: str, *, asks: bool) -> tuple[str, str]:
+    """What the template writes before and after a text of the messages; `asks`: up to the assistant's turn."""
+    before, found, after = _write(template, messages, add_generation_prompt=asks).rpartition(text)
+    if not found:
+        raise ConfigError("the chat template changes the text of messages", fix="give another one as chat_template")
+    return before, after
+
+
 def end_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end an answer: the tokenizer's end of text, and the special ones right behind an answer."""
+    """The tokens that end an answer: the tokenizer's end of text, and the special ones right behind an answer.
+
+    Raises:
+        ConfigError: the template does not take a question and its answer.
+    """
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    [(ids, _)] = tokenizer.encode_chat_batch([template.render(turns).rpartition(ANSWER)[2]])
+    [(ids, _)] = tokenizer.encode_chat_batch([_write_around(template, turns, ANSWER, asks=False)[1]])
     behind = ids.tolist()
     count = next((place for place, token in enumerate(behind) if tokenizer.decode([token])), len(behind))
     return frozenset([tokenizer.eos_id, *behind[:count]])
 
 
 def prompt_frame(template: ChatTemplate, tokenizer: Tokenizer) -> Frame:
-    """What the template writes around the text of a user, and the special tokens that it uses."""
-    text = template.render([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
-    before, _, after = text.rpartition(QUESTION)
-    opening, closing = (ids for ids, _ in tokenizer.encode_chat_batch([before, after]))
+    """What the template writes around the text of a user, and the special tokens that it uses.
+
+    Raises:
+        ConfigError: the template does not take the message of a user alone.
+    """
+    around = _write_around(template, [{"role": "user", "content": QUESTION}], QUESTION, asks=True)
+    opening, closing = (ids for ids, _ in tokenizer.encode_chat_batch(around))
     special = [token for token in (*opening.tolist(), *closing.tolist()) if not tokenizer.decode([token])]
     return Frame(opening, closing, np.array(sorted({*special, *end_tokens(template, tokenizer)})))

@@ -17,9 +17,10 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
-from torchtitan_cp.data.batches.samples import StageSamples, held_out_samples
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.batches.samples import StageSamples
+from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache
+from torchtitan_cp.data.corpus.store import TokenStore
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.registry import start_folder
 
@@ -100,8 +101,8 @@ class DataPipeline:
                 fix="use one of them, or -1 for no separator",
             )
 
-        def stream(store: Any, seed: int, *, shuffle: bool) -> TokenStream:
-            separated = SeparatedStore(store, data.separator) if data.separator >= 0 else store
+        def stream(store: TokenStore, seed: int, *, shuffle: bool) -> TokenStream:
+            separated = TokenStore(store.folder, store.split, store.vocab_size, data.separator)
             return TokenStream(separated, block_tokens, seed, shuffle=shuffle, order=data.order)
 
         self.config, self.corpus, sources = config, corpus, corpus.sources.items()
@@ -149,17 +150,6 @@ class DataPipeline:
         """This rank's micro-batches of `count` steps of the stage from `first` on, read ahead."""
         workers, ahead = self.config.data.workers, self.config.data.prefetch_batches
         return read_steps(self.samples, first, count, batch_layout, workers=workers, read_ahead=ahead, pin=pin)
-
-    def held_out_samples(
-        self, seq_len: int, count: int, data: ResolvedStageData, block: int = 0
-    ) -> StageSamples | None:
-        """`count` held-out sequences of a stage's sources; None if those sources hold nothing out.
-
-        Args:
-            data: from `stage_data`.
-            block: tokens that attend to each other, counted from each sequence's start; 0: all.
-        """
-        return held_out_samples(self.held_out, seq_len, data, count, block)
 
     def filler(self, number: int, count: int) -> np.ndarray:
         """Held-out tokens, `[count]` int64, different ones for each number while the text lasts.

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
-from torchtitan_cp.data.batches.samples import PackedSequence, Span
+from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
 from torchtitan_cp.evaluation import (
     Budget,
     EvaluationResult,
@@ -49,6 +50,7 @@ class HeldOutLosses(NamedTuple):
         by_bin: `[sources, 2, bins]` fp64, (sum, tokens) by source and position.
         late: `[2]` fp64, of the tokens that context gain compares.
         by_turn: `[2, TURNS]` fp64, of conversations that are read from their beginning.
+        label_counts: `[V]` int64, how often each token of the tokenizer is a label.
     """
 
     sources: list[str]
@@ -56,6 +58,7 @@ class HeldOutLosses(NamedTuple):
     by_bin: Tensor
     late: Tensor
     by_turn: Tensor
+    label_counts: Tensor
 
     @property
     def loss(self) -> float:
@@ -131,7 +134,7 @@ class Evaluator:
             return None
         return EvaluationResult(
             loss=held_out.loss,
-            unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, self._labels(layout, data)),
+            unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, held_out.label_counts.numpy()),
             by_source={name: _mean(sums) for name, sums in zip(held_out.sources, held_out.by_bin.sum(2), strict=True)},
             position_starts=by_position.starts,
             position_losses=[_mean(pair) for pair in by_position.by_bin.sum(0).T],
@@ -173,13 +176,14 @@ class Evaluator:
             block: cut documents into blocks of so many tokens, none of which sees another; 0: leave them whole.
         """
         seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
-        count, starts = self._count(seq_len), bin_starts(seq_len)
-        samples = self.data_pipeline.held_out_samples(seq_len, count, data, block)
+        count, starts = max(1, self.settings.tokens // seq_len), bin_starts(seq_len)
+        samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
             return None
         sources = list(samples.packed)
         sums = torch.zeros(len(sources) + 1, 2, len(starts), dtype=torch.float64, device=device)
-        by_turn = sums.new_zeros(2, TURNS)
+        by_turn, vocab_size = sums.new_zeros(2, TURNS), self.data_pipeline.corpus.tokenizer.vocab_size
+        label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
             for batch in self._batches(samples.sequence, count, batch_layout):
                 result = self.model.measure(batch, self.model.token_loss)
@@ -187,7 +191,9 @@ class Evaluator:
                     continue
                 losses = result[1]
                 positions = batch.plan.layout.positions(batch.plan.rank, device)
-                counted = batch.labels.to(device) != IGNORED
+                labels = batch.labels.to(device)
+                counted = labels != IGNORED
+                label_counts += torch.bincount(labels[counted], minlength=vocab_size)
                 for row, source in enumerate(batch.sources):
                     sums[sources.index(source)] += sum_by_bin(losses[row], counted[row], positions, seq_len)
                     if samples.packed[source].stream.store.has_masks:
@@ -198,14 +204,10 @@ class Evaluator:
                 if compared:
                     late = counted & (positions >= compared) & (positions % compared >= compared // 2)
                     sums[-1] += sum_by_bin(losses * late, late, positions, seq_len)
-            dist.all_reduce(sums)
-            dist.all_reduce(by_turn)
+            for x in (sums, by_turn, label_counts):
+                dist.all_reduce(x)
             sums = sums.cpu()
-        return HeldOutLosses(sources, starts, sums[:-1], sums[-1].sum(1), by_turn.cpu())
-
-    def _count(self, seq_len: int) -> int:
-        """Held-out sequences of one validation."""
-        return max(1, self.settings.tokens // seq_len)
+        return HeldOutLosses(sources, starts, sums[:-1], sums[-1].sum(1), by_turn.cpu(), label_counts.cpu())
 
     def _short_loss_rise(
         self, stage: StagePlan, batch_layout: BatchLayout, before: float | None, at_end: bool
@@ -232,14 +234,6 @@ class Evaluator:
             return None
         cut = self.held_out_losses(batch_layout, data, block)
         return _mean(cut.late) - _mean(held_out.late) if cut else None
-
-    def _labels(self, batch_layout: BatchLayout, data: ResolvedStageData) -> np.ndarray:
-        """The labels that held_out_losses counts, `[tokens]` int64."""
-        count = self._count(batch_layout.seq_len)
-        samples = self.data_pipeline.held_out_samples(batch_layout.seq_len, count, data)
-        assert samples is not None
-        labels = [samples.sequence(number).labels for number in range(count)]
-        return np.concatenate(labels)[np.concatenate(labels) != IGNORED]
 
     def _batches(
         self, read: Callable[[int], PackedSequence], count: int, batch_layout: BatchLayout
@@ -271,8 +265,12 @@ class Evaluator:
         default = [stage.seq_len // part // unit * unit for part in (4, 2, 1)]
         lengths = tuple(sorted({length for length in passkey.lengths or default if length}))
         depths = tuple(place / max(1, passkey.depths - 1) for place in range(passkey.depths))
-        self.prompts.frame = self._frame(stage)
-        found = {}
+        found: dict[str, Retrieval] = {}
+        try:
+            self.prompts.frame = self._frame(stage)
+        except ConfigError as error:
+            self.left_out[f"retrieval: {error.message}"] = None
+            return found
         for variant in passkey.variants:
             accuracy = np.full((len(depths), len(lengths)), np.nan)
             # The stage's own length first, while there is time.

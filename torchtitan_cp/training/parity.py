@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,12 +21,13 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.doctor import by_layer, difference
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_step
+from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_rows, read_step
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import set_rope
@@ -230,18 +230,14 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
         tokens, labels, weights (fp32) of the losses in the mean over all tokens, positions, and the number of each
         token's document, all `[sequences, S]`, int64 but for the weights.
     """
-    rows = [
-        trainer.data_pipeline.samples.sequence(number)
-        for number in assign_sequences(trainer.data_pipeline.samples, 0, batch_layout).flatten().tolist()
-    ]
-    documents = [np.repeat(np.arange(len(row.document_lengths)), row.document_lengths) for row in rows]
-    parts = [[getattr(row, name) for row in rows] for name in ("tokens", "labels", "weights", "positions")]
-    tokens, labels, weights, positions, numbers = (torch.from_numpy(np.stack(part)) for part in (*parts, documents))
-    normalization = trainer.config.training.loss_normalization
-    if normalization != "conversation":
-        weights = (labels != IGNORED).float()
+    samples, normalization = trainer.data_pipeline.samples, trainer.config.training.loss_normalization
+    numbers = assign_sequences(samples, 0, batch_layout).flatten().tolist()
+    alone = dataclasses.replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
+    batch = read_rows(samples.sequence, alone, numbers)
+    documents = [torch.repeat_interleave(torch.tensor(samples.document_lengths(number))) for number in numbers]
+    weights = (batch.labels != IGNORED).float() if batch.weights is None else batch.weights
     mean = 1.0 if normalization == "batch_tokens" else weights.double().mean().item() or 1.0
-    return tokens, labels, weights / mean, positions, numbers
+    return batch.tokens, batch.labels, weights / mean, batch.positions.expand_as(batch.tokens), torch.stack(documents)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.evaluate import evaluate, evaluation_config, main, write_result
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
+from torchtitan_cp.data.batches.samples import held_out_samples
 from torchtitan_cp.evaluation import Prompt
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import registry
@@ -74,11 +75,11 @@ LAYOUTS = {
     "pp 2": (2, ("--parallel.pp=2", "--parallel.pp_schedule=gpipe")),
     "cp 2 x dp 2": (4, ("--parallel.cp=2",)),
 }
-Sums = tuple[list[str], list[Any], list[float], list[float]]
+Sums = tuple[list[str], list[Any], list[float], list[float], list[int]]
 
 
 def sums(path: Path, *overrides: str) -> Sums:
-    """On a rank: sources, sums by source and bin, and of the late tokens with all of the context and with blocks."""
+    """On a rank: sources, sums by source and bin, of the late tokens with all context and with blocks, label counts."""
     trainer = prepared(path, *overrides)
     stage = trainer.stages[0]
     shape = resized(trainer.enter_stage(stage), stage.seq_len)
@@ -87,7 +88,7 @@ def sums(path: Path, *overrides: str) -> Sums:
     assert whole
     assert cut
     assert all(part.training for part in trainer.model.parts)
-    return whole.sources, whole.by_bin.tolist(), whole.late.tolist(), cut.late.tolist()
+    return whole.sources, whole.by_bin.tolist(), whole.late.tolist(), cut.late.tolist(), whole.label_counts.tolist()
 
 
 def plain_logits(trainer: Trainer, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
@@ -114,13 +115,15 @@ def plain_sums(path: Path) -> Sums:
     trainer = prepared(path)
     stage = trainer.stages[0]
     trainer.enter_stage(stage)
-    samples = trainer.data_pipeline.held_out_samples(128, 1152 // 128, trainer.data_pipeline.stage_data(stage))
+    pipeline = trainer.data_pipeline
+    samples = held_out_samples(pipeline.held_out, 128, pipeline.stage_data(stage), 1152 // 128)
     assert samples
     names, bins = list(samples.packed), [0, 16, 32, 64, 128]
     by_bin = np.zeros((len(names), 2, len(bins) - 1))
-    late = np.zeros((2, 2))
+    late, label_counts = np.zeros((2, 2)), np.zeros(257, dtype=int)
     for number in range(1152 // 128):
         row = samples.sequence(number)
+        label_counts += np.bincount(row.labels[row.labels != IGNORED], minlength=257)
         tokens, labels, places = (torch.from_numpy(x)[None] for x in (row.tokens, row.labels, row.positions))
         documents = torch.repeat_interleave(
             torch.arange(len(row.document_lengths)), torch.tensor(row.document_lengths)
@@ -135,7 +138,7 @@ def plain_sums(path: Path) -> Sums:
             by_bin[names.index(row.spans[0].source), :, column] += losses[0][place], 1
             if place >= BLOCK and place % BLOCK >= BLOCK // 2:
                 late += [[losses[0][place], 1], [losses[1][place], 1]]
-    return names, by_bin.tolist(), late[0].tolist(), late[1].tolist()
+    return names, by_bin.tolist(), late[0].tolist(), late[1].tolist(), label_counts.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +154,12 @@ def by_hand(ranks: Callable[[int], RankPool], run: Path) -> Sums:
 def test_losses_by_source_position_and_context_are_those_of_a_plain_model(
     ranks: Callable[[int], RankPool], run: Path, by_hand: Sums
 ) -> None:
-    sources, by_bin, late, cut = ranks(1)(sums, run)[0]
+    sources, by_bin, late, cut, label_counts = ranks(1)(sums, run)[0]
     assert sources == by_hand[0] == ["early", "late"]
     assert np.array(by_bin) == pytest.approx(np.array(by_hand[1]), rel=1e-6)
     assert late == pytest.approx(by_hand[2], rel=1e-6)
     assert cut == pytest.approx(by_hand[3], rel=1e-6)
+    assert label_counts == by_hand[4]
     assert late[1] == cut[1] > 0, "the same tokens"
     assert late[0] != cut[0]
 
@@ -165,7 +169,8 @@ def test_losses_by_position_are_the_same_bin_by_bin_on_every_layout(
     ranks: Callable[[int], RankPool], run: Path, by_hand: Sums, layout: str
 ) -> None:
     size, overrides = LAYOUTS[layout]
-    for _, by_bin, late, cut in ranks(size)(sums, run, *overrides):
+    for _, by_bin, late, cut, label_counts in ranks(size)(sums, run, *overrides):
+        assert label_counts == by_hand[4]
         assert np.array(by_bin) == pytest.approx(np.array(by_hand[1]), rel=1e-5)
         assert late == pytest.approx(by_hand[2], rel=1e-5)
         assert cut == pytest.approx(by_hand[3], rel=1e-5)

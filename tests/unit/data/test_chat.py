@@ -230,5 +230,10 @@ def test_a_template_is_found_in_the_config_the_tokenizers_files_or_the_checkpoin
     assert "fix: set data.chat_template to a file with a Jinja template, or put chat_template.jinja or" in str(
         caught.value
     )
+    for chat_template in ({"default": "no list"}, ["no names"], [{"name": "default"}], 5):
+        path = write_tokenizer(tmp_path / "odd", chat_template=chat_template, bos_token={"id": 1})
+        with pytest.raises(DataError, match="data holds conversations, and there is no chat template"):
+            find(path=str(path))
+        assert find(str(tmp_path / "mine.jinja"), str(path)).variables == {"eos_token": "</s>"}
     with pytest.raises(DataError, match=r"the chat template cannot be read: .*nowhere"):
         find(str(tmp_path / "nowhere"))

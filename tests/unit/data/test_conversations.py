@@ -1,6 +1,7 @@
 """Conversations of a corpus: rows that count and rows that do not, limits of length, masks on disk, resuming."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torchtitan_cp.config.data import check_sources
 from torchtitan_cp.config.sections import Data, DataSource, Stage, StageData
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.curriculum.stages import resolve_stage_data
-from torchtitan_cp.data.batches.stream import SeparatedStore
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.docstrings import docstring_conversations
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
@@ -106,7 +106,8 @@ BAD = [
         "weight that is neither 0 nor 1 (message 2: ",
     ),
     (row([{"type": "text", "text": "a"}], "b"), "template error (TypeError: "),
-    ({"messages": turns("a", "b"), "tools": "{"}, "template error (JSONDecodeError: "),
+    ({"messages": turns("a", "b"), "tools": "{"}, "tools that are not JSON (Expecting property name"),
+    ({"messages": turns("a", "b"), "tools": '"add"'}, "tools that are not a list ('add')"),
     (row("a" * 10_000_000, "b"), "conversation of 10 MB or more (10000001 characters)"),
     (row("\ud800", "b"), "half a surrogate pair"),
     (row("a"), "nothing to learn"),
@@ -133,6 +134,24 @@ def test_bad_rows_are_counted_named_by_file_and_line_and_skipped(
         2,
         2,
     )
+
+
+def test_keys_that_are_null_are_as_no_keys_in_every_kind_of_file(tmp_path: Path) -> None:
+    null = {"weight": None, "train": None}
+    rows = [{"messages": [turn | null for turn in turns("a", "b")], "tools": None}, row("c", "d") | {"tools": ""}]
+    want = ["<user>a<assistant>[b$]", "<user>c<assistant>[d$]"]
+    assert read(data_of(tmp_path / "jsonl", rows)) == want
+    data = data_of(tmp_path / "parquet", rows)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "parquet" / "rows" / "a.parquet")
+    assert read(replace(data, source="parquet")) == want
+
+
+def test_an_answer_without_content_needs_a_call_that_is_not_empty(tmp_path: Path) -> None:
+    keys: list[dict[str, Any]] = [{"tool_calls": None}, {"tool_calls": []}, {"name": "x"}]
+    answers = [{"role": "assistant", "content": None, **key} for key in keys]
+    rows = [{"messages": [*turns("a"), answer]} for answer in (*answers, {**call(), "content": None})]
+    template = SIMPLE.replace("message.role + '>' + message.content", "message.role ~ '>' ~ message.content")
+    assert read(data_of(tmp_path, rows, template)) == ["<user>a<assistant>[None$]"], "the template's own word for null"
 
 
 def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
@@ -256,7 +275,7 @@ def test_masks_are_read_back_from_any_place(tmp_path_factory: pytest.TempPathFac
         documents = [(np.arange(len(mask)), 0) for mask in masks_of_commit]
         append_documents(folder, "train", 100, documents, shard_bytes=16, masks=masks_of_commit)
     store = TokenStore(folder, "train", 100)
-    separated = SeparatedStore(store, 7)
+    separated = TokenStore(folder, "train", 100, separator=7)
     assert store.has_masks
     assert (folder / "train.mask.bin").stat().st_size == sum(-(-len(mask) // 8) for mask in every)
     for document, mask in enumerate(every):
@@ -271,7 +290,7 @@ def test_a_store_of_text_has_no_masks_and_its_separators_are_learned(tmp_path: P
     store = TokenStore(tmp_path, "train", 100)
     assert not store.has_masks
     assert store.read_mask(0, 0, 5) is None
-    assert SeparatedStore(store, 7).read_mask(0, 0, 6) is None
+    assert TokenStore(tmp_path, "train", 100, separator=7).read_mask(0, 0, 6) is None
 
 
 def many(folder: Path) -> None:

@@ -70,6 +70,14 @@ def test_a_malformed_line_is_counted_named_and_skipped(tmp_path: Path, caplog: p
     assert skipped_records.counts.total() == 7
 
 
+def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbf" + b'{"text": "first"}\r\n{"text": "second"}\r\n'
+    files = {"a.jsonl": content, "b.jsonl.gz": gzip.compress(content)}
+    skipped_records = SkippedRecords()
+    assert texts(jsonl_data(write_files(tmp_path, files)), skipped_records) == ["first", "second"] * 2
+    assert not skipped_records.counts
+
+
 def test_another_field_can_hold_the_text(tmp_path: Path) -> None:
     write_files(tmp_path, {"a.jsonl": '{"content": "here"}'})
     assert texts(jsonl_data(tmp_path, text_field="content")) == ["here"]

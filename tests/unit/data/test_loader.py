@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.support.texts import REPOSITORY
 from torchtitan_cp.attention import Plan, make_plan
@@ -142,7 +142,7 @@ class Killed(Counting):
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     # Else torch looks after its workers every five seconds.
-    monkeypatch.setattr(_StatefulMultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
     with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
         list(read_steps(Killed(), 0, 3, model_args_of(), workers=1, read_ahead=2, pin=False))
 

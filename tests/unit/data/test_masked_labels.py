@@ -1,6 +1,8 @@
 """Labels, weights and turns where a store says which tokens are learned."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore
+from tests.support.memory import MemoryStore, separated
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.loader import BatchLayout, read_rows
 from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.batches.stream import TokenStream
 
 BEST_FIT = ResolvedStageData({}, "best_fit", packing_window=2, document_mask=True, restart_positions=True)
 CONCAT = replace(BEST_FIT, packing="concat")
@@ -22,10 +24,9 @@ CONCAT = replace(BEST_FIT, packing="concat")
 MASKS = [[0, 0, 1, 1, 1, 0, 0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0]]
 
 
-def packed(data: ResolvedStageData, seq_len: int, separator: int | None = None) -> PackedStream:
-    store = MemoryStore([len(mask) for mask in MASKS], masks=MASKS)
-    read = store if separator is None else SeparatedStore(store, separator)
-    return PackedStream(TokenStream(read, 64, seed=0, shuffle=False), seq_len, data)
+def packed(data: ResolvedStageData, seq_len: int, store: Any = None) -> PackedStream:
+    store = store or MemoryStore([len(mask) for mask in MASKS], masks=MASKS)
+    return PackedStream(TokenStream(store, 64, seed=0, shuffle=False), seq_len, data)
 
 
 def test_a_label_is_ignored_where_its_own_token_is_masked() -> None:
@@ -46,8 +47,10 @@ def test_without_document_masks_the_next_documents_first_token_keeps_its_mask() 
     assert sequence.labels[13] == IGNORED
 
 
-def test_a_separator_is_not_learned_and_the_text_before_it_is() -> None:
-    sequence = packed(CONCAT, 20, separator=99).sequence(0)
+def test_a_separator_is_not_learned_and_the_text_before_it_is(tmp_path: Path) -> None:
+    store = separated(tmp_path, MemoryStore([len(mask) for mask in MASKS], masks=MASKS), 99)
+    assert store.has_masks
+    sequence = packed(CONCAT, 20, store).sequence(0)
     assert sequence.tokens[[10, 15, 19]].tolist() == [99] * 3
     assert sequence.labels[[8, 9, 10]].tolist() == [9, IGNORED, IGNORED]
     assert not (sequence.labels == 99).any()
@@ -102,7 +105,6 @@ def test_weights_go_to_ranks_as_labels_do_and_only_where_they_are_wanted() -> No
 def test_the_cuts_of_a_stage_are_counted() -> None:
     store = MemoryStore([len(mask) for mask in MASKS], masks=MASKS)
     stream = TokenStream(store, 64, seed=0, shuffle=False)
-    assert SeparatedStore(store, 99).has_masks  # type: ignore[arg-type]
     # 0-7 | 8-13, 14-15 | 16, 0-6 | 7-13, 14 | ...: the first is cut between 7, not learned, and 8.
     assert PackedStream(stream, 8, CONCAT, samples=2).cuts() == (3, 2, 0)
     # Cut after 3, between two tokens of an answer, and after 7, 11 (in a document learned whole) and 15.

@@ -1,6 +1,7 @@
 """Packed sequences by number: every token once, the label of each, and what a window reports."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore
+from tests.support.memory import MemoryStore, separated
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.batches.windows import PACKINGS
 
 LENGTHS = [5, 1, 17, 0, 30, 2, 9, 40, 3, 3, 11]
@@ -125,8 +126,8 @@ def test_without_a_mask_concat_gives_the_streams_own_sequences() -> None:
         np.testing.assert_array_equal(packed.sequence(number).labels[:-1], tokens[1:])
 
 
-def test_a_separator_is_a_token_of_the_document_before_it() -> None:
-    store = SeparatedStore(MemoryStore([3, 2, 5]), separator=77)
+def test_a_separator_is_a_token_of_the_document_before_it(tmp_path: Path) -> None:
+    store = separated(tmp_path, MemoryStore([3, 2, 5]), 77)
     packed = PackedStream(TokenStream(store, 64, seed=0, shuffle=False), 13, CONCAT)
     sequence = packed.sequence(0)
     assert sequence.tokens.tolist() == [0, 1, 2, 77, 3, 4, 77, 5, 6, 7, 8, 9, 77]

@@ -105,6 +105,7 @@ def test_a_column_of_token_ids_is_kept_as_it_is(tmp_path: Path, kind: str) -> No
 
 def test_what_is_no_list_of_token_ids_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = ["[1, 2]", '"text"', "[1.5]", "[[1], [2, 3]]", "null", "[-1]", "[true]", "[99999999999999999999]", "3"]
+    values.append(f"[{1 << 63}]")  # NumPy reads it as uint64
     write_files(tmp_path, {"a.jsonl": "\n".join(f'{{"ids": {value}}}' for value in values)})
     [document] = read(rows_data("jsonl", tmp_path, token_field="ids"))
     assert list(document.content) == [1, 2]
@@ -114,6 +115,11 @@ def test_what_is_no_list_of_token_ids_is_counted_and_named(tmp_path: Path, caplo
         f"{where}:6: field 'ids' with a negative token id; skipped",
         f"{where}:7: field 'ids' that is not a list of token ids; skipped",
     ]
+    folder = tmp_path / "unsigned"
+    folder.mkdir()
+    parquet.write_table(pa.table({"ids": pa.array([[1 << 63], [7]], pa.list_(pa.uint64()))}), folder / "a.parquet")
+    [document] = read(rows_data("parquet", folder, token_field="ids"))
+    assert list(document.content) == [7]
 
 
 def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The order of tokens: a pure function of the cursor, that gives every token of an epoch once."""
 
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from tests.support.memory import MemoryStore, separated
+from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 
 LENGTHS = [5, 1, 17, 0, 30, 2, 9, 40, 3, 3, 11]
@@ -135,8 +136,9 @@ def test_where_no_document_has_a_group_each_is_one() -> None:
     assert rows[:, 0].tolist() != sorted(rows[:, 0])
 
 
-def test_a_separator_ends_every_document_that_is_not_empty() -> None:
-    store = SeparatedStore(MemoryStore([2, 0, 3], groups=[4, 4, 4]), separator=99)
+def test_a_separator_ends_every_document_that_is_not_empty(tmp_path: Path) -> None:
+    store = separated(tmp_path, MemoryStore([2, 0, 3], groups=[4, 4, 4]), 99)
+    store = pickle.loads(pickle.dumps(store))  # as a worker gets it
     assert (store.documents, store.tokens, store.document_lengths.tolist()) == (3, 7, [3, 0, 4])
     assert TokenStream(store, 4, seed=0, shuffle=False).read(0, 8).tolist() == [0, 1, 99, 2, 3, 4, 99, 0]
     parts = [store.read(2, start, stop).tolist() for start in range(5) for stop in range(start, 5)]

@@ -1,6 +1,7 @@
 """Generation with a cache gives what full forwards give, and text comes as it is made."""
 
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,16 @@ import torch
 
 from models.llama import Llama, LlamaArgs
 from tests.support.chats import TURNS
-from torchtitan_cp.cli.generate import KVCache, attend_cached, chat, generate, sample_token, stream_text, user_lines
+from torchtitan_cp.cli.generate import (
+    KVCache,
+    attend_cached,
+    chat,
+    generate,
+    main,
+    sample_token,
+    stream_text,
+    user_lines,
+)
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
@@ -88,6 +98,13 @@ def test_text_comes_in_whole_characters_and_all_of_it() -> None:
 def test_lines_come_from_a_pipe_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
     assert list(user_lines()) == ["one", "", "two"]
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--prompt", os.fsdecode(b"a\xff")])
+    assert ended.value.code == 2
+    assert "argument --prompt: invalid utf8_text value: 'a\\udcff'" in capsys.readouterr().err
 
 
 def test_a_conversation_keeps_its_turns_and_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,17 @@
 """What follows from a chat template: where it is found, the frame of a prompt, the tokens that end an answer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.support.chats import SPECIAL, TURNS, VARIABLES, plain, write_tokenizer
-from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens, prompt_frame
+from torchtitan_cp.training.evaluator import Evaluator
 
 CHATML = plain("chatml")
 END, START_TURN, END_TURN = (SPECIAL.index(token) for token in ("</s>", "<|im_start|>", "<|im_end|>"))
@@ -44,6 +46,16 @@ def test_the_frame_and_a_text_are_the_tokens_of_the_conversation(tmp_path: Path,
     assert frame.special.tolist() == ([END, START_TURN, END_TURN] if kind == "huggingface" else [256])
 
 
+def test_a_template_that_does_not_take_a_question_or_changes_its_text_is_named() -> None:
+    refuses = ChatTemplate("{{ raise_exception('a system message comes first') }}")
+    lower = ChatTemplate("{% for message in messages %}{{ message.content | lower }}{% endfor %}")
+    for follows in (prompt_frame, end_tokens):
+        with pytest.raises(ConfigError, match=r"\(of user.*\): template error: .*a system message comes first"):
+            follows(refuses, ByteTokenizer())
+        with pytest.raises(ConfigError, match="the chat template changes the text of messages"):
+            follows(lower, ByteTokenizer())
+
+
 def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer(tmp_path: Path) -> None:
     plain = config_of(tmp_path, "[data]", 'source = "python-stdlib"', "[tokenizer]", 'kind = "bytes"')
     assert chat_template_of(plain) is None
@@ -64,3 +76,21 @@ def test_a_run_takes_the_template_of_its_conversations_and_else_of_its_tokenizer
     found = chat_template_of(config_of(tmp_path, *lines, *sources))
     assert found
     assert found.source == "own"
+
+
+def test_retrieval_is_left_out_where_the_template_takes_no_question(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ raise_exception('a system message comes first') }}")
+    lines = ["[tokenizer]", 'kind = "bytes"', "[data]", 'source = "python-docstrings"']
+    config = config_of(tmp_path, *lines, f'chat_template = "{tmp_path / "own.jinja"}"')
+    stage = SimpleNamespace(cp=1, tp=1, seq_len=64)
+    pipeline = SimpleNamespace(
+        config=config,
+        corpus=SimpleNamespace(tokenizer=ByteTokenizer()),
+        filler=None,
+        held_out={"corpus": None},
+        stage_data=lambda _: SimpleNamespace(mixture={"corpus": 1.0}),
+    )
+    evaluator = Evaluator(None, pipeline, config.evaluation, stage, None, None)  # type: ignore[arg-type]
+    assert evaluator.measure_retrieval(stage, None) == {}  # type: ignore[arg-type]
+    [left_out] = evaluator.left_out
+    assert left_out.startswith("retrieval: the chat template does not take these messages (of user): template error:")

@@ -6,7 +6,6 @@ of them a rank reads; the plan made from their documents decides which tokens of
 
 import hashlib
 import signal
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 import torchdata.nodes as nodes
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from torchtitan_cp.attention import AttentionMask, Plan, prepare_plan
 from torchtitan_cp.data.batches.samples import PackedSequence
@@ -225,22 +224,19 @@ def read_steps(
         source: nodes.BaseNode = nodes.Mapper(nodes.IterableWrapper(numbers), read)
         source = nodes.PinMemory(source) if pin else source
         return iter(nodes.Loader(nodes.Prefetcher(source, prefetch_factor=read_ahead)))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-        loader = StatefulDataLoader(
-            numbers,
-            batch_size=None,
-            collate_fn=read,  # of one number, in a worker
-            num_workers=workers,
-            pin_memory=pin,
-            prefetch_factor=-(-read_ahead // workers),
-            multiprocessing_context=START_METHOD,
-            snapshot_every_n_steps=steps + 1,  # the step's number is all the state there is
-        )
+    loader: DataLoader[Any] = DataLoader(
+        numbers,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=read,  # of one number, in a worker
+        num_workers=workers,
+        pin_memory=pin,
+        prefetch_factor=-(-read_ahead // workers),
+        multiprocessing_context=START_METHOD,
+    )
     return map(tuple, _start_without_stop_signals(loader))  # pinning makes lists
 
 
-def _start_without_stop_signals(loader: StatefulDataLoader) -> Iterator[Any]:
+def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
     """Start the loader's workers with the stop signals blocked: a scheduler may signal every process of a job.
 
     The rank answers those signals, and its workers end with it. A blocked signal stays blocked in the processes that

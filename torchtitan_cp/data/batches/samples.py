@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.data.batches.mixture import Mixture, samples_within
-from torchtitan_cp.data.batches.stream import SeparatedStore, TokenStream
+from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.batches.windows import DOCUMENT, OFFSET, PACKINGS, START, STOP, Window
 from torchtitan_cp.data.corpus.store import TokenStore
 from torchtitan_cp.data.errors import DataError
@@ -171,7 +171,7 @@ class PackedStream:
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 
 
-def _read(store: TokenStore | SeparatedStore, spans: Sequence[Sequence[int]]) -> np.ndarray:
+def _read(store: TokenStore, spans: Sequence[Sequence[int]]) -> np.ndarray:
     """Tokens of the spans; the same, IGNORED where not learned; of these the next in its document: `[3, S]` int64."""
     rows = []
     for document, start, stop in spans:

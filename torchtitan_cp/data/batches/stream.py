@@ -9,39 +9,6 @@ import numpy as np
 from torchtitan_cp.data.corpus.store import TokenStore
 
 
-class SeparatedStore:
-    """A store with one more token at the end of every document that is not empty.
-
-    The separator is part of the document, so cursors, windows and epochs count it, and stay exact.
-
-    Args:
-        store: what is read.
-        separator: token id, beside the token that ends each document in the store.
-
-    Attributes:
-        documents, tokens, document_lengths, groups, has_masks: as of a store; separators are counted.
-    """
-
-    def __init__(self, store: TokenStore, separator: int) -> None:
-        self.store, self.separator = store, separator
-        self.documents = store.documents
-        self.document_lengths: np.ndarray = store.document_lengths + (store.document_lengths > 0)
-        self.tokens = int(self.document_lengths.sum())
-        self.groups, self.has_masks = store.groups, store.has_masks
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
-        end = int(self.store.document_lengths[document])
-        tokens = self.store.read(document, min(start, end), min(stop, end))
-        return np.append(tokens, self.separator) if start <= end < stop else tokens
-
-    def read_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        """As TokenStore's; a separator is never learned where the store has masks."""
-        end = int(self.store.document_lengths[document])
-        mask = self.store.read_mask(document, min(start, end), min(stop, end))
-        return np.append(mask, False) if mask is not None and start <= end < stop else mask
-
-
 class _EpochOrder(NamedTuple):
     """Where the tokens of one epoch come from.
 
@@ -88,7 +55,7 @@ class TokenStream:
         order: what shuffling permutes, `shuffled` or `related`.
     """
 
-    store: TokenStore | SeparatedStore
+    store: TokenStore
     block_tokens: int
     seed: int
     shuffle: bool = True

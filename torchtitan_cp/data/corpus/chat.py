@@ -44,7 +44,7 @@ class ChatTemplate:
         """The text of messages.
 
         Args:
-            tools: that the assistant may call, as JSON schemas; a list, or its JSON.
+            tools: that the assistant may call, a list of JSON schemas.
             add_generation_prompt: it ends where the assistant's turn begins.
 
         Raises:
@@ -56,7 +56,6 @@ class ChatTemplate:
         utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
         settings |= {"chat_template": self.source, **self.variables}
         try:
-            tools = json.loads(tools) if tools and isinstance(tools, str) else tools
             [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
         except Exception as error:  # a template raises what its author made it
             raise BadConversationError("template error", f"{type(error).__name__}: {error}") from error
@@ -69,7 +68,7 @@ class ChatTemplate:
         messages before it, with the generation prompt, to the end of the messages with it.
 
         Args:
-            messages: checked; a turn with `weight` 0 or `train` false is not learned.
+            messages: checked; a turn with `weight` 0 or `train` false is not learned. Null is as no key.
             loss_on: `assistant`, `last_assistant` or `all`.
 
         Raises:
@@ -80,7 +79,7 @@ class ChatTemplate:
         text, ranges = self._render(messages, tools, return_assistant_tokens_mask=marked)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         turns = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(messages))}[loss_on]
-        learned = [index for index in turns if messages[index].get("weight", 1) and messages[index].get("train", True)]
+        learned = [i for i in turns if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
 
         def span(index: int, prompts: bool) -> tuple[int, int]:
             before = self.render(messages[:index], tools, add_generation_prompt=prompts) if index or prompts else ""
@@ -118,12 +117,23 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
         turns = [value if isinstance(value, list) else [{"role": role, "content": value}] for value, role in pair]
         messages = turns[0] + turns[1]
     check_messages(messages)
-    text, learned = template.render_with_mask(messages, row.get("tools"), source.loss_on)
+    text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
     if re.search("[\ud800-\udfff]", text):
         raise BadConversationError("half a surrogate pair")
     if not learned:
         raise BadConversationError("nothing to learn")
     return text, learned
+
+
+def _read_tools(tools: Any) -> list[Any] | None:
+    """The tools of a row: a list, or its JSON; None if there are none."""
+    try:
+        tools = json.loads(tools or "null") if isinstance(tools, str) else tools
+    except (ValueError, RecursionError) as error:
+        raise BadConversationError("tools that are not JSON", str(error)) from error
+    if not isinstance(tools or [], list):
+        raise BadConversationError("tools that are not a list", f"{tools!r:.80}")
+    return tools
 
 
 def without_none(value: Any) -> Any:
@@ -147,12 +157,12 @@ def check_messages(messages: Any) -> None:
         problem, text = "", "" if content is None else content
         parts: list[Any] = text if isinstance(text, list) else [{"text": text}]
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        calls = role == "assistant" and message.keys() - {"role", "content", "weight", "train"}  # instead of content
+        others = message.keys() - {"role", "content", "weight", "train", "name"} if role == "assistant" else ()
         if role not in ROLES:
             problem = "unknown role" if isinstance(message, dict) and "role" in message else "message without a role"
-        elif len(texts) < len(parts) or (content is None and not calls):
+        elif len(texts) < len(parts) or (content is None and not any(message[name] for name in others)):
             problem = "content of a wrong type"
-        elif message.get("weight", 1) not in (0, 1) or not isinstance(message.get("train", True), bool):
+        elif message.get("weight") not in (None, 0, 1) or not isinstance(message.get("train"), bool | None):
             problem = "weight that is neither 0 nor 1"
         if problem:
             roles = f"; roles are {', '.join(ROLES)}" * ("role" in problem)
@@ -188,15 +198,17 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, hub_check
         problem = f"the chat template cannot be read: {error}"
     text = next(filter(None, found), None)
     if isinstance(text, list):  # several templates with names
-        text = {entry["name"]: entry["template"] for entry in text}.get("default")
-    if not text:
+        default = (entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default")
+        text = next(default, {}).get("template")
+    if not text or not isinstance(text, str):
         raise DataError(
             f"{source.where} holds conversations, and {problem}",
             fix=f"set {source.where}.chat_template to a file with a Jinja template, or put {TEMPLATE_FILE} or "
             f"{CONFIG_FILE} beside the tokenizer",
         )
     known = next(filter(None, configs), {}).items()
-    tokens = {name: value["content"] if isinstance(value, dict) else value for name, value in known if "_token" in name}
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in known}
+    tokens = {name: content for name, content in contents.items() if "_token" in name}
     if not tokens.get("eos_token"):
         tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAMES[0]
     return ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})

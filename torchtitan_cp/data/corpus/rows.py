@@ -72,7 +72,8 @@ def _tokens(value: Any) -> tuple[np.ndarray, str]:
         tokens = np.asarray(value)
     except ValueError:  # lists of unequal length
         tokens = np.asarray(None)
-    if tokens.shape != (0,) and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+    is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu" and int(tokens.max(initial=0)) < 1 << 63
+    if not is_list and tokens.shape != (0,):
         return tokens, "that is not a list of token ids"
     if tokens.size and tokens.min() < 0:
         return tokens, "with a negative token id"
@@ -86,7 +87,7 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
                 try:
-                    text = line.decode("utf-8").strip()
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # a file may begin with a mark
                     row = json.loads(text) if text else None
                 except UnicodeDecodeError:
                     skipped.add("not UTF-8", f"{file.path}:{number}")

@@ -81,51 +81,59 @@ class TokenStore:
         folder: where the files are.
         split: their name, `train` or `validation`.
         vocab_size: V, as when it was written.
+        separator: token id that is read at the end of every document that is not empty, beside the token that ends it
+            on disk; -1: none. It is part of the document, so cursors, windows and epochs count it, and stay exact.
 
     Attributes:
         documents: how many documents there are.
-        tokens: how many tokens, with the one that ends each document.
-        document_lengths: `[documents]` int64, in tokens.
+        tokens: how many tokens, with the one that ends each document, and the separators.
+        document_lengths: `[documents]` int64, in tokens; separators are counted.
         groups: `[documents]` int64; documents of one folder, repository or value of `group_field` share a number.
         has_masks: some tokens may not be learned; see read_mask.
     """
 
-    def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
-        self.folder, self.split, self.vocab_size = folder, split, vocab_size
+    def __init__(self, folder: Path, split: str, vocab_size: int, separator: int = -1) -> None:
+        self.folder, self.split, self.vocab_size, self.separator = folder, split, vocab_size, separator
         self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE)
         self._shard_tokens, self._offsets = int(self._index[0]), self._index[1:]
-        self.documents = len(self._offsets) - 1
-        self.tokens = int(self._offsets[-1])
-        self.document_lengths: np.ndarray = np.diff(self._offsets)
+        self._stored_lengths = np.diff(self._offsets)
+        self.document_lengths: np.ndarray = self._stored_lengths + (self._stored_lengths > 0) * (separator >= 0)
+        self.documents, self.tokens = len(self.document_lengths), int(self.document_lengths.sum())
         self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE)
-        shards = [shard_path(folder, split, number) for number in range(-(-self.tokens // self._shard_tokens))]
+        shards = [
+            shard_path(folder, split, number) for number in range(-(-int(self._offsets[-1]) // self._shard_tokens))
+        ]
         self._shards = [_map(path, token_dtype(vocab_size)) for path in shards]
         self.has_masks = (folder / f"{split}.mask.bin").exists()
         if self.has_masks:
-            self._mask_offsets = np.append(0, np.cumsum(-(-self.document_lengths // 8)))
+            self._mask_offsets = np.append(0, np.cumsum(-(-self._stored_lengths // 8)))
             self._mask = _map(folder / f"{split}.mask.bin", np.dtype(np.uint8))
 
     def __reduce__(self) -> Any:
-        return TokenStore, (self.folder, self.split, self.vocab_size)
+        return TokenStore, (self.folder, self.split, self.vocab_size, self.separator)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens `[stop - start]` int64 of a document; 0 <= start <= stop <= its length."""
         assert 0 <= start <= stop <= self.document_lengths[document], "outside the document"
-        position, end = int(self._offsets[document]) + start, int(self._offsets[document]) + stop
+        begin, stored = int(self._offsets[document]), int(self._stored_lengths[document])
+        position, end = begin + start, begin + min(stop, stored)
         parts = [np.empty(0, dtype=np.int64)]
         while position < end:
             shard, offset = divmod(position, self._shard_tokens)
             parts.append(self._shards[shard][offset : offset + end - position])
             position += len(parts[-1])
-        return np.concatenate(parts)
+        return np.concatenate([*parts, np.full(int(start <= stored < stop), self.separator)])
 
     def read_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        """Which tokens of a document are learned, `[stop - start]` bool; None if the store has no masks: all are."""
+        """Which tokens of a document are learned, `[stop - start]` bool; None if the store has no masks: all are.
+
+        A separator is never learned where the store has masks.
+        """
         if not self.has_masks:
             return None
         first = int(self._mask_offsets[document])
-        packed = self._mask[first + start // 8 : first + -(-stop // 8)]
-        return np.unpackbits(packed)[start % 8 :][: stop - start].astype(bool)
+        packed = self._mask[first + start // 8 : first + -(-min(stop, int(self._stored_lengths[document])) // 8)]
+        return np.append(np.unpackbits(packed), 0)[start % 8 :][: stop - start].astype(bool)
 
     def summarize(self, check_stop: Callable[[], None]) -> tuple[str, np.ndarray]:
         """Read all tokens once.
@@ -142,7 +150,7 @@ class TokenStore:
             digests.append(hashlib.sha256(shard.data).hexdigest())
             for start in range(0, len(shard), COUNTED_TOKENS):
                 counts += np.bincount(shard[start : start + COUNTED_TOKENS], minlength=len(counts))
-        if self.tokens % self._shard_tokens == 0:
+        if self._offsets[-1] % self._shard_tokens == 0:
             digests.append(hashlib.sha256().hexdigest())  # of the next shard, which has no file yet
         digest = hashlib.sha256("".join(digests).encode())
         digest.update(self._index.data)
