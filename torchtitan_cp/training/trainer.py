@@ -217,9 +217,8 @@ class Trainer:
                 return
             interval = self.config.evaluation.interval
             if self._stage_over() or (interval and self.progress.step % interval == 0 and not self.stopping):
-                if self.stopping:  # a scheduler may kill the job before the evaluation ends
-                    self.must_save = True
-                    self._save_if_due(False)
+                if self.stopping:  # a scheduler may kill the job before the evaluation of the stage's end is over
+                    self._save_if_due(True)
                 self._evaluate(stage, batch_layout)
                 self.model.pop_timings()  # those of the evaluation are not the next step's
                 # The evaluation may have taken long.
@@ -346,7 +345,7 @@ class Trainer:
                 return None
             set_activity("looking for a checkpoint to go back to", self.progress.step, limit)
             self.checkpoints.wait()
-            return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
+            return self.checkpoints.find_newest(before, healthy=True)
 
         recovery = policy.choose_action(what, find_good_checkpoint, weights_finite=weights_finite)
         if recovery.checkpoint is None:
