@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import ACTIVATIONS
-from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.config.sections import LRScheduler, Stage
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
@@ -118,7 +118,8 @@ def stage_options(
     Args:
         refused: collects the errors of what a run would refuse.
     """
-    chosen = with_choice(config, choice, cluster)
+    # A stage alone may be shorter than a warm-up that all share, and its time does not depend on its learning rate.
+    chosen = dataclasses.replace(with_choice(config, choice, cluster), lr_scheduler=LRScheduler())
     inner = chosen.context_parallel.all_to_all_ranks
     found = []
     for stage in config.curriculum.stages:
