@@ -85,6 +85,7 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
         activation=default.activation,
         compile=default.compile,
         health=default.health,
+        profiling=default.profiling,
         checkpoint=replace(config.checkpoint, enable=False, export="no"),
     )
 
