@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
+from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
@@ -130,14 +131,13 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
 def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
     """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
 
-    6 a weight, 18 a number of a recurrent state, and 6 Hq (Dqk + Dv) for each allowed pair of each layer.
+    As `metrics.throughput.flops_per_token`, with each allowed pair counted.
     """
     bands = {window: AttentionMask().windowed(window).band for window in args.layer_windows}
-    pairs = {window: count_pairs(seq_len, seq_len, band) for window, band in bands.items()}
-    widths = zip(args.layer_windows, args.attention_widths, strict=True)
-    return 6.0 * (args.linear_parameters() + 3 * sum(args.state_sizes)), 6.0 * sum(
-        width * pairs[window] for window, width in widths
-    )
+    keys = {window: count_pairs(seq_len, seq_len, band) / seq_len for window, band in bands.items()}
+    linear = flops_per_token(args, seq_len, [0.0] * args.n_layers)
+    whole = flops_per_token(args, seq_len, [keys[window] for window in args.layer_windows])
+    return linear, (whole - linear) * seq_len
 
 
 def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
