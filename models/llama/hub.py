@@ -63,7 +63,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} is {config[key]!r}, and these blocks have {wanted!r}")
     filled = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     filled.setdefault("num_key_value_heads", filled["num_attention_heads"])
-    filled.setdefault("head_dim", filled["hidden_size"] // filled["num_attention_heads"])
+    filled.setdefault("head_dim", filled["hidden_size"] // max(1, filled["num_attention_heads"]))
     qkv_bias, qk_norm = FAMILIES[family]
     found = {name: filled[key] for name, key in KEYS.items()}
     return {**found, "qkv_bias": qkv_bias, "qk_norm": qk_norm, "windows": _windows(family, filled, config)}

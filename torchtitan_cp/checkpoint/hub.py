@@ -179,18 +179,21 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
     """The rotary embedding of a config.json, as a stage has it.
 
     Raises:
-        ConfigError: a kind of scaling that a stage cannot have.
+        ConfigError: a kind of scaling that a stage cannot have, or values of the wrong type.
     """
-    values = _hub_rope_parameters(config)
-    kind = "none" if values["rope_type"] == "default" else values["rope_type"]
+    try:
+        values, config = _hub_rope_parameters(config), config.get("text_config", config)
+        kind, problem = str(values["rope_type"]).replace("default", "none"), ""
+        trained = config.get("max_position_embeddings") or 0
+        original = config.get("original_max_position_embeddings", trained)
+        values = {ROPE_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
+    except (AttributeError, TypeError) as error:
+        kind, problem = "", f" that cannot be read: {error}"
     if kind not in TAKES:
         raise ConfigError(
-            f"model.hub_checkpoint: config.json has a rotary embedding of type {kind!r}",
+            f"model.hub_checkpoint: config.json has a rotary embedding{problem or f' of type {kind!r}'}",
             fix=f"give each stage a rope of its own, of a kind among {', '.join(TAKES)}",
         )
-    trained = config.get("max_position_embeddings", 0)
-    original = config.get("original_max_position_embeddings", trained)
-    values = {ROPE_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
     keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
     table = {"theta": values["rope_theta"], "kind": kind, **keys}
     rope: Rope = build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")

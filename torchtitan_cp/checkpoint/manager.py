@@ -8,7 +8,7 @@ So a folder named step-N is complete, and a save never touches the checkpoints b
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -173,12 +173,14 @@ class CheckpointManager:
     def _delete_expired(self) -> None:
         """Delete all but the newest `keep`, multiples of `keep_every_steps`, ends of stages, and those of later steps.
 
-        Those of later steps are damaged: the run resumed from one before them. They do not count among the newest.
+        Those of later steps are damaged: the run resumed from one before them. They do not count among the newest. The
+        newest that recovery may go back to is kept too, as the bad steps after it may all have been saved.
         """
         every = self.settings.keep_every_steps
-        older = [found for found in self.complete() if found[0] <= (self.newest_step or 0)][: -self.settings.keep]
-        for step, path in older:
-            if (every and step % every == 0) or _is_stage_end(path):
+        found = [(step, path) for step, path in self.complete() if step <= (self.newest_step or 0)]
+        good = next((path for _, path in reversed(found) if _is_healthy(path)), None)
+        for step, path in found[: -self.settings.keep]:
+            if (every and step % every == 0) or path == good or _is_stage_end(path):
                 continue
             try:
                 delete_checkpoint(path)
@@ -196,16 +198,14 @@ class CheckpointManager:
 
     # Loading -------------------------------------------------------------------------------------------------
 
-    def find_newest(
-        self, before: int | None = None, accept: Callable[[Progress], bool] = lambda progress: True
-    ) -> tuple[Path, Progress] | None:
+    def find_newest(self, before: int | None = None, *, healthy: bool = False) -> tuple[Path, Progress] | None:
         """The newest intact checkpoint, and where its run stood; None if there is none.
 
         All ranks call, and each reads a share of the files. Damaged ones are named in the log and skipped.
 
         Args:
             before: only checkpoints of steps before this one.
-            accept: only checkpoints with such progress.
+            healthy: only checkpoints that recovery may go back to.
 
         Raises:
             ConfigError: there are some, and all are damaged.
@@ -219,7 +219,7 @@ class CheckpointManager:
             damage = verify_checkpoint(path, collective=True)
             if not damage:
                 intact, progress = True, read_progress(path)
-                if accept(progress):
+                if progress.healthy or not healthy:
                     return path, progress
             elif dist.get_rank() == 0:
                 logger.warning("%s is damaged and skipped: %s", path, "; ".join(damage))
@@ -256,6 +256,13 @@ def _can_be_copied(state: dict[str, Any]) -> bool:
     """Whether torch's stager can copy these tensors; it does not know torchao's 8-bit moments."""
     tensors = [value for kind in state.values() for value in kind.values() if isinstance(value, torch.Tensor)]
     return all(type(local_tensor(tensor)) in (torch.Tensor, nn.Parameter) for tensor in tensors)
+
+
+def _is_healthy(path: Path) -> bool:
+    try:
+        return read_progress(path).healthy
+    except DamagedError:
+        return False
 
 
 def _is_stage_end(path: Path) -> bool:

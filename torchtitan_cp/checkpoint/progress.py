@@ -66,6 +66,11 @@ class Progress:
         return sum(stop - first for number, first, stop in self.skipped_ranges if number == stage)
 
     @property
+    def healthy(self) -> bool:
+        """Whether the step before it was taken, so that recovery may go back to its checkpoint."""
+        return not self.health.get("bad_steps")
+
+    @property
     def text_step(self) -> int:
         """Which step of the stage's text comes next: those taken and those skipped come before it."""
         return self.stage_step + self.skipped_steps(self.stage)

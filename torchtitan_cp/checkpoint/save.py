@@ -67,11 +67,13 @@ class CheckpointWriter(FileSystemWriter):
             raise OSError(f"rank 0 cannot see files that other ranks wrote: {'; '.join(damage)}")
         for path in (progress_file, manifest_file, self.partial):
             _sync(path)
-        if self.final.exists():
-            # It is damaged: otherwise the run would have resumed from it.
-            delete_checkpoint(self.final)
+        # One of the same step is damaged, or was saved before the evaluation after it. It makes room at once and is
+        # deleted last, as that takes time in which a job may be killed.
+        replaced = self.final.exists() and set_aside(self.final)
         self.partial.rename(self.final)
         _sync(self.final.parent)
+        if replaced:
+            shutil.rmtree(replaced, ignore_errors=True)  # the next save tries again
 
 
 def _sync(path: Path) -> None:
@@ -89,9 +91,12 @@ def delete_checkpoint(folder: Path) -> None:
     Raises:
         OSError: it cannot be renamed or deleted.
     """
-    partial = folder.with_name(f"{folder.name}.old{PARTIAL}")
-    folder.rename(partial)
-    shutil.rmtree(partial)
+    shutil.rmtree(set_aside(folder))
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a checkpoint a name under which the next save deletes it."""
+    return folder.rename(folder.with_name(f"{folder.name}.old{PARTIAL}"))
 
 
 def delete_partial(folder: Path) -> None:

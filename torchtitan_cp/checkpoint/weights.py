@@ -1,6 +1,5 @@
 """The model of a finished checkpoint, for export, generation and evaluation."""
 
-import dataclasses
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     config = load_config(path.parents[1] / "config.toml")
     own = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path and own.is_file():
-        config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(own)))
+        config = config.with_keys(tokenizer={"path": str(own)})
     damage = verify_checkpoint(path, collective=collective)
     if damage:
         raise ConfigError(f"{path} is damaged: {'; '.join(damage)}", fix="use another checkpoint of the run")

@@ -58,7 +58,6 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
 
 def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -> Config:
     """The run's config for ranks that share every sequence, without what only training needs."""
-    default, tokens = Config(), options.tokens or config.evaluation.tokens
 
     def without_training(stage: Stage) -> Stage:
         return replace(
@@ -73,15 +72,15 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
 
     given = {name: getattr(options, name) for name in ("variants", "lengths", "depths", "trials")}
     passkey = replace(config.evaluation.passkey, **{name: value for name, value in given.items() if value is not None})
-    return replace(
-        config,
-        evaluation=replace(config.evaluation, max_share=1.0, passkey=passkey, tokens=tokens),
-        curriculum=replace(config.curriculum, stages=tuple(map(without_training, config.curriculum.stages))),
-        parallel=replace(default.parallel, cp=ranks),
-        context_parallel=replace(default.context_parallel, kernel=config.context_parallel.kernel),
-        training=replace(config.training, float8="none"),
-        **{name: getattr(default, name) for name in ("optimizer", "lr_scheduler", "activation", "compile", "health")},
-        checkpoint=replace(config.checkpoint, enable=False, export="no"),
+    training_only = ("parallel", "context_parallel", "optimizer", "lr_scheduler", "activation", "compile", "health")
+    plain = replace(config, **{name: getattr(Config(), name) for name in (*training_only, "profiling")})
+    return plain.with_keys(
+        evaluation={"max_share": 1.0, "passkey": passkey, "tokens": options.tokens or config.evaluation.tokens},
+        curriculum={"stages": tuple(map(without_training, config.curriculum.stages))},
+        parallel={"cp": ranks},
+        context_parallel={"kernel": config.context_parallel.kernel},
+        training={"float8": "none"},
+        checkpoint={"enable": False, "export": "no"},
     )
 
 

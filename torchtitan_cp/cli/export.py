@@ -19,7 +19,8 @@ def main(arguments: list[str]) -> int:
         try:
             export(options.checkpoint, options.out, options.dtype)
         except OSError as error:
-            raise ConfigError(f"{options.out} cannot be written: {error.strerror or error}") from None
+            problem = f"{options.out} cannot be written: {error.strerror or error}"
+            raise ConfigError(problem, fix="free some space, or give the path of a new folder") from None
         print(f"{options.out} is written")
         return 0
 

@@ -77,10 +77,13 @@ def _check_sections(config: Config, ranks: int) -> None:
             "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
             fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
         )
-    if fault.step and fault.rank >= ranks:
-        raise ConfigError(
-            f"health.inject.rank = {fault.rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}"
-        )
+    if not config.job.dump_folder:
+        raise ConfigError("job.dump_folder is empty", fix="name a folder, e.g. --job.dump_folder=outputs/mine")
+    named = {"health.inject.rank": fault.rank * bool(fault.step)}
+    named["profiling.ranks"] = max((0, *config.profiling.ranks)) if config.profiling.steps else 0
+    for key, rank in named.items():
+        if rank >= ranks:
+            raise ConfigError(f"{key} = {rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
     if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):
         raise ConfigError(
             f"health.inject.module = {fault.module!r} lies inside a block, and compile.enable = true",

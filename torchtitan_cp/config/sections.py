@@ -4,7 +4,7 @@ What each `Attributes:` says of a key is its help text: `--help` and `docs/confi
 text (`data`) and of RoPE (`rope`) have files of their own, and are found here too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_cp.config import names
@@ -519,3 +519,7 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     evaluation: Evaluation = field(default_factory=Evaluation)
     curriculum: Curriculum = field(default_factory=Curriculum)
+
+    def with_keys(self, **sections: dict[str, Any]) -> "Config":
+        """This config with other values of some keys, by section and key."""
+        return replace(self, **{name: replace(getattr(self, name), **keys) for name, keys in sections.items()})

@@ -91,7 +91,7 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     """Rewrite the file through a temporary one, so that a failure leaves it as it was."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     kept = "".join(line + "\n" for line in text.splitlines() if _is_kept(line, step))
     if kept == text:
         return

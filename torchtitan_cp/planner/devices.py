@@ -1,6 +1,7 @@
 """Devices by their data sheets, and how much of them kernels are assumed to reach."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -178,7 +179,8 @@ def make_cluster(
     """
     given: dict[str, Any] = {"link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
     given["ranks_per_node"] = ranks_per_node
-    if nodes < 1 or min(given.values()) < 0:
-        raise ConfigError("a cluster has at least one node, and bandwidths above 0", fix="use --nodes 1 or more")
+    if nodes < 1 or not all(0 <= value < inf for value in given.values()):
+        problem = "a cluster has at least one node, and its ranks and bandwidths are finite numbers above 0"
+        raise ConfigError(problem, fix="use --nodes 1 or more, and leave out what the device's table may answer")
     own = {key: value for key, value in given.items() if value}
     return Cluster(name, replace(measured or ACCELERATORS[name], **own), nodes)

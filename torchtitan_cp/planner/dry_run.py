@@ -119,10 +119,8 @@ def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> l
     """
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
-    if device == "cpu":
-        context_parallel = dataclasses.replace(config.context_parallel, kernel="auto")
-        config = dataclasses.replace(config, context_parallel=context_parallel)
+    kernel = "auto" if device == "cpu" else config.context_parallel.kernel
+    config = config.with_keys(compile={"enable": False}, context_parallel={"kernel": kernel})
     run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
     processes = min(usable_cores(), len(run.stages))
     forked = multiprocessing.get_context("fork")
@@ -153,7 +151,7 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
             )
             stage = dataclasses.replace(stage, global_batch_tokens=needed)
         stages.append(stage)
-    return dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=tuple(stages)))
+    return config.with_keys(curriculum={"stages": tuple(stages)})
 
 
 @contextmanager

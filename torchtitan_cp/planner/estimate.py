@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
+from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
@@ -130,14 +131,13 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
 def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
     """FLOPs of training, recomputation not counted: (of the linear layers a token, of attention a sequence).
 
-    6 a weight, 18 a number of a recurrent state, and 6 Hq (Dqk + Dv) for each allowed pair of each layer.
+    As `metrics.throughput.flops_per_token`, with each allowed pair counted.
     """
     bands = {window: AttentionMask().windowed(window).band for window in args.layer_windows}
-    pairs = {window: count_pairs(seq_len, seq_len, band) for window, band in bands.items()}
-    widths = zip(args.layer_windows, args.attention_widths, strict=True)
-    return 6.0 * (args.linear_parameters() + 3 * sum(args.state_sizes)), 6.0 * sum(
-        width * pairs[window] for window, width in widths
-    )
+    keys = {window: count_pairs(seq_len, seq_len, band) / seq_len for window, band in bands.items()}
+    linear = flops_per_token(args, seq_len, [0.0] * args.n_layers)
+    whole = flops_per_token(args, seq_len, [keys[window] for window in args.layer_windows])
+    return linear, (whole - linear) * seq_len
 
 
 def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
@@ -231,11 +231,8 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """What of a layer's gathers and reductions does not hide behind a layer's work; in a pipeline once a step."""
-    degrees, cluster, parameters = planned.degrees, planned.cluster, planned.gathered_block
-    gather = cluster.collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
-    reduce = cluster.collective_seconds(parameters * planned.reduce_bytes, degrees.fsdp, degrees.tp)
-    shard = parameters * planned.reduce_bytes / degrees.fsdp
-    reduce += 2 * cluster.collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
+    degrees, parameters = planned.degrees, planned.gathered_block
+    gather, reduce = _fsdp_seconds(planned, parameters)
     how = planned.config.parallel.fsdp_reshard
     if degrees.pp > 1:
         # Freed by each forward, its weights are gathered again for the next one.
@@ -243,6 +240,15 @@ def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> flo
         return max(0.0, gather - forward) * gathers + max(0.0, reduce - backward) / planned.stage.micro_batches
     twice = gather if how != "never" else 0.0
     return max(0.0, gather - forward) + max(0.0, twice + reduce - backward)
+
+
+def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, float]:
+    """Time to gather so many parameters, and to reduce their gradients over shards and replicas."""
+    degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
+    gather = collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
+    reduce = collective_seconds(parameters * planned.reduce_bytes, degrees.fsdp, degrees.tp)
+    shard = parameters * planned.reduce_bytes / degrees.fsdp
+    return gather, reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
 
 
 def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
@@ -256,17 +262,15 @@ def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> 
 def _ends_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     """Output layer and loss, the ends' weights, and hidden states between pipeline ranks; of a step."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
-    tokens, times, ends = planned.tokens, planned.stage.micro_batches, own.end_parameters
+    tokens, times = planned.tokens, planned.stage.micro_batches
     matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.closes else 0
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
-    weights = cluster.collective_seconds(ends * planned.element_bytes, degrees.fsdp, degrees.tp)
-    gradients = cluster.collective_seconds(ends * planned.reduce_bytes, degrees.fsdp, degrees.tp)
     hidden = tokens * args.dim * planned.element_bytes
     seconds = {
         "linear layers": 6 * matrix * tokens * times / rate,
         "elementwise kernels": cluster.memory_seconds(logits) * times,
-        "FSDP messages": (weights + gradients) * (times if degrees.pp == 1 else 1),
+        "FSDP messages": sum(_fsdp_seconds(planned, own.end_parameters)) * (times if degrees.pp == 1 else 1),
         "tensor-parallel messages": 4 * cluster.collective_seconds(hidden, planned.degrees.tp, 1) * times,
     }
     if degrees.pp > 1:

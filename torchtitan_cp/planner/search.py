@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import ACTIVATIONS
-from torchtitan_cp.config.sections import Stage
+from torchtitan_cp.config.sections import LRScheduler, Stage
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
@@ -58,12 +58,10 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     own = [i for i, stage in enumerate(stages) if (stage.tp, stage.pp, stage.activation.checkpoint) != (None,) * 3]
     if own:
         reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
-    reasons += [_stage_reason(found, options) for found, options in zip(picked[chosen], tried[chosen], strict=True)]
-    ways = (
-        _with_way(stage, found.stage.cp, found.stage.strategy)
-        for stage, found in zip(stages, picked[chosen], strict=True)
-    )
-    return _with_stages(with_choice(config, chosen, cluster), *ways), reasons
+    reasons += [_stage_reason(*one_and_options) for one_and_options in zip(picked[chosen], tried[chosen], strict=True)]
+    ways = (one.stage for one in picked[chosen])
+    found = tuple(_with_way(stage, way.cp, way.strategy) for stage, way in zip(stages, ways, strict=True))
+    return with_choice(config, chosen, cluster).with_keys(curriculum={"stages": found}), reasons
 
 
 def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
@@ -88,21 +86,13 @@ def _powers(most: int) -> list[int]:
 
 def with_choice(config: Config, choice: Choice, cluster: Cluster) -> Config:
     """The config with these choices; hybrid trades heads inside a node."""
-    all_to_all_ranks = max(1, cluster.accelerator.ranks_per_node // choice.tp)
-    return dataclasses.replace(
-        config,
-        parallel=dataclasses.replace(
-            config.parallel, tp=choice.tp, pp=choice.pp, ep=choice.ep, dp_replicate=1, dp_shard=-1, cp=1, pp_split=()
-        ),
-        activation=dataclasses.replace(config.activation, checkpoint=choice.checkpoint),
-        context_parallel=dataclasses.replace(
-            config.context_parallel, strategy="auto", all_to_all_ranks=all_to_all_ranks
-        ),
+    tp, pp, checkpoint, ep = choice
+    all_to_all_ranks = max(1, cluster.accelerator.ranks_per_node // tp)
+    return config.with_keys(
+        parallel={"tp": tp, "pp": pp, "ep": ep, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "pp_split": ()},
+        activation={"checkpoint": checkpoint},
+        context_parallel={"strategy": "auto", "all_to_all_ranks": all_to_all_ranks},
     )
-
-
-def _with_stages(config: Config, *stages: Stage) -> Config:
-    return dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=stages))
 
 
 def _with_way(stage: Stage, cp: int, strategy: str) -> Stage:
@@ -118,7 +108,8 @@ def stage_options(
     Args:
         refused: collects the errors of what a run would refuse.
     """
-    chosen = with_choice(config, choice, cluster)
+    # A stage alone may be shorter than a warm-up that all share, and its time does not depend on its learning rate.
+    chosen = dataclasses.replace(with_choice(config, choice, cluster), lr_scheduler=LRScheduler())
     inner = chosen.context_parallel.all_to_all_ranks
     found = []
     for stage in config.curriculum.stages:
@@ -130,8 +121,9 @@ def stage_options(
             for strategy in EXCHANGES if cp > 1 else ("ring",):
                 if strategy == "hybrid" and not 1 < inner < cp:
                     continue
+                tried = chosen.with_keys(curriculum={"stages": (_with_way(alone, cp, strategy),)})
                 try:
-                    options += plan_config(_with_stages(chosen, _with_way(alone, cp, strategy)), cluster, args)
+                    options += plan_config(tried, cluster, args)
                 except (ConfigError, ContextParallelError) as error:
                     refused.append(error)
         if not options:

@@ -24,7 +24,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
         sources: Python files, and folders of them, that the run consists of.
 
     Raises:
-        ConfigError: on every rank, naming the first rank that differs, its host, and what differs.
+        ConfigError: as `check_agreement`.
     """
     facts = {
         **_flat(dataclasses.asdict(config)),
@@ -32,18 +32,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
         "Python": platform.python_version(),
         "torch": torch.__version__,
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (socket.gethostname(), facts))
-    first_host, first = every[0]
-    for rank, (host, other) in enumerate(every):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if names:
-            lines = [f"{name}: {other.get(name)!r}, on rank 0 {first.get(name)!r}" for name in names[:MOST_SHOWN]]
-            more = f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
-            raise ConfigError(
-                f"rank {rank} on {host} differs from rank 0 on {first_host}: {'; '.join(lines)}{more}",
-                fix="start every node from the same files and with the same arguments",
-            )
+    check_agreement("config, code or versions", {name: repr(fact) for name, fact in facts.items()})
 
 
 def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
@@ -57,27 +46,29 @@ def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
         ConfigError: on every rank, naming what differs and the ranks that have each value, the fewest first.
     """
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {name: str(fact) for name, fact in facts.items()})
-    lines = []
-    for name in dict.fromkeys(name for other in every for name in other):
+    dist.all_gather_object(every, (socket.gethostname(), {name: str(fact) for name, fact in facts.items()}))
+    hosts, lines = [host for host, _ in every], []
+    for name in dict.fromkeys(name for _, other in every for name in other):
         ranks = defaultdict(list)
-        for rank, other in enumerate(every):
+        for rank, (_, other) in enumerate(every):
             if name in other:
                 ranks[other[name]].append(rank)
         first, *others = sorted(ranks.items(), key=lambda found: len(found[1]))
         if others:
-            shown = [f"{_name_ranks(first[1])} {name} {first[0]}"]
-            lines.append(", ".join(shown + [f"{_name_ranks(found)} {value}" for value, found in others]))
+            shown = [f"{_name_ranks(first[1], hosts)} {name} {first[0]}"]
+            lines.append(", ".join(shown + [f"{_name_ranks(found, hosts)} {value}" for value, found in others]))
     if lines:
         more = f"; and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
         raise ConfigError(
             f"the ranks differ in {where}: {'; '.join(lines[:MOST_SHOWN])}{more}",
-            fix="start every node from the same files, checkpoints and text",
+            fix="start every node from the same files, arguments, checkpoints and text",
         )
 
 
-def _name_ranks(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int], hosts: list[str]) -> str:
+    own = {hosts[rank] for rank in ranks}
     shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + f" and {len(ranks) - MOST_SHOWN} more" * (len(ranks) > MOST_SHOWN)
+    shown += f" on {own.pop()}" if len(own) == 1 < len(set(hosts)) else ""  # all on one host of several
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
 
@@ -93,10 +84,12 @@ def code_version(sources: Iterable[Path]) -> str:
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
     """Nested tables and lists with dotted names, as on the command line."""
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
-    elif isinstance(value, (list, tuple)) and value:
+    elif isinstance(value, (list, tuple)):
         entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
     else:
         return {name: value}
-    return {dotted: plain for key, entry in entries for dotted, plain in _flat(entry, key).items()}
+    flat = {dotted: plain for key, entry in entries for dotted, plain in _flat(entry, key).items()}
+    # Ranks may have different entries, or none here.
+    return {name: ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries), **flat}

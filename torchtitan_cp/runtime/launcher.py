@@ -62,6 +62,11 @@ class NodeAgent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        if self.stopping:  # the signal came while the ranks of a failed attempt were ended
+            raise JobEndedError(EndNote(0, ""))
+        super()._initialize_workers(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A rank inherits the mask: the signal waits until StopSignals can answer it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
@@ -132,6 +137,7 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         error = ChildFailedError(program[0], result.failures)
         return EndNote(max(1, error.get_first_failure()[1].exitcode), str(error))
     except JobEndedError as end:
+        take_relaunch(notes)
         return EndNote(*end.args[0])
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")

@@ -47,8 +47,7 @@ class ResolvedRun:
 
     def config_of(self, stage: StagePlan) -> Config:
         """The config with the tp, pp and activation memory of a stage."""
-        parallel = replace(self.config.parallel, tp=stage.tp, pp=stage.pp)
-        return replace(self.config, parallel=parallel, activation=stage.activation)
+        return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
 
 def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedRun:
@@ -111,10 +110,8 @@ def _with_defaults(config: Config) -> Config:
     if not all(stage.rope for stage in stages):
         rope = hub_rope(registry.hub_config(model)) if registry.has_hub_config(model) else Rope()
         stages = tuple(replace(stage, rope=stage.rope or rope) for stage in stages)
-    if not registry.has_hub_config(model):
-        model = replace(model, flavor=model.flavor or registry.DEFAULT_FLAVOR)
-    curriculum = replace(config.curriculum, stages=stages)
-    return replace(config, model=model, curriculum=curriculum)
+    flavor = model.flavor or ("" if registry.has_hub_config(model) else registry.DEFAULT_FLAVOR)
+    return config.with_keys(model={"flavor": flavor}, curriculum={"stages": stages})
 
 
 def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
@@ -132,17 +129,14 @@ def examined_config(config: Config, ranks: int) -> Config:
     """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
     stage = replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
     ep = math.gcd(config.parallel.ep, ranks)
-    parallel = replace(
-        config.parallel, pp=1, tp=1, dp_replicate=1, dp_shard=1, cp=ranks, ep=ep, pp_split=(), async_tp=False
-    )
-    return replace(
-        config,
-        curriculum=replace(config.curriculum, stages=(stage,)),
-        parallel=parallel,
-        training=replace(config.training, compute_dtype="float32", float8="none", micro_batch_sequences=1),
-        context_parallel=replace(config.context_parallel, kernel="auto", kv_transfer="exact"),
-        compile=replace(config.compile, enable=False),
-        checkpoint=replace(config.checkpoint, enable=False, export="no"),
+    ones = dict.fromkeys(("pp", "tp", "dp_replicate", "dp_shard"), 1)
+    return config.with_keys(
+        curriculum={"stages": (stage,)},
+        parallel={**ones, "cp": ranks, "ep": ep, "pp_split": (), "async_tp": False},
+        training={"compute_dtype": "float32", "float8": "none", "micro_batch_sequences": 1},
+        context_parallel={"kernel": "auto", "kv_transfer": "exact"},
+        compile={"enable": False},
+        checkpoint={"enable": False, "export": "no"},
     )
 
 

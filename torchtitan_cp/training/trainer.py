@@ -86,7 +86,7 @@ class Trainer:
         self.learning_rates = LearningRates(config.optimizer, config.lr_scheduler, rates)
         self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
         self.checkpoints.restart_interval()
-        self.stopping = self.save_requested = self.must_save = False
+        self.stopping = self.save_requested = False
         self.announced_stage = -1
         identity = {
             "model": registry.sizes_of(args),
@@ -217,9 +217,8 @@ class Trainer:
                 return
             interval = self.config.evaluation.interval
             if self._stage_over() or (interval and self.progress.step % interval == 0 and not self.stopping):
-                if self.stopping:  # a scheduler may kill the job before the evaluation ends
-                    self.must_save = True
-                    self._save_if_due(False)
+                if self.stopping:  # a scheduler may kill the job before the evaluation of the stage's end is over
+                    self._save_if_due(True)
                 self._evaluate(stage, batch_layout)
                 self.model.pop_timings()  # those of the evaluation are not the next step's
                 # The evaluation may have taken long.
@@ -346,7 +345,7 @@ class Trainer:
                 return None
             set_activity("looking for a checkpoint to go back to", self.progress.step, limit)
             self.checkpoints.wait()
-            return self.checkpoints.find_newest(before, lambda saved: not saved.health.get("bad_steps"))
+            return self.checkpoints.find_newest(before, healthy=True)
 
         recovery = policy.choose_action(what, find_good_checkpoint, weights_finite=weights_finite)
         if recovery.checkpoint is None:
@@ -357,7 +356,7 @@ class Trainer:
             self.progress = self.progress.after_rollback(saved)
             self.steps.start_stage(saved.recent)
             # So that a resumed run skips that text too.
-            self.must_save = True
+            self.save_requested = True
         self._keep_health()
         self.metrics_logger.warn(recovery.message, self.progress.step)
 
@@ -394,7 +393,7 @@ class Trainer:
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint if one is due. Collective."""
         self.checkpoints.poll()
-        due = self.save_requested or self.checkpoints.step_is_due(self.progress.step) or stage_end or self.must_save
+        due = self.save_requested or self.checkpoints.step_is_due(self.progress.step) or stage_end
         if self.config.checkpoint.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
@@ -404,7 +403,6 @@ class Trainer:
         # The save before it may have to finish first.
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.checkpoints.restart_interval()
-        self.must_save = False
         nonfinite = find_nonfinite_weight(self.model.parts) is not None
         # A later start would resume from it, and retention might delete a good checkpoint for it.
         if any_rank(nonfinite, device=self.device.device)[0]:

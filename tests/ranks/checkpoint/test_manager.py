@@ -398,13 +398,11 @@ def save_stepwise(folder: Path) -> list[str | None]:
         progress = Progress(step=step, health={"bad_steps": 1} if step == 2 else {})
         checkpoints.save(progress, [model], [optimizer])
     checkpoints.close()
-    healthy = lambda saved: not saved.health.get("bad_steps")  # noqa: E731
     found = [
         checkpoints.find_newest(),
         checkpoints.find_newest(before=3),
-        checkpoints.find_newest(before=3, accept=healthy),
+        checkpoints.find_newest(before=3, healthy=True),
         checkpoints.find_newest(before=1),
-        checkpoints.find_newest(accept=lambda saved: False),
     ]
     return [entry[0].name if entry else None for entry in found]
 
@@ -412,4 +410,47 @@ def save_stepwise(folder: Path) -> list[str | None]:
 def test_a_checkpoint_can_be_sought_before_a_step_and_by_how_it_stood(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    assert ranks(1)(save_stepwise, tmp_path)[0] == ["step-3", "step-2", "step-1", None, None]
+    assert ranks(1)(save_stepwise, tmp_path)[0] == ["step-3", "step-2", "step-1", None]
+
+
+def save_every_bad_step(folder: Path) -> str:
+    checkpoints, (model, optimizer) = CheckpointManager(folder, Checkpoint(keep=2, asynchronous=False)), make(1.0)
+    for step, bad_steps in enumerate((0, 0, 1, 2, 3, 4), start=1):
+        checkpoints.save(Progress(step=step, health={"bad_steps": bad_steps}), [model], [optimizer])
+    checkpoints.close()
+    found = checkpoints.find_newest(healthy=True)
+    assert found
+    return found[0].name
+
+
+def test_the_checkpoint_to_roll_back_to_outlives_those_of_the_bad_steps_after_it(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_every_bad_step, tmp_path)[0] == "step-2"
+    assert names(tmp_path) == ["step-2", "step-5", "step-6"]
+
+
+def replace_one(folder: Path) -> tuple[list[str], int]:
+    """Names in the folder when the first of two checkpoints of one step is deleted, and whose progress is left."""
+    checkpoints, seen = CheckpointManager(folder, Checkpoint(keep=1)), list[str]()
+    save(checkpoints, 5)
+    delete = shutil.rmtree
+
+    def see(path: Path, **options: bool) -> None:
+        seen.extend(names(folder))
+        delete(path, **options)
+
+    shutil.rmtree = see  # type: ignore[assignment]
+    try:
+        save(checkpoints, 5, stage_end=True)
+    finally:
+        shutil.rmtree = delete
+    checkpoints.close()
+    return seen, len(checkpoints.stage_ends())
+
+
+def test_a_second_checkpoint_of_a_step_is_whole_before_the_first_is_deleted(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(replace_one, tmp_path)[0] == (["step-5", "step-5.old.partial"], 1)
+    assert names(tmp_path) == ["step-5"]

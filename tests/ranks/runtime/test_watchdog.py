@@ -236,9 +236,30 @@ def test_ranks_with_different_configs_are_refused_with_the_difference(
     configs[1].write_text("training.seed = 5\n[[curriculum.stages]]\nseq_len = 256\n")
     with pytest.raises(
         RankFailure,
-        match=r"(?s)rank 1 on \S+ differs from rank 0 on \S+: training.seed: 5, on rank 0 0; "
-        r"curriculum.stages\[0\].seq_len: 256, on rank 0 128\n.*from the same files",
+        match=r"(?s)the ranks differ in config, code or versions: rank 0 has training.seed 0, rank 1 has 5; "
+        r"rank 0 has curriculum.stages\[0\].seq_len 128, rank 1 has 256\n.*from the same files",
     ):
+        ranks(2)(compare, configs, sources)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("[[curriculum.stages]]\n", r"rank 0 has curriculum.stages '\[0\]', rank 1 has '\[0\], \[1\]'"),
+        (
+            "rope = {kind = 'ntk', factor = 2}\n",
+            r"rank 0 has curriculum.stages\[0\].rope None, rank 1 has 'theta",
+        ),
+        ("[model.overrides]\ndim = 8\n", r"rank 0 has model.overrides '', rank 1 has 'dim'"),
+        ("[health]\npolicy = []\n", r"rank 0 has health.policy '\[0\], \[1\]', rank 1 has ''"),
+    ],
+)
+def test_an_entry_that_one_rank_alone_has_is_found(
+    ranks: Callable[[int], RankPool], configs: list[Path], sources: list[Path], more: str, message: str
+) -> None:
+    with configs[1].open("a") as file:
+        file.write(more)
+    with pytest.raises(RankFailure, match=message):
         ranks(2)(compare, configs, sources)
 
 
@@ -246,7 +267,7 @@ def test_ranks_with_different_code_are_refused(
     ranks: Callable[[int], RankPool], configs: list[Path], sources: list[Path]
 ) -> None:
     (sources[1] / "a.py").write_text("x = 2\n")
-    with pytest.raises(RankFailure, match=r"from rank 0 on \S+: the code: '\w{12}', on rank 0 '\w{12}'"):
+    with pytest.raises(RankFailure, match=r"versions: rank 0 has the code '\w{12}', rank 1 has '\w{12}'"):
         ranks(2)(compare, configs, sources)
     (sources[1] / "a.py").write_text("x = 1\n")
     (sources[1] / "a.py").rename(sources[1] / "b.py")

@@ -232,6 +232,14 @@ def test_a_rank_that_cannot_leave_a_note_prints(
     assert capsys.readouterr().err.endswith("error: no room\n")
 
 
+def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> None:
+    agent = object.__new__(launcher.NodeAgent)
+    agent.stopping = True
+    with pytest.raises(launcher.JobEndedError) as ended:
+        agent._initialize_workers(None)  # type: ignore[arg-type]
+    assert ended.value.args[0].code == 0
+
+
 def test_a_relaunch_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")

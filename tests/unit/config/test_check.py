@@ -18,11 +18,13 @@ from torchtitan_cp.config.sections import (
     Evaluation,
     Health,
     Inject,
+    Job,
     LRScheduler,
     Optimizer,
     Parallel,
     ParameterGroup,
     Passkey,
+    Profiling,
     Rope,
     Stage,
     StageActivation,
@@ -164,6 +166,16 @@ def test_a_fault_on_a_rank_that_does_not_exist_is_refused() -> None:
         config_with(health=health), 2
     )
     check_config(config_with(health=health), 4)
+
+
+def test_a_profile_of_a_rank_that_does_not_exist_is_refused() -> None:
+    profiling = Profiling(steps=(3,), ranks=(0, 2))
+    assert "profiling.ranks = 2 does not exist on 2 ranks" in refuse(config_with(profiling=profiling), 2)
+    check_config(config_with(profiling=profiling), 4)
+
+
+def test_a_run_without_a_folder_is_refused() -> None:
+    assert "job.dump_folder is empty\n  fix: name a folder" in refuse(config_with(job=Job(dump_folder="")), 1)
 
 
 def test_no_stage_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.memory import MemoryStore, separated
+from tests.support.memory import MemoryStore, masked, separated
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 
@@ -40,6 +40,16 @@ def test_every_epoch_gives_every_token_once(store: TokenStore, block_tokens: int
     stream = TokenStream(store, block_tokens, seed=3, shuffle=shuffle, order=order)
     for epoch in range(4):
         assert sorted(stream.read(epoch * TOKENS, TOKENS)) == list(range(TOKENS))
+
+
+def test_the_order_of_conversations_cuts_none(store: TokenStore) -> None:
+    """Plain text is shuffled in blocks too, each edge of which cuts a document."""
+    whole = [[document, 0, length] for document, length in enumerate(LENGTHS) if length]
+    plain = TokenStream(store, 11, seed=3)
+    assert len(plain.spans(0, TOKENS)) > len(whole)
+    spans = masked(plain).spans(0, TOKENS).tolist()
+    assert sorted(spans) == whole
+    assert spans != whole, "shuffled"
 
 
 @settings(deadline=None)

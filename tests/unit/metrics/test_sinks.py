@@ -151,6 +151,13 @@ def test_a_resumed_run_forgets_lost_steps_and_a_half_written_line(tmp_path: Path
     assert sorted(file.name for file in tmp_path.iterdir()) == ["evaluation.jsonl", "metrics.jsonl"]
 
 
+def test_bytes_that_a_power_cut_left_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(LINES[0].encode() + b"\n\x00\xff\xfe")
+    JsonLinesSink(tmp_path, after_step=2).close()
+    assert path.read_text().splitlines() == LINES[:1]
+
+
 @contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
     """Writing more to a file fails with an OSError, as on a full disk."""

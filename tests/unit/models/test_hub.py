@@ -132,6 +132,22 @@ def test_a_rope_that_no_stage_can_have_is_refused() -> None:
         hub_rope({"rope_scaling": {"type": "dynamic", "factor": 2.0}})
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"rope_scaling": "x"}, {"rope_parameters": [1]}, {"text_config": 3}, {"max_position_embeddings": "long"}],
+)
+def test_a_rope_of_the_wrong_type_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"embedding that cannot be read: .*\n  fix: give each stage a rope"):
+        hub_rope(keys)
+
+
+def test_a_rope_inside_a_text_config_is_scaled_from_the_length_beside_it() -> None:
+    scaling = {"type": "longrope", "long_factor": [2.0, 4.0]}
+    text = {"rope_scaling": scaling, "max_position_embeddings": 8192, "original_max_position_embeddings": 4096}
+    rope = hub_rope({"text_config": text})
+    assert (rope.original_seq_len, rope.factor) == (4096, 2.0)
+
+
 def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = write_start(tmp_path, "mistral")
     args = model_args_of(load_config(path, []).model)
@@ -148,6 +164,8 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert "attention_bias is True, and these blocks have False" in hub_problem(path)
     change_config(tmp_path / "hub", model_type=["llama"])
     assert "config.json: unhashable type: 'list'" in hub_problem(path)
+    change_config(tmp_path / "hub", model_type="llama", attention_bias=False, num_attention_heads=0)
+    assert "every size must be at least 1" in hub_problem(path, *PLAIN)
     (tmp_path / "hub" / "config.json").write_text("null")
     assert "config.json cannot be read: 'NoneType' object is not iterable" in hub_problem(path)
     assert "~nobody-here/config.json cannot be read" in hub_problem(path, "--model.hub_checkpoint=~nobody-here")

@@ -99,6 +99,12 @@ def test_a_gate_on_the_first_length_is_searched_and_kept(tmp_path: Path) -> None
     assert found.curriculum.stages[1].until["short_loss_rise"] == 0.02
 
 
+def test_a_warm_up_that_outlasts_one_stage_is_no_obstacle(tmp_path: Path) -> None:
+    config, cluster = hopper(two_stages(tmp_path), "--lr_scheduler.warmup_steps=15")
+    found, _ = search(config, cluster)
+    assert found.lr_scheduler.warmup_steps == 15
+
+
 def test_where_a_run_would_refuse_all_the_reason_is_said(tmp_path: Path) -> None:
     config, cluster = hopper(two_stages(tmp_path), "--curriculum.stages[0].global_batch_tokens=100")
     with pytest.raises(ConfigError, match="global_batch_tokens = 100 is not a multiple"):

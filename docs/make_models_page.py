@@ -1,4 +1,4 @@
-"""`python -m models` prints the table of sizes, with the `rope` of each published model."""
+"""Prints `docs/models.md`, the table of sizes, with the `rope` of each published model."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,8 @@ from models.architecture import Architecture
 
 HEAD = """# Models
 
-`[model] architecture` and `flavor`; `overrides = {{n_layers = 2}}` replaces a size. Made by `python -m models`.
+`[model] architecture` and `flavor`; `overrides = {{n_layers = 2}}` replaces a size. Made by
+`python docs/make_models_page.py > docs/models.md`.
 {tables}"""
 
 
