@@ -119,6 +119,8 @@ class LlamaArgs:
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.ffn_dim)
         if min(sizes) < 1:
             return "every size must be at least 1"
+        if self.vocab_size < 0 or self.norm_eps < 0:
+            return "vocab_size and norm_eps cannot be negative"
         if self.n_layers > MOST_LAYERS:
             return f"n_layers = {self.n_layers} is more than {MOST_LAYERS}"
         if not self.windows or min(self.windows) < 0:
