@@ -79,10 +79,6 @@ class Moe(Llama):
         loss_sum, *others = result
         return (loss_sum + added, *others)
 
-    def init_std(self, parameter: str) -> float | None:
-        """See Llama."""
-        return super().init_std("w2.weight" if parameter.endswith("experts.w2") else parameter)
-
 
 class MoeBlock(nn.Module):
     """One layer: Llama's attention, then the experts of each token."""
