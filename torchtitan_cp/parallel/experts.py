@@ -210,21 +210,23 @@ class _Trip:
 
     def __init__(self, sent: list[int], received: list[int], group: ProcessGroup | None) -> None:
         self.sent, self.received, self.group = sent, received, group
-        self.arriving: tuple[Tensor, dist.Work | None] | None = None
+        self.arriving: Any = None
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows, and give the buffer that others fill until `finish`."""
-        if self.group is None:
-            return rows
-        buffer = rows.new_empty(sum(received), rows.shape[1])
-        work = dist.all_to_all_single(buffer, rows.contiguous(), received, sent, group=self.group, async_op=True)
+        buffer, work = rows, None
+        if self.group:
+            buffer = rows.new_empty(sum(received), rows.shape[1])
+            work = dist.all_to_all_single(buffer, rows.contiguous(), received, sent, group=self.group, async_op=True)
         self.arriving = buffer, work
         return buffer
 
-    def finish(self) -> None:
-        """Wait; on CUDA the stream does."""
-        if self.arriving and self.arriving[1]:
-            self.arriving[1].wait()
+    def finish(self) -> Tensor:
+        """Wait for the buffer, and give it; on CUDA the stream waits."""
+        (buffer, work), self.arriving = self.arriving, None
+        if work:
+            work.wait()
+        return buffer
 
 
 class _Start(torch.autograd.Function):
@@ -237,10 +239,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.trip.finish()
-        if ctx.trip.group:
-            (gradient, _), ctx.trip.arriving = ctx.trip.arriving, None
-        return gradient, None
+        return ctx.trip.finish(), None
 
 
 class _Finish(torch.autograd.Function):
@@ -250,7 +249,6 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
         trip.finish()
-        trip.arriving = None
         return rows.view_as(rows)
 
     @staticmethod
