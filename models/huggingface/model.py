@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, masking_utils
@@ -141,7 +140,10 @@ class HuggingFaceModel(nn.Module):
         logits, chosen = self.shared.router_logits, self.args.token_copies
         probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
         experts = probabilities[0].shape[-1]
-        counts: Any = sum(F.one_hot(x.topk(chosen, -1).indices, experts).sum((1, 2)) for x in probabilities)
+        counts = torch.zeros_like(probabilities[0][:, 0], dtype=torch.int64)
+        for x in probabilities:
+            picked = x.topk(chosen, -1).indices.flatten(1)
+            counts = counts.scatter_add(1, picked, torch.ones_like(picked))
         if self.sum_ranks:
             counts = self.sum_ranks(counts, plan)
         shares = counts * chosen / counts.sum(-1, keepdim=True)

@@ -82,13 +82,15 @@ class LlamaArgs:
         return None
 
     def linear_parameters(self) -> int:
-        """Weights that multiply each token once: blocks and output, without the embedding look-up."""
+        """Weights that multiply each token once: blocks and output, of experts its own; not the embedding look-up."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
+        mlp = 3 * self.dim * self.token_ffn_dim + self.dim * self.n_experts
+        return self.n_layers * (attention + mlp) + self.dim * self.vocab_size
 
     def matrix_parameters(self) -> int:
         """Weights of the same matrices, including those that a token does not use."""
-        return self.linear_parameters()
+        passed_by = (self.n_experts - self.token_copies) * 3 * self.dim * self.ffn_dim
+        return self.linear_parameters() + self.n_layers * passed_by
 
     def small_parameters(self, tp: int) -> int:
         """Parameters of a layer that are no matrices, on one of `tp` ranks."""

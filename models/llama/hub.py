@@ -44,7 +44,6 @@ KEYS = {
 
 # model_type -> (qkv_bias, qk_norm).
 FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
-CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # Defaults of the transformers classes for keys that a released config leaves out.
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 
@@ -99,7 +98,7 @@ def config(args: LlamaArgs) -> dict[str, Any]:
     if len(windows - {0}) > 1 or (family == "mistral" and 0 in windows):
         raise ValueError(f"{family} has one window in every layer, and windows = {list(args.windows)}")
     found: dict[str, Any] = {key: getattr(args, name) for name, key in KEYS.items()}
-    found |= {"architectures": [f"{CLASSES[family]}ForCausalLM"], "model_type": family, "hidden_act": "silu"}
+    found |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "hidden_act": "silu"}
     if family == "llama" or family == "qwen3":
         found["attention_bias"] = False
     if family == "mistral":

@@ -112,7 +112,7 @@ class Llama(nn.Module):
             return None
         if parameter.endswith((".bias", "sinks.weight")):
             return 0.0
-        into_residual = parameter.endswith(("wo.weight", "w2.weight"))
+        into_residual = parameter.removesuffix(".weight").endswith(("wo", "w2"))  # w2 of experts is no module
         return 0.02 * (2 * self.args.n_layers) ** -0.5 if into_residual else 0.02
 
 

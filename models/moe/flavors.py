@@ -41,17 +41,6 @@ class MoeArgs(LlamaArgs):
     expert_bias: bool = False
     router_z_loss: float = 0.0
 
-    def linear_parameters(self) -> int:
-        """Weights that multiply a token once, including those of its experts only."""
-        attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        experts = 3 * self.dim * self.token_ffn_dim + self.dim * self.n_experts
-        return self.n_layers * (attention + experts) + self.dim * self.vocab_size
-
-    def matrix_parameters(self) -> int:
-        """See LlamaArgs: all experts."""
-        passed_by = (self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
-        return self.linear_parameters() + self.n_layers * passed_by
-
     @property
     def token_ffn_dim(self) -> int:
         """See LlamaArgs."""
@@ -82,22 +71,11 @@ class MoeArgs(LlamaArgs):
         return super().problem()
 
 
+_QWEN3: dict[str, Any] = {"norm_eps": 1e-6, "qk_norm": True, "n_experts": 128, "experts_per_token": 8}
 FLAVORS = {
     "debug": MoeArgs(192, 4, 6, 2, 32, 192, tie_embeddings=True, n_experts=8, experts_per_token=2),
-    "qwen3-30B-A3B": MoeArgs(
-        *(2048, 48, 32, 4, 128, 768, 151936),
-        norm_eps=1e-6,
-        qk_norm=True,
-        n_experts=128,
-        experts_per_token=8,
-    ),
-    "qwen3-235B-A22B": MoeArgs(
-        *(4096, 94, 64, 4, 128, 1536, 151936),
-        norm_eps=1e-6,
-        qk_norm=True,
-        n_experts=128,
-        experts_per_token=8,
-    ),
+    "qwen3-30B-A3B": MoeArgs(2048, 48, 32, 4, 128, 768, 151936, **_QWEN3),
+    "qwen3-235B-A22B": MoeArgs(4096, 94, 64, 4, 128, 1536, 151936, **_QWEN3),
 }
 
 PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {"qwen3-30B-A3B": {"theta": 1e6}, "qwen3-235B-A22B": {"theta": 1e6}}

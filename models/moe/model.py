@@ -79,10 +79,6 @@ class Moe(Llama):
         loss_sum, *others = result
         return (loss_sum + added, *others)
 
-    def init_std(self, parameter: str) -> float | None:
-        """See Llama."""
-        return super().init_std("w2.weight" if parameter.endswith("experts.w2") else parameter)
-
 
 class MoeBlock(nn.Module):
     """One layer: Llama's attention, then the experts of each token."""
@@ -109,7 +105,8 @@ class MoeBlock(nn.Module):
     def router_losses(self, hidden: Tensor, plan: Any) -> Tensor:
         """Balance and z-loss, see Moe. The router runs twice, which is cheap."""
         logits, scores, chosen, _ = self.router(self.ffn_norm(hidden))
-        counts = F.one_hot(chosen, self.args.n_experts).sum((1, 2))
+        chosen = chosen.flatten(1)
+        counts = torch.zeros_like(scores[:, 0], dtype=chosen.dtype).scatter_add(1, chosen, torch.ones_like(chosen))
         if self.sum_ranks:
             counts = self.sum_ranks(counts, plan)
         shares = counts / counts.sum(-1, keepdim=True)

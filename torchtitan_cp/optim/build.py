@@ -80,9 +80,8 @@ def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimi
 
 def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
     """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
-    muon_matrices: set[nn.Parameter] = set()
-    if settings.name == "muon":
-        muon_matrices = {parameter for parameter in model.layers.parameters() if parameter.ndim == 2}  # type: ignore[union-attr]
+    blocks: Iterable[Tensor] = model.layers.parameters() if settings.name == "muon" else ()  # type: ignore[union-attr]
+    muon_matrices = {parameter for parameter in blocks if parameter.ndim == 2}
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)

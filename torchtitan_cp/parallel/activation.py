@@ -64,8 +64,8 @@ def tile_mlps(model: nn.Module, tiles: int) -> None:
     """Run each block's MLP and its norm on one tile of the sequence after the other.
 
     Only a tile's input is saved, so the wide activations exist for one tile at a time, forward and backward. A block's
-    weights stay gathered meanwhile, and their gradients are reduced once for all tiles. Source: ALST (Bekman et al.,
-    2025).
+    weights stay gathered meanwhile, except for experts that are sharded apart: these are gathered for each tile.
+    Gradients are reduced once for all tiles. Source: ALST (Bekman et al., 2025).
     """
     if tiles > 1:
         for layer in model.layers.values():  # type: ignore[operator]

@@ -64,27 +64,22 @@ class RoutingSums:
     """
 
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
-        self.shape = (layers, experts)
-        self._sums = torch.zeros(layers * (experts + 1) + 1, dtype=torch.float64, device=device)
+        self.experts = experts
+        # Of each layer its counts and entropy, and in a last row the dropped choices.
+        self._sums = torch.zeros(layers + 1, experts + 1, dtype=torch.float64, device=device)
 
     def add(self, layer: int, counts: Tensor, entropy: Tensor, dropped: int) -> None:
         """Add what a layer's router chose in one forward; counts `[X]`."""
-        own = self._view()
-        own.counts[layer] += counts.to(self._sums.device)  # a dry run's counts are on the host
-        own.entropy[layer] += entropy
-        own.dropped.add_(dropped)
+        self._sums[layer, :-1] += counts.to(self._sums.device)  # a dry run's counts are on the host
+        self._sums[layer, -1] += entropy
+        self._sums[-1, -1] += dropped
 
     def take(self) -> Routing:
         """The sums over all ranks since the last call. Collective over the job."""
         dist.all_reduce(self._sums)
-        taken = self._view(self._sums.clone())
+        taken = self._sums.clone()
         self._sums.zero_()
-        return taken
-
-    def _view(self, sums: Tensor | None = None) -> Routing:
-        layers, experts = self.shape
-        counts, entropy, dropped = (self._sums if sums is None else sums).split((layers * experts, layers, 1))
-        return Routing(counts.view(layers, experts), entropy, dropped[0])
+        return Routing(taken[:-1, :-1], taken[:-1, -1], taken[-1, -1])
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -118,7 +113,7 @@ class ExpertDispatch:
     ) -> None:
         self.layer, self.module, self.sums, self.group, self.capacity = layer, module, sums, group, capacity
         self.compute: Callable[..., Tensor] = module.forward
-        self.ranks, self.experts = group.size() if group else 1, sums.shape[1]
+        self.ranks, self.experts = group.size() if group else 1, sums.experts
         if hasattr(module, "num_experts"):  # transformers counts with it
             vars(module)["num_experts"] = self.experts // self.ranks
         self.chunks = 1
@@ -137,12 +132,12 @@ class ExpertDispatch:
             out, dropped = self._exchange(hidden, chosen, shares, counts)
         else:
             out, dropped = self.compute(hidden, chosen, shares), 0
-        if not torch.is_grad_enabled():
-            return out
-        normalized = shares.detach().double()
-        normalized = normalized / normalized.sum(-1, keepdim=True)
-        entropy = torch.special.entr(normalized).sum()
-        return _Counted.apply(out, self.sums, (self.layer, counts.sum(0), entropy, dropped))
+        if out.requires_grad:
+            normalized = shares.detach().double()
+            normalized = normalized / normalized.sum(-1, keepdim=True)
+            chose = self.layer, counts.sum(0), torch.special.entr(normalized).sum(), dropped
+            out.register_hook(lambda _: self.sums.add(*chose))
+        return out
 
     def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, int]:
         """The result, and how many choices were dropped.
@@ -170,7 +165,7 @@ class ExpertDispatch:
             arriving.append(_Start.apply(tokens[orders[-1] // chosen.shape[1]], trip))
         for trip, rows, of_experts in zip(trips, arriving, received, strict=True):
             rows = self._compute_rows(_Finish.apply(rows, trip), of_experts)
-            returning.append((back := trip.back(), _Start.apply(rows, back)))
+            returning.append((back := _Trip(trip.received, trip.sent, self.group), _Start.apply(rows, back)))
         for (trip, rows), order, weights in zip(returning, orders, parts[2], strict=True):
             rows = _Finish.apply(rows, trip)
             spread = rows.new_zeros(weights.numel(), rows.shape[1]).index_put((order,), rows)
@@ -193,17 +188,13 @@ class ExpertDispatch:
         empty = not len(rows)
         if empty:  # experts without any row would have no gradient, and FSDP would wait for it
             rows, numbers = F.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
-        out = self._compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))
-        return out[:0] if empty else out
-
-    def _compute(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """The module's own forward with this rank's experts, whose numbers `chosen` has."""
         whole: Any = self.module._parameters
         vars(self.module)["_parameters"] = {name: local_tensor(x) for name, x in whole.items()}
         try:
-            return self.compute(hidden, chosen, shares)
+            out = self.compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))
         finally:
             vars(self.module)["_parameters"] = whole
+        return out[:0] if empty else out
 
 
 class _Trip:
@@ -219,25 +210,23 @@ class _Trip:
 
     def __init__(self, sent: list[int], received: list[int], group: ProcessGroup | None) -> None:
         self.sent, self.received, self.group = sent, received, group
-        self.arriving: tuple[Tensor, dist.Work | None] | None = None
-
-    def back(self) -> "_Trip":
-        """The way back."""
-        return _Trip(self.received, self.sent, self.group)
+        self.arriving: Any = None
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows, and give the buffer that others fill until `finish`."""
-        if self.group is None:
-            return rows
-        buffer = rows.new_empty(sum(received), rows.shape[1])
-        work = dist.all_to_all_single(buffer, rows.contiguous(), received, sent, group=self.group, async_op=True)
+        buffer, work = rows, None
+        if self.group:
+            buffer = rows.new_empty(sum(received), rows.shape[1])
+            work = dist.all_to_all_single(buffer, rows.contiguous(), received, sent, group=self.group, async_op=True)
         self.arriving = buffer, work
         return buffer
 
-    def finish(self) -> None:
-        """Wait; on CUDA the stream does."""
-        if self.arriving and self.arriving[1]:
-            self.arriving[1].wait()
+    def finish(self) -> Tensor:
+        """Wait for the buffer, and give it; on CUDA the stream waits."""
+        (buffer, work), self.arriving = self.arriving, None
+        if work:
+            work.wait()
+        return buffer
 
 
 class _Start(torch.autograd.Function):
@@ -250,10 +239,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.trip.finish()
-        if ctx.trip.group:
-            (gradient, _), ctx.trip.arriving = ctx.trip.arriving, None
-        return gradient, None
+        return ctx.trip.finish(), None
 
 
 class _Finish(torch.autograd.Function):
@@ -263,24 +249,9 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
         trip.finish()
-        trip.arriving = None
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.trip.start(gradient, ctx.trip.received, ctx.trip.sent)
         return gradient, None  # its place is taken by what arrives
-
-
-class _Counted(torch.autograd.Function):
-    """The identity, which adds up a layer's routing in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, sums: RoutingSums, routing: tuple[Any, ...]) -> Tensor:
-        ctx.sums, ctx.routing = sums, routing
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sums.add(*ctx.routing)
-        return gradient, None, None

@@ -29,9 +29,9 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
     _check_device(device_type)
     float8 = import_extra("torchao.float8", extra="float8", needed_by=f"training.float8 = {recipe!r}")
     settings = float8.Float8LinearConfig.from_recipe_name(recipe)
-    # The choice of experts turns on small differences.
+    # The choice of experts turns on small differences, and a subclass has a forward of its own, which would be lost.
     modules: Any = model.layers.named_modules()  # type: ignore[union-attr]
-    linears = [layer for name, layer in modules if isinstance(layer, nn.Linear) and ".router." not in name]
+    linears = [layer for name, layer in modules if type(layer) is nn.Linear and ".router." not in f"{name}."]
     fitting = [linear for linear in linears if not (linear.in_features % DIVISOR or linear.out_features % DIVISOR)]
     if not fitting:
         raise ConfigError(

@@ -102,22 +102,23 @@ class HostMemory:
     def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
         """The block's forward (hidden `[B, s, E]`, others) that offloads what autograd saves of it.
 
-        The block's weights, gathered by now, stay on the device; so do the other inputs, which all blocks share. A
-        tensor that several operations save, as linear layers beside each other do, is copied once.
+        The block's gathered weights stay on the device; so do the other inputs, which all blocks share. A tensor that
+        several operations save, as linear layers beside each other do, is copied once.
         """
 
         def run(hidden: Tensor, *others: Any, **named: Any) -> Any:
-            given = (*block.parameters(), *tree_leaves((others, named)))
-            stay = {_storage(x)._cdata for x in given if isinstance(x, Tensor)}
+            given = [x for x in tree_leaves((others, named)) if isinstance(x, Tensor)]
             saved: dict[Any, tuple[StorageWeakRef, Any]] = {}
 
             def pack(tensor: Tensor) -> Any:
                 storage = _storage(tensor)
-                if storage._cdata in stay:
+                # Experts that are sharded apart are gathered only when they run, so weights are looked up each time.
+                stay = (_storage(x)._cdata for x in (*given, *block.parameters()))
+                if tensor.nbytes < self.min_bytes or storage._cdata in stay:
                     return tensor
                 # While the weak reference is held no other storage has this number.
                 key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
-                if key in saved and not saved[key][0].expired() and isinstance(saved[key][1], OffloadedTensor):
+                if key in saved and not saved[key][0].expired():
                     saved[key][1].uses += 1
                 else:
                     saved[key] = StorageWeakRef(storage), self.offload(tensor.detach())

@@ -32,7 +32,7 @@ from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
-from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
+from torchtitan_cp.parallel.experts import RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
@@ -142,6 +142,7 @@ class ParallelModel:
         optimizers: of each part.
         pipeline: None on one pipeline rank.
         token_loss: the last part's loss.
+        routing: adds up what this rank's routers choose; without experts it is empty.
         mesh: (pp, dp, cp, tp) of the current stage.
         observe: called with each micro-batch of a step and the losses of its tokens, on ranks with the last part.
         watches: stopwatches by name; see `pop_timings`.
@@ -350,10 +351,6 @@ class ParallelModel:
                 set_learning_rates(optimizer, lr)
                 optimizer.step()
             self.zero_grad()
-
-    def take_routing(self) -> Routing | None:
-        """What routers chose over all ranks since the last call; None without experts. Collective."""
-        return self.routing.take() if self.args.n_experts else None
 
     def pop_timings(self) -> dict[str, float]:
         """Seconds since the last call, by name.

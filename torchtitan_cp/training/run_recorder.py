@@ -255,7 +255,7 @@ class RunRecorder:
         """Draw the load of the experts in the newest step, once, and say how much they dropped."""
         if self.routing:
             counts, _, dropped = self.routing
-            self.logger.image("experts/load", step, figures.draw_expert_loads, expert_loads(counts))
+            self.logger.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts)))
             if dropped:
                 self.logger.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
         self.routing = None

@@ -69,7 +69,7 @@ class StepRunner:
 
     def _check(self, sums: StepSums) -> StepReport:
         # Also of a bad step and of its repetitions, so that it counts in no later one.
-        self.routing = self.model.take_routing()
+        self.routing = self.model.routing.take() if self.model.args.n_experts else None
         memory = self.model.world.device.peak_memory_bytes()
         return self.monitor.check_step(*sums, self.model.square_norms(), memory, self.stop_and_save_requests())
 

@@ -1,16 +1,19 @@
-"""What the allocator is told of a shard that goes to host memory."""
+"""What the allocator is told of a shard that goes to host memory, and which weights do not go there."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.rank_pool import RankPool
+from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.parallel.offload import HostMemory
 
 
@@ -32,3 +35,39 @@ def recorded_kinds() -> list[type]:
         with host.copy_stream(whole):
             host.wait_for(whole)
     return seen
+
+
+class Block(nn.Module):
+    """One layer, of which a part is sharded apart, as experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.first(x).tanh())
+
+
+def offloaded_kinds() -> list[bool]:
+    """On a rank: of each tensor that goes to the host, whether it is a weight."""
+    mesh, block, host = init_device_mesh("cpu", (1,)), Block(), HostMemory(torch.device("cpu"), min_bytes=1)
+    fully_shard(block.experts, mesh=mesh)
+    fully_shard(block, mesh=mesh)
+    seen, offload = list[bool](), host.offload
+
+    def offload_and_look(tensor: Tensor) -> Any:
+        weights = {local_tensor(x).untyped_storage()._cdata for x in block.parameters()}
+        seen.append(tensor.untyped_storage()._cdata in weights)
+        return offload(tensor)
+
+    host.offload = offload_and_look  # type: ignore[method-assign]
+    block.forward = host.offload_saved(block.forward, block)  # type: ignore[method-assign]
+    block(torch.ones(3, 8, requires_grad=True)).sum().backward()
+    return seen
+
+
+def test_gathered_weights_stay_also_those_that_are_gathered_inside_the_block(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    # The input and the output of tanh.
+    assert ranks(1)(offloaded_kinds)[0] == [False, False]

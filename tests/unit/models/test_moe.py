@@ -1,5 +1,6 @@
 """Experts against a loop over tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.moe import Moe, MoeArgs
 from models.moe.model import Experts, MoeBlock, Router
@@ -102,6 +105,25 @@ def test_the_balance_loss_is_the_formula_and_only_in_training() -> None:
     assert (with_balance - without).item() == pytest.approx(want, rel=1e-4)
 
 
+class LargestStorage(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that an operator gave."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 0)
+        return result
+
+
+def test_the_losses_of_routers_make_no_tensor_larger_than_the_logits_and_their_inputs() -> None:
+    block = MoeBlock(replace(SHAPE, n_experts=64, experts_per_token=8), attend, 0)
+    with LargestStorage() as largest:
+        block.router_losses(torch.randn(2, 512, 48), None)
+    assert largest.bytes == 2 * 512 * 64 * 4
+
+
 def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
     """Followed alone, its gradient evens out how often experts are chosen."""
     torch.manual_seed(1)
@@ -130,6 +152,7 @@ def test_routers_that_agree_with_the_loss_are_balanced_by_it() -> None:
         ("--compile.enable=true", "set compile.enable = false"),
         ("--model.overrides.experts_per_token=7", "experts_per_token = 7 of n_experts = 6 cannot be chosen"),
         ("--model.overrides.balance=-1.0", "balance = -1.0 would reward experts"),
+        ("--model.overrides.norm_eps=-1.0", "vocab_size and norm_eps cannot be negative"),
         ("--model.hub_checkpoint=/none", "model.hub_checkpoint: /none/config.json cannot be read"),
     ],
 )

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from models.llama import Llama, LlamaArgs
 from tests.support.float8_llama import TOKENS, convert_emulated, make_model, run
@@ -27,6 +27,25 @@ def test_products_are_rounded_and_nothing_else_changes(recipe: str) -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert F.cosine_similarity(one.grad.flatten(), other.grad.flatten(), 0) > 0.99
+
+
+class Router(nn.Linear):
+    """As Llama 4 and PhiMoE have it: a linear layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits.softmax(-1), logits
+
+
+def test_routers_stay_as_they_are_whether_they_hold_a_linear_layer_or_are_one() -> None:
+    model = nn.Module()
+    holder = nn.ModuleDict({"router": nn.ModuleDict({"gate": nn.Linear(32, 16)})})
+    linears = {"router": nn.Linear(32, 16), "gate": Router(32, 16), "up": nn.Linear(32, 16)}
+    model.layers = nn.ModuleDict({"0": nn.ModuleDict(linears), "1": holder})
+    convert_emulated(model, "tensorwise")
+    kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    changed = [name for name, kind in kinds.items() if kind not in (nn.Linear, Router)]
+    assert changed == ["layers.0.up"]
 
 
 def test_what_cannot_be_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
