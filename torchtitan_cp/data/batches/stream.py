@@ -37,8 +37,8 @@ class TokenStream:
 
     `shuffled`: in each epoch documents are permuted and concatenated; the concatenation is cut into blocks, and the
     whole blocks are permuted too (the remainder stays at the end). So the short sequences of an early stage come from
-    many documents, and a sequence as long as a block is still contiguous text. Of conversations no blocks are permuted, as
-    the edge of each would cut one.
+    many documents, and a sequence as long as a block is still contiguous text. Of conversations no blocks are
+    permuted, as the edge of each would cut one.
 
     `related`: in each epoch groups are permuted, and the documents of a group follow one another in the store's order,
     so that a long sequence holds text that depends on text far before it (as in-context pretraining,
