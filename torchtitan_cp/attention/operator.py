@@ -1,7 +1,7 @@
 """Attention across ranks as one operator of torch.library, for eager and compiled code alike."""
 
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):
         strategy = "ring"
-    return plan if strategy == plan.strategy else replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
+    return plan if strategy == plan.strategy else plan.with_strategy(strategy, all_to_all_ranks)
 
 
 def prepare_plan(plan: Plan) -> None:
@@ -64,6 +64,20 @@ def _packed_heads(x: Tensor) -> Tensor:
 UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator of torch.library, whose dtypes are its own even where autocast is on."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def run(*arguments: Any) -> Any:
+            with torch._C._DisableAutocast():
+                return function(*arguments)
+
+        return torch.library.custom_op(f"torchtitan_cp::{name}", run, mutates_args=(), tags=UNSAFE)
+
+    return register
+
+
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What `attention` returns, by shape and dtype."""
     all_to_all_ranks = options[-1]
@@ -89,7 +103,7 @@ def _new_gradients(
     return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.zeros_like(sinks)
 
 
-@torch.library.custom_op("torchtitan_cp::attention", mutates_args=(), tags=UNSAFE)
+@operator("attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -110,7 +124,7 @@ def attention(
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
 
-@torch.library.custom_op("torchtitan_cp::attention_backward", mutates_args=(), tags=UNSAFE)
+@operator("attention_backward")
 def attention_backward(
     dout: Tensor,
     residuals: list[Tensor],

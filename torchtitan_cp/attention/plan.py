@@ -9,7 +9,7 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, ClassVar
@@ -130,7 +130,8 @@ class Plan:
     @cached_property
     def positions(self) -> Tensor:
         """Global position of each local token, `[S/P]` int64 on CPU."""
-        return self.layout.positions(self.rank)
+        with torch.inference_mode(False):  # it is kept, and autograd cannot save a tensor of inference mode
+            return self.layout.positions(self.rank)
 
     @cached_property
     def segments(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
@@ -199,6 +200,14 @@ class Plan:
                 fix=f"give this rank's {self.local_tokens} rows, or another dim",
             )
         return x_local if self.ranks == 1 else _Unshard.apply(x_local, self, dim)
+
+    def with_strategy(self, name: str, all_to_all_ranks: int) -> "Plan":
+        """The plan of the same rows under another strategy, with what is worked out already and still holds."""
+        plan = replace(self, strategy=name, all_to_all_ranks=all_to_all_ranks)
+        of_ring = set() if all_to_all_ranks == self.all_to_all_ranks else {"steps", "ring_layout"}
+        for key in self.__getstate__().keys() - plan.__dict__.keys() - of_ring:
+            plan.__dict__[key] = self.__dict__[key]
+        return plan
 
     def __getstate__(self) -> dict[str, Any]:
         # The handle belongs to this process; the steps that a loader's worker has worked out go with the plan.

@@ -19,7 +19,7 @@ from torchtitan_cp.attention.linear.operator import check_mask
 from torchtitan_cp.attention.linear.rows import KEPT, document_offsets
 from torchtitan_cp.attention.linear.states import cp_group
 from torchtitan_cp.attention.merge import accumulation_dtype
-from torchtitan_cp.attention.operator import UNSAFE
+from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 
@@ -88,16 +88,25 @@ def halo_moves(plan: Plan, width: int) -> Moves:
     return tuple(tuple(map(tuple, to)) for to in moves)
 
 
+@lru_cache(maxsize=KEPT)
+def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Per rank, (the local rows that it gets, the rows of halos here that it fills)."""
+    moves = halo_moves(plan, width)
+    sides = moves[plan.rank], [to[plan.rank] for to in moves]
+    local, halos = (
+        [torch.tensor([pair[side] for pair in pairs], dtype=torch.int64).to(device) for pairs in of_ranks]
+        for side, of_ranks in enumerate(sides)
+    )
+    return local, halos
+
+
 def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) -> None:
     """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
-    moves = halo_moves(plan, width)
-    ours, theirs = moves[plan.rank], [to[plan.rank] for to in moves]
-    sent, arriving = (theirs, ours) if back else (ours, theirs)
-    parts = [x[:, [pair[back] for pair in pairs]].flatten() for pairs in sent]
-    received = cp_group(plan).exchange(parts, [len(pairs) * len(x) * x.shape[-1] for pairs in arriving])
-    for flat, pairs in zip(received, arriving, strict=True):
-        rows = torch.tensor([pair[not back] for pair in pairs], dtype=torch.int64, device=x.device)
-        values = flat.view(len(x), len(pairs), x.shape[-1])
+    given, placed = _moved_rows(plan, width, x.device)[:: -1 if back else 1]
+    parts = [x.index_select(1, rows).flatten() for rows in given]
+    received = cp_group(plan).exchange(parts, [len(rows) * len(x) * x.shape[-1] for rows in placed])
+    for flat, rows in zip(received, placed, strict=True):
+        values = flat.view(len(x), len(rows), x.shape[-1])
         # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.
         onto.transpose(0, 1).index_put_((rows,), values.transpose(0, 1), accumulate=True)
 
@@ -118,21 +127,22 @@ def _convolve(plan: Plan, silu: bool, x: Tensor, halos: Tensor, weight: Tensor, 
         pairs = zip(halos.split([width - 1] * len(runs), 1), x.split(runs, 1), strict=True)
         return torch.cat([piece for pair in pairs for piece in pair], 1)
 
-    rows, offsets = with_halos(x, halos), document_offsets(plan, x.device)
+    # Widened once, so that the gradients of all reads add up in fp32.
+    rows, offsets = with_halos(x.to(dtype), halos.to(dtype)), document_offsets(plan, x.device)
     nowhere = offsets.new_full((len(offsets), halos.shape[1]), -1)
     offsets = with_halos(offsets, nowhere)[:, width - 1 :, None]
     total = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for distance in range(width):
         # What lies further back than the document's first token is another's.
         read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
-        total = total + read.to(dtype) * weight[:, width - 1 - distance].to(dtype)
+        total = total + read * weight[:, width - 1 - distance].to(dtype)
     total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0).to(x.dtype)
     first, *rest = runs
     pieces = total.split([first, *(length for run in rest for length in (width - 1, run))], 1)
     return torch.cat(pieces[::2], 1)
 
 
-@torch.library.custom_op("torchtitan_cp::causal_conv", mutates_args=(), tags=UNSAFE)
+@operator("causal_conv")
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` of x, weight and perhaps bias."""
     plan, (x, *parameters) = find_plan(handle), inputs
@@ -144,7 +154,7 @@ def _(inputs: list[Tensor], *_: Any) -> Tensor:
     return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("torchtitan_cp::causal_conv_backward", mutates_args=(), tags=UNSAFE)
+@operator("causal_conv_backward")
 def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: bool) -> list[Tensor]:
     """The gradients of the inputs."""
     plan, (x, *parameters) = find_plan(handle), inputs

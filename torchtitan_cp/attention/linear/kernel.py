@@ -80,7 +80,7 @@ def kernels(
     key_heads, copies = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
     fused = rule != "scan" and flash_linear.is_available(inputs, plan)
     cls: type[Kernel] = flash_linear.FlashKernel if fused else TorchKernel
-    size = key_heads if fused else max(1, PART * key_heads // inputs.v.numel())
+    size = key_heads if fused else max(1, PART * key_heads // max(1, inputs.v.numel()))
     keys, values = ([min(size, key_heads - start) * n for start in range(0, key_heads, size)] for n in (1, copies))
     parts = [x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)]
     douts = [None] * len(keys) if dout is None else dout.split(values, 2)

@@ -18,7 +18,7 @@ from torchtitan_cp.attention.linear.kernel import kernels
 from torchtitan_cp.attention.linear.rows import whole_sequence
 from torchtitan_cp.attention.linear.states import Segments, StateExchange, cp_group, map_columns, most_maps
 from torchtitan_cp.attention.merge import accumulation_dtype
-from torchtitan_cp.attention.operator import UNSAFE
+from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import all_to_all
@@ -88,7 +88,14 @@ def selective_scan(
     Raises:
         PlanError: as `gated_delta_rule`.
     """
-    return _call(Inputs(C, B, x, dt * A, dt), plan, 1.0, "scan", strategy)
+    if x.ndim != 4 or dt.shape != x.shape[:3] or A.shape != x.shape[2:3]:
+        raise PlanError(
+            f"the scan takes x [B, S/P, H, D], dt [B, S/P, H] and A [H], got x {tuple(x.shape)}, dt {tuple(dt.shape)} "
+            f"and A {tuple(A.shape)}",
+            fix="shard x and dt with plan.shard",
+        )
+    gates = dt.to(accumulation_dtype(dt.dtype)) * A  # a rounded gate would count at every token of a document
+    return _call(Inputs(C, B, x, gates, dt), plan, 1.0, "scan", strategy)
 
 
 def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
@@ -205,15 +212,16 @@ class _HeadTrade:
         arrived = all_to_all.trade(parts, self.group)
         return [all_to_all.join_rows(x, self.rows).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
 
-    def to_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """`[B, S, h, ..] -> [B, S/P, H, ..]`; what several ranks have of a key head is summed."""
-        shares = self.shares if len(tensors) > 1 else self.shares[2:3]
-        parts = [all_to_all.split_rows(x.view(tensors[0].dtype), self.rows) for x in tensors]
-        arrived = zip(all_to_all.trade(parts, self.group), shares, tensors, strict=True)
-        return [all_to_all.join_heads(x, *of_rank).view(y.dtype) for x, of_rank, y in arrived]
+    def to_rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`[B, S, h, ..] -> [B, S/P, H, ..]`; what several ranks have of a key head is summed. Empties the list."""
+        shares, dtypes = self.shares if len(tensors) > 1 else self.shares[2:3], [x.dtype for x in tensors]
+        # Nothing else refers to the tensors, so that they are freed once they are in the message.
+        parts = [all_to_all.split_rows(tensors.pop(0).view(dtypes[0]), self.rows) for _ in dtypes]
+        arrived = zip(all_to_all.trade(parts, self.group), shares, dtypes, strict=True)
+        return [all_to_all.join_heads(x, *of_rank).view(dtype) for x, of_rank, dtype in arrived]
 
 
-@torch.library.custom_op("torchtitan_cp::gated_delta_rule", mutates_args=(), tags=UNSAFE)
+@operator("gated_delta_rule")
 def delta_rule(
     inputs: list[Tensor], handle: Tensor, scale: float, rule: str, ranks: int, trades: bool, most_runs: int
 ) -> tuple[Tensor, list[Tensor]]:
@@ -227,7 +235,7 @@ def delta_rule(
         return _forward(Inputs(*inputs), plan, scale, rule)
     trade = _HeadTrade(plan, heads)
     traded = trade.to_heads(*inputs)
-    return trade.to_rows(_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0])[0], traded
+    return trade.to_rows([_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0]])[0], traded
 
 
 @delta_rule.register_fake
@@ -245,7 +253,7 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     return out, [entering, q.new_empty(maps * map_columns(key_dim, rule) * key_dim, dtype=dtype)]
 
 
-@torch.library.custom_op("torchtitan_cp::gated_delta_rule_backward", mutates_args=(), tags=UNSAFE)
+@operator("gated_delta_rule_backward")
 def delta_rule_backward(
     dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, scale: float, rule: str, trades: bool
 ) -> list[Tensor]:
@@ -255,7 +263,7 @@ def delta_rule_backward(
         return _backward(dout, kept, plan, scale, rule)
     trade = _HeadTrade(plan, (dout.shape[2], key_heads))
     (dout,) = trade.to_heads(dout)
-    return trade.to_rows(*_backward(dout, kept, whole_sequence(plan), scale, rule))
+    return trade.to_rows(_backward(dout, kept, whole_sequence(plan), scale, rule))
 
 
 @delta_rule_backward.register_fake
