@@ -60,10 +60,6 @@ def _packed_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
-UNSAFE = (torch.Tag.cudagraph_unsafe,)
-
-
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Make a function an operator of torch.library, whose dtypes are its own even where autocast is on."""
 
@@ -73,7 +69,9 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
             with torch._C._DisableAutocast():
                 return function(*arguments)
 
-        return torch.library.custom_op(f"torchtitan_cp::{name}", run, mutates_args=(), tags=UNSAFE)
+        # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
+        unsafe = (torch.Tag.cudagraph_unsafe,)
+        return torch.library.custom_op(f"torchtitan_cp::{name}", run, mutates_args=(), tags=unsafe)
 
     return register
 

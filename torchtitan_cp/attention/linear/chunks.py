@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens; a power of two
-# The delta rule; with queries and keys divided by their norms first; v' = beta v, as in Mamba-2.
-RULES = ("delta", "normalized_delta", "scan")
 NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys, as in the published models
 
 
@@ -67,7 +65,8 @@ def make_factors(inputs: Inputs, scale: float, rule: str) -> Factors:
 
     Args:
         inputs: in chunks.
-        rule: one of RULES.
+        rule: "delta"; "normalized_delta", with queries and keys divided by their norms first; "scan", with
+            v' = beta v, as in Mamba-2.
     """
     q, k, v, g, beta = inputs
     if rule == "normalized_delta":

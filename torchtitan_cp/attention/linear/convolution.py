@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.operator import check_mask
 from torchtitan_cp.attention.linear.rows import KEPT, document_offsets
-from torchtitan_cp.attention.linear.states import cp_group
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
@@ -62,14 +62,14 @@ def causal_conv(
     return convolve(inputs, plan.handle, activation is not None)
 
 
-Moves = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]  # [source][target] -> (local row there, row of halos here)
-
-
 @lru_cache(maxsize=KEPT)
-def halo_moves(plan: Plan, width: int) -> Moves:
+def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
 
     Of batch rows that are packed differently, the one that reads most decides.
+
+    Returns:
+        per rank, (the local rows that it gets, the rows of halos here that it fills).
     """
     first_read: dict[int, int] = {}  # start of a run -> the first position that its tokens read
     for documents in plan.segments:
@@ -77,34 +77,28 @@ def halo_moves(plan: Plan, width: int) -> Moves:
             for segment in segments[1:]:
                 first = max(segments[0].start, segment.start - width + 1)
                 first_read[segment.start] = min(first, first_read.get(segment.start, first))
-    held, ends = plan.layout.segments, [width - 1] * plan.ranks  # where the halo of each rank's next run ends
-    moves: list[list[list[tuple[int, int]]]] = [[[] for _ in ends] for _ in ends]
+    held, halo_end = plan.layout.segments, 0  # of this rank's run
+    given: list[list[int]] = [[] for _ in range(plan.ranks)]
+    placed: list[list[int]] = [[] for _ in range(plan.ranks)]
     for target, _, start, _ in held:
+        halo_end += (width - 1) * (target == plan.rank)
         for position in range(first_read.get(start, start), start):
             source = held[bisect_right(held, position, key=attrgetter("start")) - 1]
-            moved = source.local + position - source.start, ends[target] + position - start
-            moves[source.rank][target].append(moved)
-        ends[target] += width - 1
-    return tuple(tuple(map(tuple, to)) for to in moves)
-
-
-@lru_cache(maxsize=KEPT)
-def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Per rank, (the local rows that it gets, the rows of halos here that it fills)."""
-    moves = halo_moves(plan, width)
-    sides = moves[plan.rank], [to[plan.rank] for to in moves]
-    local, halos = (
-        [torch.tensor([pair[side] for pair in pairs], dtype=torch.int64).to(device) for pairs in of_ranks]
-        for side, of_ranks in enumerate(sides)
-    )
-    return local, halos
+            if source.rank == plan.rank:
+                given[target].append(source.local + position - source.start)
+            if target == plan.rank:
+                placed[source.rank].append(halo_end + position - start)
+    sides = ([torch.tensor(rows, dtype=torch.int64).to(device) for rows in side] for side in (given, placed))
+    return next(sides), next(sides)
 
 
 def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) -> None:
     """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
     given, placed = _moved_rows(plan, width, x.device)[:: -1 if back else 1]
     parts = [x.index_select(1, rows).flatten() for rows in given]
-    received = cp_group(plan).exchange(parts, [len(rows) * len(x) * x.shape[-1] for rows in placed])
+    received = find_group(plan.groups, plan.ranks).exchange(
+        parts, [len(rows) * len(x) * x.shape[-1] for rows in placed]
+    )
     for flat, rows in zip(received, placed, strict=True):
         values = flat.view(len(x), len(rows), x.shape[-1])
         # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.linear.chunks import Inputs
-from torchtitan_cp.attention.linear.rows import Crossing, own_segments
+from torchtitan_cp.attention.linear.rows import Stretch, own_stretches
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.tiles import ALL_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def find_rules() -> tuple[Any, Any] | None:
 def is_available(inputs: Inputs, plan: Plan) -> bool:
     """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
     fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= LARGEST_KEY
-    return fits and bool(own_segments(plan, len(inputs.q))) and find_rules() is not None
+    return fits and len(inputs.q) > 0 and bool(own_stretches(plan)) and find_rules() is not None
 
 
 class FlashKernel:
@@ -48,12 +49,17 @@ class FlashKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        self.segments = own_segments(plan, len(inputs.q))
+        every_row = range(len(inputs.q))
+        self.segments = [
+            one._replace(row=row)
+            for one in own_stretches(plan)
+            for row in (every_row if one.row == ALL_ROWS else [one.row])
+        ]
         self.key_dim, self.tokens = inputs.q.shape[-1], plan.local_tokens
         self.every = list(range(len(self.segments)))
-        self.enters, self.leaves = ([s.enters for s in self.segments], [s.leaves for s in self.segments])
+        self.enters, self.leaves = zip(*((one.offset > 0, one.leaves) for one in self.segments), strict=True)
 
-    def summarize(self, segment: Crossing, transition: bool) -> Tensor:
+    def summarize(self, segment: Stretch, transition: bool) -> Tensor:
         """See TorchKernel."""
         numbers, (_, _, heads, value_dim) = self._numbers(segment), self.inputs.v.shape
         start, inputs = self._zeros(len(numbers), value_dim), self.inputs
@@ -67,7 +73,7 @@ class FlashKernel:
         """See TorchKernel."""
         return self._in_place(self._run(self.inputs, self.every, self._at(self.enters, entering))[0])
 
-    def gradient_inside(self, segment: Crossing) -> Tensor:
+    def gradient_inside(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
         numbers = self._numbers(segment)
         with above_autograd(), torch.enable_grad():
@@ -87,7 +93,7 @@ class FlashKernel:
         """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
         q, k, v, g, beta = (self._rows(x, numbers) for x in inputs)
         rule = (find_rules() or ())[g.shape[-1] > 1]
-        lengths = [0, *(self.segments[number].rows for number in numbers)]
+        lengths = [0, *(self.segments[number].tokens for number in numbers)]
         return rule(
             *(q, k, v, g if g.shape[-1] > 1 else g.squeeze(-1), beta.squeeze(-1)),
             scale=self.scale,
@@ -97,13 +103,14 @@ class FlashKernel:
             cu_seqlens=torch.tensor(lengths, device=q.device).cumsum(0),
         )
 
-    def _numbers(self, segment: Crossing) -> list[int]:
+    def _numbers(self, segment: Stretch) -> list[int]:
         """Which of this rank's segments it is, one in each of its batch rows."""
-        return [n for n, s in enumerate(self.segments) if s.start == segment.start and segment.row in (-1, s.batch_row)]
+        held = enumerate(self.segments)
+        return [n for n, s in held if s.start == segment.start and segment.row in (ALL_ROWS, s.row)]
 
     def _index(self, numbers: list[int]) -> Tensor:
         held = (self.segments[number] for number in numbers)
-        rows = [torch.arange(s.rows) + s.batch_row * self.tokens + s.local for s in held]
+        rows = [torch.arange(s.tokens) + s.row * self.tokens + s.local for s in held]
         return torch.cat(rows).to(self.inputs.q.device)
 
     def _rows(self, x: Tensor | None, numbers: list[int]) -> Tensor:
@@ -115,9 +122,9 @@ class FlashKernel:
         whole = torch.zeros_like(self.inputs.v)
         return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
 
-    def _at(self, places: list[bool], states: Tensor) -> Tensor:
+    def _at(self, places: tuple[bool, ...], states: Tensor) -> Tensor:
         """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
-        found = states[[s.run for s in self.segments], [s.batch_row for s in self.segments]]
+        found = states[[s.run for s in self.segments], [s.row for s in self.segments]]
         return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)
 
     def _zeros(self, count: int, columns: int) -> Tensor:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.chunks import Inputs
 from torchtitan_cp.attention.linear.kernel import kernels
 from torchtitan_cp.attention.linear.rows import whole_sequence
-from torchtitan_cp.attention.linear.states import Segments, StateExchange, cp_group, map_columns, most_maps
+from torchtitan_cp.attention.linear.states import Segments, StateExchange, map_columns, most_maps
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
@@ -200,7 +201,7 @@ class _HeadTrade:
     """
 
     def __init__(self, plan: Plan, heads: tuple[int, int]) -> None:
-        self.group = cp_group(plan)
+        self.group = find_group(plan.groups, plan.ranks)
         self.rows, shares = all_to_all.group_rows(plan, self.group), all_to_all.share_heads(*heads, plan.ranks)
         self.shares = [(shares.keys, heads[1])] * 2 + [(shares.queries, heads[0])] * 3
 
