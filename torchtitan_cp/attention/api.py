@@ -280,6 +280,4 @@ def check_shapes(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise PlanError("alibi_slopes have no gradient", fix="give constants: alibi_slopes.detach()")
-    rows = plan.mask.document_lengths
-    if rows is not None and len(rows) not in (1, q.shape[0]):
-        raise PlanError(f"the mask has documents of {len(rows)} batch rows and q has {q.shape[0]}")
+    plan.check_batch(len(q))

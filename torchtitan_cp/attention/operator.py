@@ -1,6 +1,7 @@
 """Attention across ranks as one operator of torch.library, for eager and compiled code alike."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -19,13 +20,22 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 @lru_cache(maxsize=KEPT_PLANS)
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
-    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
+    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's.
+
+    What a loader's worker has worked out stays with it where it still holds.
+    """
     if plan.strategy == "auto":
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):
         strategy = "ring"
-    return plan if strategy == plan.strategy else plan.with_strategy(strategy, all_to_all_ranks)
+    if strategy == plan.strategy:
+        return plan
+    chosen = replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
+    of_ring = set() if all_to_all_ranks == plan.all_to_all_ranks else {"steps", "ring_layout"}
+    for key in plan.__getstate__().keys() - chosen.__dict__.keys() - of_ring:
+        chosen.__dict__[key] = plan.__dict__[key]
+    return chosen
 
 
 def prepare_plan(plan: Plan) -> None:
@@ -70,8 +80,9 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
                 return function(*arguments)
 
         # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
-        unsafe = (torch.Tag.cudagraph_unsafe,)
-        return torch.library.custom_op(f"torchtitan_cp::{name}", run, mutates_args=(), tags=unsafe)
+        return torch.library.custom_op(
+            f"torchtitan_cp::{name}", run, mutates_args=(), tags=[torch.Tag.cudagraph_unsafe]
+        )
 
     return register
 
@@ -142,9 +153,7 @@ def attention_backward(
     *gradients, dsinks = strategy.backward(dout, kept, call)
     # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
-    if sinks is None or dsinks is None:
-        return dq, dk, dv, dout.new_empty(0)
-    return dq, dk, dv, dsinks.to(sinks.dtype)
+    return dq, dk, dv, dout.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:

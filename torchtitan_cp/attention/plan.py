@@ -9,7 +9,7 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, ClassVar
@@ -118,9 +118,8 @@ class Plan:
 
         What tiles of other ranks read, an upper bound under a window; all_gather sends every row to every rank.
         """
-        layout, mask = self.ring_layout, self.mask
-        sent, _ = rows_sent(layout, mask, self.sequence_length, 1)
-        return sum(sent) / self.sequence_length / len(mask.documents(self.sequence_length))
+        sent, _ = rows_sent(self.ring_layout, self.mask, self.sequence_length, 1)
+        return sum(sent) / self.sequence_length / len(self.mask.documents(self.sequence_length))
 
     @property
     def local_tokens(self) -> int:
@@ -178,11 +177,7 @@ class Plan:
         Raises:
             PlanError: if `x` does not have S entries along `dim`.
         """
-        if x.shape[dim] != self.sequence_length:
-            raise PlanError(
-                f"shard: dim {dim} of a tensor {tuple(x.shape)} has {x.shape[dim]} entries",
-                fix=f"give the full sequence of {self.sequence_length}, or another dim",
-            )
+        _check_entries("shard", x, dim, self.sequence_length, f"the full sequence of {self.sequence_length}")
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.layout.spans[self.rank]], dim)
 
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
@@ -194,20 +189,14 @@ class Plan:
         Raises:
             PlanError: `x_local` does not have S/P entries along `dim`, or the plan has no group.
         """
-        if x_local.shape[dim] != self.local_tokens:
-            raise PlanError(
-                f"unshard: dim {dim} of a tensor {tuple(x_local.shape)} has {x_local.shape[dim]} entries",
-                fix=f"give this rank's {self.local_tokens} rows, or another dim",
-            )
+        _check_entries("unshard", x_local, dim, self.local_tokens, f"this rank's {self.local_tokens} rows")
         return x_local if self.ranks == 1 else _Unshard.apply(x_local, self, dim)
 
-    def with_strategy(self, name: str, all_to_all_ranks: int) -> "Plan":
-        """The plan of the same rows under another strategy, with what is worked out already and still holds."""
-        plan = replace(self, strategy=name, all_to_all_ranks=all_to_all_ranks)
-        of_ring = set() if all_to_all_ranks == self.all_to_all_ranks else {"steps", "ring_layout"}
-        for key in self.__getstate__().keys() - plan.__dict__.keys() - of_ring:
-            plan.__dict__[key] = self.__dict__[key]
-        return plan
+    def check_batch(self, batch: int) -> None:
+        """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have."""
+        rows = self.mask.document_lengths
+        if rows is not None and len(rows) not in (1, batch):
+            raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
 
     def __getstate__(self) -> dict[str, Any]:
         # The handle belongs to this process; the steps that a loader's worker has worked out go with the plan.
@@ -216,6 +205,14 @@ class Plan:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
+
+
+def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) -> None:
+    if x.shape[dim] != entries:
+        raise PlanError(
+            f"{action}: dim {dim} of a tensor {tuple(x.shape)} has {x.shape[dim]} entries",
+            fix=f"give {wanted}, or another dim",
+        )
 
 
 class _Unshard(torch.autograd.Function):

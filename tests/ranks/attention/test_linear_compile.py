@@ -291,7 +291,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "weight [C, W] and bias [C], S/P = 32, got (2, 32, 6), (5, 4); shard x with plan.shard" in said[8]
     assert "activation 'relu' is not available; use one of silu" in said[9]
     assert "S/P = 32, got (2, 16, 6), (6, 4)" in said[10]
-    assert "dt [B, S/P, H] and A [H], got x (2, 32, 4, 8), dt (2, 32, 4) and A (3,); shard x" in said[11]
+    assert "dt [B, S/P, H], A [H], got [(2, 32, 4, 8), (2, 32, 4), (3,)]; shard x" in said[11]
 
 
 def run_auto() -> list[str]:

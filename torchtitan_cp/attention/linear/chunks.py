@@ -116,14 +116,12 @@ def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return joined[0], joined[1]
 
 
-Starts = Mapping[int, Tensor]  # chunk -> a state `[B, Hk, R, K, V]`, or its gradient
-
-
-def chunk_states(factors: Factors, entering: Starts) -> Tensor:
+def chunk_states(factors: Factors, entering: Mapping[int, Tensor]) -> Tensor:
     """The states that enter the chunks, `[N, B, Hk, R, K, V]`.
 
     Args:
-        entering: states that do not come from the chunk before; chunk 0's, where it is not among them, is zeros.
+        entering: by chunk, states `[B, Hk, R, K, V]` that do not come from the chunk before; chunk 0's, where it is not
+            among them, is zeros.
     """
     added = factors.k_out.mT @ factors.u
     return _scan(factors.gamma, factors.k_out, factors.w, added, entering, range(len(added)))[0]
@@ -152,7 +150,7 @@ def summarize(factors: Factors, transition: bool, rule: str) -> Tensor:
     return last
 
 
-def chunk_gradients(factors: Factors, dout: Tensor, leaving: Starts) -> tuple[Tensor, Tensor]:
+def chunk_gradients(factors: Factors, dout: Tensor, leaving: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
     """(gradients of the states that leave the chunks, that of the state that enters the first).
 
     Args:
@@ -178,7 +176,7 @@ def factor_gradients(factors: Factors, states: Tensor, dout: Tensor, dstates: Te
 
 
 def _scan(
-    gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Starts, order: Iterable[int]
+    gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Mapping[int, Tensor], order: Iterable[int]
 ) -> tuple[Tensor, Tensor]:
     """X <- gamma X + added - left^T (right X), chunk by chunk: (every chunk's X before it, the last X)."""
     shape = added.shape

@@ -23,8 +23,6 @@ from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 
-ACTIVATIONS = ("silu",)
-
 
 def causal_conv(
     x: Tensor, weight: Tensor, plan: Plan, bias: Tensor | None = None, activation: str | None = None
@@ -49,7 +47,7 @@ def causal_conv(
             an unknown activation.
     """
     if activation is not None:
-        check_name("activation", activation, ACTIVATIONS)
+        check_name("activation", activation, ("silu",))
     check_mask(plan, len(x))
     inputs, sizes = [x, weight] if bias is None else [x, weight, bias], [3, 2, 1]
     fits = [y.ndim for y in inputs] == sizes[: len(inputs)] and {x.shape[-1]} == {len(y) for y in inputs[1:]}
@@ -63,7 +61,7 @@ def causal_conv(
 
 
 @lru_cache(maxsize=KEPT)
-def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], ...]:
     """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
 
     Of batch rows that are packed differently, the one that reads most decides.
@@ -78,8 +76,7 @@ def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tens
                 first = max(segments[0].start, segment.start - width + 1)
                 first_read[segment.start] = min(first, first_read.get(segment.start, first))
     held, halo_end = plan.layout.segments, 0  # of this rank's run
-    given: list[list[int]] = [[] for _ in range(plan.ranks)]
-    placed: list[list[int]] = [[] for _ in range(plan.ranks)]
+    given, placed = ([list[int]() for _ in range(plan.ranks)] for _ in range(2))
     for target, _, start, _ in held:
         halo_end += (width - 1) * (target == plan.rank)
         for position in range(first_read.get(start, start), start):
@@ -88,8 +85,7 @@ def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tens
                 given[target].append(source.local + position - source.start)
             if target == plan.rank:
                 placed[source.rank].append(halo_end + position - start)
-    sides = ([torch.tensor(rows, dtype=torch.int64).to(device) for rows in side] for side in (given, placed))
-    return next(sides), next(sides)
+    return tuple([torch.tensor(rows, dtype=torch.int64).to(device) for rows in side] for side in (given, placed))
 
 
 def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) -> None:

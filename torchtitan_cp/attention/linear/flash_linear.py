@@ -24,8 +24,6 @@ from torchtitan_cp.attention.tiles import ALL_ROWS
 
 logger = logging.getLogger(__name__)
 
-LARGEST_KEY = 256  # dims
-
 
 @lru_cache(maxsize=1)
 def find_rules() -> tuple[Any, Any] | None:
@@ -40,7 +38,7 @@ def find_rules() -> tuple[Any, Any] | None:
 
 def is_available(inputs: Inputs, plan: Plan) -> bool:
     """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
-    fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= LARGEST_KEY
+    fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= 256
     return fits and len(inputs.q) > 0 and bool(own_stretches(plan)) and find_rules() is not None
 
 
@@ -49,15 +47,13 @@ class FlashKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        every_row = range(len(inputs.q))
         self.segments = [
             one._replace(row=row)
             for one in own_stretches(plan)
-            for row in (every_row if one.row == ALL_ROWS else [one.row])
+            for row in (range(len(inputs.q)) if one.row == ALL_ROWS else [one.row])
         ]
         self.key_dim, self.tokens = inputs.q.shape[-1], plan.local_tokens
         self.every = list(range(len(self.segments)))
-        self.enters, self.leaves = zip(*((one.offset > 0, one.leaves) for one in self.segments), strict=True)
 
     def summarize(self, segment: Stretch, transition: bool) -> Tensor:
         """See TorchKernel."""
@@ -71,7 +67,9 @@ class FlashKernel:
 
     def outputs(self, entering: Tensor) -> Tensor:
         """See TorchKernel."""
-        return self._in_place(self._run(self.inputs, self.every, self._at(self.enters, entering))[0])
+        rows, _ = self._run(self.inputs, self.every, self._at([s.offset > 0 for s in self.segments], entering))
+        whole = torch.zeros_like(self.inputs.v)
+        return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
 
     def gradient_inside(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
@@ -85,8 +83,8 @@ class FlashKernel:
         """See TorchKernel."""
         with above_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
-            ends = self._run(leaves, self.every, self._at(self.enters, entering))
-            dends = self._rows(self.dout, self.every), self._at(self.leaves, leaving)
+            ends = self._run(leaves, self.every, self._at([s.offset > 0 for s in self.segments], entering))
+            dends = self._rows(self.dout, self.every), self._at([s.leaves for s in self.segments], leaving)
             return list(torch.autograd.grad(ends, leaves, dends))
 
     def _run(self, inputs: Inputs, numbers: list[int], start: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,10 +101,9 @@ class FlashKernel:
             cu_seqlens=torch.tensor(lengths, device=q.device).cumsum(0),
         )
 
-    def _numbers(self, segment: Stretch) -> list[int]:
+    def _numbers(self, one: Stretch) -> list[int]:
         """Which of this rank's segments it is, one in each of its batch rows."""
-        held = enumerate(self.segments)
-        return [n for n, s in held if s.start == segment.start and segment.row in (ALL_ROWS, s.row)]
+        return [n for n, s in enumerate(self.segments) if s.start == one.start and one.row in (ALL_ROWS, s.row)]
 
     def _index(self, numbers: list[int]) -> Tensor:
         held = (self.segments[number] for number in numbers)
@@ -117,12 +114,7 @@ class FlashKernel:
         assert x is not None
         return x.flatten(0, 1).index_select(0, self._index(numbers)).unsqueeze(0)
 
-    def _in_place(self, rows: Tensor) -> Tensor:
-        """Rows of all segments where they belong, zeros elsewhere."""
-        whole = torch.zeros_like(self.inputs.v)
-        return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
-
-    def _at(self, places: tuple[bool, ...], states: Tensor) -> Tensor:
+    def _at(self, places: list[bool], states: Tensor) -> Tensor:
         """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
         found = states[[s.run for s in self.segments], [s.row for s in self.segments]]
         return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)

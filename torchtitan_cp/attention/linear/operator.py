@@ -91,12 +91,11 @@ def selective_scan(
     """
     if x.ndim != 4 or dt.shape != x.shape[:3] or A.shape != x.shape[2:3]:
         raise PlanError(
-            f"the scan takes x [B, S/P, H, D], dt [B, S/P, H] and A [H], got x {tuple(x.shape)}, dt {tuple(dt.shape)} "
-            f"and A {tuple(A.shape)}",
+            f"the scan takes x [B, S/P, H, D], dt [B, S/P, H], A [H], got {[tuple(y.shape) for y in (x, dt, A)]}",
             fix="shard x and dt with plan.shard",
         )
-    gates = dt.to(accumulation_dtype(dt.dtype)) * A  # a rounded gate would count at every token of a document
-    return _call(Inputs(C, B, x, gates, dt), plan, 1.0, "scan", strategy)
+    # A gate rounded to 16 bits would be off at every token of a document.
+    return _call(Inputs(C, B, x, dt.to(accumulation_dtype(dt.dtype)) * A, dt), plan, 1.0, "scan", strategy)
 
 
 def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
@@ -106,9 +105,8 @@ def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) ->
     # Gates travel beside the queries as columns of their dtype.
     g, beta = (x.to(torch.promote_types(x.dtype, inputs.q.dtype)) for x in (inputs.g, inputs.beta.unsqueeze(-1)))
     inputs = inputs._replace(g=g if g.ndim == 4 else g.unsqueeze(-1), beta=beta)
-    trades = (
-        plan.ranks > 1 and (choose_strategy(inputs, plan, rule)[0] if strategy == "auto" else strategy) == "all_to_all"
-    )
+    chosen = choose_strategy(inputs, plan, rule)[0] if strategy == "auto" else strategy
+    trades = plan.ranks > 1 and chosen == "all_to_all"
     return delta_rule(list(inputs), plan.handle, scale, rule, plan.ranks, trades, plan.most_runs)[0]
 
 
@@ -119,9 +117,7 @@ def check_mask(plan: Plan, batch: int) -> None:
             "linear attention and convolutions are causal and have no window, and the plan's mask is not so",
             fix="give them a plan of a mask with the documents alone, made with `like` the other layers' plan",
         )
-    rows = plan.mask.document_lengths
-    if rows is not None and len(rows) not in (1, batch):
-        raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
+    plan.check_batch(batch)
 
 
 def _check_shapes(inputs: Inputs, plan: Plan) -> None:
@@ -229,9 +225,8 @@ def delta_rule(
     """(out `[B, S/P, Hv, V]`, what the backward needs: inputs and states, or the inputs that were traded)."""
     plan, heads = find_plan(handle), (inputs[2].shape[2], inputs[0].shape[2])
     if plan.ranks > 1:
-        _log_choice(
-            "all_to_all" if trades else "state", plan.ranks, heads, *choose_strategy(Inputs(*inputs), plan, rule)[1:]
-        )
+        sent = choose_strategy(Inputs(*inputs), plan, rule)[1:]
+        _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent)
     if not trades:
         return _forward(Inputs(*inputs), plan, scale, rule)
     trade = _HeadTrade(plan, heads)
