@@ -1,8 +1,5 @@
 """Simulated groups: as many ranks as one likes, against the whole sequence, and byte by byte against the plan."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +9,9 @@ from torch import Tensor
 from benchmarks.simulation import simulate
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask, PlanError, make_plan
-from torchtitan_cp.attention.collectives import Group, Message, Pending
-from torchtitan_cp.attention.kernels import KERNELS, Kernel, Scores
+from torchtitan_cp.attention import AttentionMask, PlanError
+from torchtitan_cp.attention.kernels import KERNELS, Kernel
 from torchtitan_cp.attention.strategies import STRATEGIES
-from torchtitan_cp.attention.strategies.ring import exchange_kv
-from torchtitan_cp.attention.strategies.strategy import Call
 
 
 def inputs(seq_len: int, heads: tuple[int, int] = (8, 2)) -> list[Tensor]:
@@ -54,29 +48,6 @@ def test_ring_sends_the_rows_of_the_plan_and_no_more() -> None:
     for plan, sent in zip(result.plans, result.forward_bytes, strict=True):
         rows = [sum(stop - start for start, stop in step.send) for step in plan.steps[1:]]
         assert sent == [count * row_bytes for count in rows if count]
-
-
-def test_a_ring_receives_keys_while_it_computes_though_steps_between_are_empty() -> None:
-    """Under a window and zigzag, keys come from the ranks at a distance of 1 and P - 1."""
-    plan = make_plan(128, mask=AttentionMask(window=(7, -1)), ranks=8, rank=3, strategy="ring", layout="zigzag")
-    happened: list[Any] = []
-
-    class Posted(Group):
-        def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Any]) -> Pending[Any]:
-            happened.append(("receive", [source for source, _ in receives]))
-            return Pending([], finish)
-
-    k = torch.randn(1, 16, 2, 8)
-    call = Call(plan, KERNELS["reference"], Scores(1.0), 2, Posted(), Group())
-    steps = [step for step in plan.steps if step.send or step.receive]
-    assert [step.source for step in steps] == [3, 2, 4]
-    for step, _ in exchange_kv(k, k, call, steps):
-        happened.append(("compute", step.source))
-    assert happened == [
-        *(("receive", [2]), ("compute", 3)),
-        *(("receive", [4]), ("compute", 2)),
-        ("compute", 4),
-    ]
 
 
 def test_float8_halves_the_bytes_of_bf16() -> None:

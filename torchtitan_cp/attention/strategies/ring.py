@@ -6,7 +6,7 @@ under a window), and an owner sums its gradient in the order of the steps, so th
 bits. Memory holds two KV buffers whatever the number of ranks. Source: Ring Attention (Liu et al., 2023).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,10 +21,7 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     softmax = RunningSoftmax(q, v.shape[-1])
-    # Steps without messages are left out, so that the KV behind them travels sooner; the messages keep their order. In
-    # backward, gradients travel in between, and two ranks must agree on which of their messages is first.
-    steps = [step for step in call.plan.steps if step.send or step.receive]
-    for step, (k_rows, v_rows) in exchange_kv(k, v, call, steps):
+    for step, (k_rows, v_rows) in exchange_kv(k, v, call):
         add_outputs(softmax, step.tiles, q, k_rows, v_rows, call.kernel, call.scores_for(step.key_rows))
     out, lse = softmax.result(call.sinks)
     return out, lse, Residuals(q, k, v, out, lse)
@@ -34,7 +31,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
     q, k, v, out, lse = residuals
     dq, dkv_local = GradientSum(q), [GradientSum(k), GradientSum(v)]
     add_returned: Callable[[], None] | None = None
-    for step, (k_rows, v_rows) in exchange_kv(k, v, call, call.plan.steps):
+    for step, (k_rows, v_rows) in exchange_kv(k, v, call):
         local = step is call.plan.steps[0]
         dkv = dkv_local if local else [GradientSum(k_rows), GradientSum(v_rows)]
         scores = call.scores_for(step.key_rows)
@@ -51,11 +48,9 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 STRATEGY = Strategy(forward, backward)
 
 
-def exchange_kv(
-    k: Tensor, v: Tensor, call: Call, steps: Sequence[RingStep]
-) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
+def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
     """Yields each step with its (k, v), k `[B, rows received, Hkv, Dqk]`, while the next step's KV travels."""
-    codec, kv = CODECS[call.plan.kv_transfer], (k, v)
+    codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, (k, v)
 
     def start(step: RingStep) -> Pending[Tensor]:
         send = codec.encode(_rows_in(k, step.send), _rows_in(v, step.send))
