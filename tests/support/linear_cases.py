@@ -19,6 +19,7 @@ from torchtitan_cp.attention import (
     make_plan,
     sum_ranks,
 )
+from torchtitan_cp.attention.collectives import Group
 
 S, BATCH, KEY_DIM, VALUE_DIM, SCALE = 48, 2, 8, 6, 0.4
 
@@ -154,6 +155,22 @@ def expected_convolution(
         return convolution(x, weight, mask, *bias, activation=activation)
 
     return with_gradients(convolve, leaves, dout)
+
+
+def count_bytes(run: Callable[[], Any]) -> int:
+    """What this rank sends to others during a run."""
+    sent, post = [], Group._post
+
+    def counting(self: Group, sends: list[tuple[int, Tensor]], *rest: Any) -> Any:
+        sent.extend(x.nbytes for _, x in sends)
+        return post(self, sends, *rest)
+
+    Group._post = counting  # type: ignore[method-assign]
+    try:
+        run()
+    finally:
+        Group._post = post  # type: ignore[method-assign]
+    return sum(sent)
 
 
 def run_long(seed: int, dtype: torch.dtype, rule: str, strategy: str, layout: str) -> list[Tensor]:

@@ -211,6 +211,14 @@ class ContextParallel:
                 f"the mesh has {mesh.ndim} axes and the strategy is {self.strategy!r}",
                 fix="give a 1-D mesh of the context-parallel ranks, or for hybrid a 2-D one: ring x all-to-all",
             )
+        whole = self.whole_mesh or mesh
+        # A process group numbers its ranks in ascending order, whatever the order of the mesh.
+        ascend = all((each.mesh.diff(dim=axis) > 0).all() for each in (mesh, whole) for axis in range(each.ndim))
+        if not ascend or whole.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
+            raise PlanError(
+                f"ranks do not ascend along an axis of the mesh, or whole_mesh has others: {mesh}, {self.whole_mesh}",
+                fix="give meshes of the same ranks, in ascending order",
+            )
         process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         # The ring's is first, the inner one last.
         process_groups[1:1] = [self.whole_mesh.get_group()] if self.whole_mesh else []
@@ -272,6 +280,4 @@ def check_shapes(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise PlanError("alibi_slopes have no gradient", fix="give constants: alibi_slopes.detach()")
-    rows = plan.mask.document_lengths
-    if rows is not None and len(rows) not in (1, q.shape[0]):
-        raise PlanError(f"the mask has documents of {len(rows)} batch rows and q has {q.shape[0]}")
+    plan.check_batch(len(q))

@@ -131,18 +131,20 @@ def _filled(messages: list[Message]) -> list[Message]:
 
 
 def find_group(names: tuple[str, ...], ranks: int) -> Group:
-    """The process group registered under the first name; a group of one rank needs none.
+    """The first of the process groups registered under these names that has so many ranks; one rank alone needs none.
 
     Raises:
         PlanError: there is none.
     """
-    if ranks == 1:
-        return Group()
+    for group in (Group(), *map(Group, names)):
+        if group.ranks == ranks:
+            return group
     if not names:
         raise PlanError("this plan has no process group", fix="make it with ContextParallel.plan, on every rank")
-    group = Group(names[0])
-    assert group.ranks == ranks
-    return group
+    raise PlanError(
+        "linear attention and convolutions need one group of all context-parallel ranks, and the mesh has two axes",
+        fix="give ContextParallel the same ranks as a 1-D mesh too: whole_mesh",
+    )
 
 
 def open_groups(names: tuple[str, ...], device_type: str) -> None:

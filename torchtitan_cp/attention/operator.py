@@ -1,7 +1,8 @@
 """Attention across ranks as one operator of torch.library, for eager and compiled code alike."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -19,13 +20,22 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 @lru_cache(maxsize=KEPT_PLANS)
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
-    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
+    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's.
+
+    What a loader's worker has worked out stays with it where it still holds.
+    """
     if plan.strategy == "auto":
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):
         strategy = "ring"
-    return plan if strategy == plan.strategy else replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
+    if strategy == plan.strategy:
+        return plan
+    chosen = replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
+    of_ring = set() if all_to_all_ranks == plan.all_to_all_ranks else {"steps", "ring_layout"}
+    for key in plan.__getstate__().keys() - chosen.__dict__.keys() - of_ring:
+        chosen.__dict__[key] = plan.__dict__[key]
+    return chosen
 
 
 def prepare_plan(plan: Plan) -> None:
@@ -60,8 +70,21 @@ def _packed_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
-UNSAFE = (torch.Tag.cudagraph_unsafe,)
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator of torch.library, whose dtypes are its own even where autocast is on."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def run(*arguments: Any) -> Any:
+            with torch._C._DisableAutocast():
+                return function(*arguments)
+
+        # A replayed CUDA graph would run the plan it was recorded with, since Python finds the plan by its number.
+        return torch.library.custom_op(
+            f"torchtitan_cp::{name}", run, mutates_args=(), tags=[torch.Tag.cudagraph_unsafe]
+        )
+
+    return register
 
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -89,7 +112,7 @@ def _new_gradients(
     return dq, dk, dv, dout.new_empty(0) if sinks is None else torch.zeros_like(sinks)
 
 
-@torch.library.custom_op("torchtitan_cp::attention", mutates_args=(), tags=UNSAFE)
+@operator("attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -110,7 +133,7 @@ def attention(
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
 
-@torch.library.custom_op("torchtitan_cp::attention_backward", mutates_args=(), tags=UNSAFE)
+@operator("attention_backward")
 def attention_backward(
     dout: Tensor,
     residuals: list[Tensor],
@@ -130,9 +153,7 @@ def attention_backward(
     *gradients, dsinks = strategy.backward(dout, kept, call)
     # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
-    if sinks is None or dsinks is None:
-        return dq, dk, dv, dout.new_empty(0)
-    return dq, dk, dv, dsinks.to(sinks.dtype)
+    return dq, dk, dv, dout.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:

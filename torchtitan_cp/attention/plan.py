@@ -118,9 +118,8 @@ class Plan:
 
         What tiles of other ranks read, an upper bound under a window; all_gather sends every row to every rank.
         """
-        layout, mask = self.ring_layout, self.mask
-        sent, _ = rows_sent(layout, mask, self.sequence_length, 1)
-        return sum(sent) / self.sequence_length / len(mask.documents(self.sequence_length))
+        sent, _ = rows_sent(self.ring_layout, self.mask, self.sequence_length, 1)
+        return sum(sent) / self.sequence_length / len(self.mask.documents(self.sequence_length))
 
     @property
     def local_tokens(self) -> int:
@@ -130,7 +129,8 @@ class Plan:
     @cached_property
     def positions(self) -> Tensor:
         """Global position of each local token, `[S/P]` int64 on CPU."""
-        return self.layout.positions(self.rank)
+        with torch.inference_mode(False):  # it is kept, and autograd cannot save a tensor of inference mode
+            return self.layout.positions(self.rank)
 
     @cached_property
     def segments(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
@@ -177,11 +177,7 @@ class Plan:
         Raises:
             PlanError: if `x` does not have S entries along `dim`.
         """
-        if x.shape[dim] != self.sequence_length:
-            raise PlanError(
-                f"shard: dim {dim} of a tensor {tuple(x.shape)} has {x.shape[dim]} entries",
-                fix=f"give the full sequence of {self.sequence_length}, or another dim",
-            )
+        _check_entries("shard", x, dim, self.sequence_length, f"the full sequence of {self.sequence_length}")
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.layout.spans[self.rank]], dim)
 
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
@@ -193,12 +189,14 @@ class Plan:
         Raises:
             PlanError: `x_local` does not have S/P entries along `dim`, or the plan has no group.
         """
-        if x_local.shape[dim] != self.local_tokens:
-            raise PlanError(
-                f"unshard: dim {dim} of a tensor {tuple(x_local.shape)} has {x_local.shape[dim]} entries",
-                fix=f"give this rank's {self.local_tokens} rows, or another dim",
-            )
+        _check_entries("unshard", x_local, dim, self.local_tokens, f"this rank's {self.local_tokens} rows")
         return x_local if self.ranks == 1 else _Unshard.apply(x_local, self, dim)
+
+    def check_batch(self, batch: int) -> None:
+        """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have."""
+        rows = self.mask.document_lengths
+        if rows is not None and len(rows) not in (1, batch):
+            raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
 
     def __getstate__(self) -> dict[str, Any]:
         # The handle belongs to this process; the steps that a loader's worker has worked out go with the plan.
@@ -207,6 +205,14 @@ class Plan:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
+
+
+def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) -> None:
+    if x.shape[dim] != entries:
+        raise PlanError(
+            f"{action}: dim {dim} of a tensor {tuple(x.shape)} has {x.shape[dim]} entries",
+            fix=f"give {wanted}, or another dim",
+        )
 
 
 class _Unshard(torch.autograd.Function):

@@ -31,7 +31,8 @@ def register_plan(plan: Any) -> tuple[Tensor, Any]:
         while (first := _plans.setdefault(number, plan)) != plan:
             number += 1
         _find(number)
-    return torch.tensor(number), first
+    with torch.inference_mode(False):  # autograd cannot save a tensor of inference mode
+        return torch.tensor(number), first
 
 
 def find_plan(handle: Tensor) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.deep import deep_rows
 from tests.support.emulated_ops import EMULATED, emulate
@@ -517,6 +517,7 @@ def run_refusals() -> list[str]:
         lambda: cp.attention(q, q, q, make_cp("ring", "zigzag", "flash").plan(64)),
         lambda: ContextParallel(init_device_mesh("cpu", (1, 2)), strategy="ring"),
         lambda: ContextParallel(init_device_mesh("cpu", (2,)), strategy="hybrid"),
+        lambda: ContextParallel(DeviceMesh("cpu", [1, 0])),
     ]
     messages = []
     for call in calls:
@@ -538,6 +539,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "kernel 'flash' cannot run this: it runs on cuda, not cpu; use cpu or reference" in messages[5]
     assert "the mesh has 2 axes and the strategy is 'ring'" in messages[6]
     assert "for hybrid a 2-D one" in messages[7]
+    assert "ranks do not ascend along an axis of the mesh" in messages[8]
 
 
 def run_unshard_gradient() -> Tensor:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.support.linear_cases import count_bytes
 from tests.support.rank_pool import RankPool
 from tests.support.recurrence import convolution, delta_rule
 from torchtitan_cp.attention import (
@@ -21,9 +22,9 @@ from torchtitan_cp.attention import (
     PlanError,
     causal_conv,
     gated_delta_rule,
+    selective_scan,
     sum_ranks,
 )
-from torchtitan_cp.attention.collectives import Group
 
 S, WIDTH, KEY_HEADS, VALUE_HEADS, DIM = 64, 24, 2, 4, 8
 PACKINGS = [(64,), (10, 54), (1, 30, 33), (20, 44), (64,)]
@@ -186,22 +187,6 @@ def test_recomputation_and_several_micro_batches_in_flight(
     assert max(ranks(2)(run_in_flight, strategy, saved)) < 1e-10
 
 
-def count_bytes(run: Callable[[], Any]) -> int:
-    """What this rank sends to others during a run."""
-    sent, post = [], Group._post
-
-    def counting(self: Group, sends: list[tuple[int, Tensor]], *rest: Any) -> Any:
-        sent.extend(x.nbytes for _, x in sends)
-        return post(self, sends, *rest)
-
-    Group._post = counting  # type: ignore[method-assign]
-    try:
-        run()
-    finally:
-        Group._post = post  # type: ignore[method-assign]
-    return sum(sent)
-
-
 def published_layer(seq_len: int, dtype: torch.dtype) -> list[Tensor]:
     """Inputs of the size of a layer of Qwen3-Next: 16 key and 32 value heads of 128."""
     shapes = [(16, 128), (16, 128), (32, 128), (32,), (32,)]
@@ -284,6 +269,7 @@ def run_refusals() -> list[str]:
         lambda: causal_conv(x, weight[:5], plan),
         lambda: causal_conv(x, weight, plan, activation="relu"),
         lambda: causal_conv(x[:, :16], weight, plan),
+        lambda: selective_scan(v, g, torch.zeros(3), q, q, plan),
     ]
     said = []
     for call in calls:
@@ -305,6 +291,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "weight [C, W] and bias [C], S/P = 32, got (2, 32, 6), (5, 4); shard x with plan.shard" in said[8]
     assert "activation 'relu' is not available; use one of silu" in said[9]
     assert "S/P = 32, got (2, 16, 6), (6, 4)" in said[10]
+    assert "dt [B, S/P, H], A [H], got [(2, 32, 4, 8), (2, 32, 4), (3,)]; shard x" in said[11]
 
 
 def run_auto() -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.deep import deep_rows
 from tests.support.linear_cases import (
@@ -26,6 +26,7 @@ from tests.support.linear_cases import (
     check,
     convolution_inputs,
     convolve_on_rank,
+    count_bytes,
     expected,
     expected_convolution,
     inputs,
@@ -37,7 +38,15 @@ from tests.support.linear_cases import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.recurrence import documents_of
-from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, PlanError, selective_scan, sum_ranks
+from torchtitan_cp.attention import (
+    AttentionMask,
+    ContextParallel,
+    Plan,
+    PlanError,
+    make_plan,
+    selective_scan,
+    sum_ranks,
+)
 from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.linear import flash_linear, kernel
 
@@ -61,22 +70,24 @@ def scan_token_by_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, 
     return torch.stack(rows)
 
 
-def scan_inputs(length: int = S) -> list[Tensor]:
+def scan_inputs(length: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """x, dt, A, B, C and dout; heads forget at different rates."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(HEADS, DIM), (HEADS,), (GROUPS, STATE), (GROUPS, STATE), (HEADS, DIM)]
     x, dt, B, C, dout = (
         torch.randn(BATCH, length, *shape, generator=generator, dtype=torch.float64) for shape in shapes
     )
-    return [x, dt.abs(), -torch.linspace(0.01, 3.0, HEADS, dtype=torch.float64), B, C, dout]
+    inputs = [x, dt.abs(), -torch.linspace(0.01, 3.0, HEADS, dtype=torch.float64), B, C, dout]
+    return [y.to(dtype) for y in inputs]
 
 
-def scan_on_rank(plan: Plan, strategy: str) -> list[Tensor]:
+def scan_on_rank(plan: Plan, strategy: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """The gathered out and gradients, that of A summed over the ranks."""
-    x, dt, A, B, C, dout = scan_inputs(plan.sequence_length)
+    x, dt, A, B, C, dout = scan_inputs(plan.sequence_length, dtype)
     local = [plan.shard(x), plan.shard(dt), A, plan.shard(B), plan.shard(C)]
     answers = with_gradients(lambda *y: selective_scan(*y, plan, strategy), local, plan.shard(dout))
-    return [sum_ranks(y, plan) if n == 3 else plan.unshard(y) for n, y in enumerate(answers)]
+    # Summed in fp64, so that only each rank's own rounding counts.
+    return [sum_ranks(y.to(torch.float64), plan) if n == 3 else plan.unshard(y) for n, y in enumerate(answers)]
 
 
 def run_scans(layout: str, strategy: str) -> dict[str, list[Tensor]]:
@@ -85,8 +96,9 @@ def run_scans(layout: str, strategy: str) -> dict[str, list[Tensor]]:
 
 
 @cache
-def expected_scan(mask: AttentionMask, length: int = S) -> list[Tensor]:
-    *leaves, dout = scan_inputs(length)
+def expected_scan(mask: AttentionMask, length: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The recurrence's answer in fp64 to inputs as `dtype` holds them."""
+    *leaves, dout = (y.double() for y in scan_inputs(length, dtype))
     return with_gradients(lambda *y: scan_token_by_token(*y, mask), leaves, dout)
 
 
@@ -98,12 +110,46 @@ def test_a_scan_equals_token_by_token(ranks: Callable[[int], RankPool], size: in
             check(answers, expected_scan(MASKS[name]), 1e-10, (layout, strategy, name))
 
 
-def run_long_scan(layout: str) -> list[Tensor]:
-    return scan_on_rank(make_cp(layout).plan(LONG, LONG_MASK), "state")
+def run_long_scan(layout: str, strategy: str, dtype: torch.dtype) -> list[Tensor]:
+    return scan_on_rank(make_cp(layout).plan(LONG, LONG_MASK), strategy, dtype)
 
 
-def test_a_scan_over_many_chunks_and_stretches_equals_token_by_token(ranks: Callable[[int], RankPool]) -> None:
-    check(ranks(3)(run_long_scan, "zigzag")[0], expected_scan(LONG_MASK, LONG), 1e-10, "long")
+@pytest.mark.parametrize(("strategy", "layout"), [("state", "zigzag"), ("all_to_all", "contiguous")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_error_of_a_scan_over_many_chunks_and_stretches_is_that_of_one_process(
+    ranks: Callable[[int], RankPool], dtype: torch.dtype, strategy: str, layout: str
+) -> None:
+    want, plan = expected_scan(LONG_MASK, LONG, dtype), make_plan(LONG, mask=LONG_MASK)
+    *leaves, dout = scan_inputs(LONG, dtype)
+    alone = with_gradients(lambda *y: selective_scan(*y, plan), leaves, dout)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    answers = ranks(3)(run_long_scan, layout, strategy, dtype)[0]
+    for got, single, reference in zip(answers, alone, want, strict=True):
+        error, norm = (got - reference).norm(), reference.norm()
+        assert error < min(tolerance * norm, 1.5 * (single - reference).norm() + 1e-7 * norm)
+
+
+def run_counted_scan(strategy: str, mask: AttentionMask) -> tuple[int, int]:
+    """Bytes forward and backward of a scan in bf16."""
+    plan, outs = make_cp("contiguous").plan(S, mask), list[Tensor]()
+    x, dt, A, B, C, _ = scan_inputs(S, torch.bfloat16)
+    leaves = [y.requires_grad_() for y in (plan.shard(x), plan.shard(dt), A, plan.shard(B), plan.shard(C))]
+    forward = count_bytes(lambda: outs.append(selective_scan(*leaves, plan, strategy)))
+    return forward, count_bytes(lambda: outs[0].sum().backward())
+
+
+def test_a_scan_sends_what_the_formulas_say(ranks: Callable[[int], RankPool]) -> None:
+    """A state is N x D in fp32 for each head and batch row, and A a column of N."""
+    state, column = (4 * BATCH * HEADS * STATE * columns for columns in (DIM, 1))
+    # Of four stretches the first sends B, the two inner ones A and B, and all but the first get a state.
+    answers = ranks(4)(run_counted_scan, "state", AttentionMask())
+    assert sum(answer[0] for answer in answers) == ((3 + 3) * state + 2 * column) * 3 // 4
+    assert sum(answer[1] for answer in answers) == (3 + 3) * state * 3 // 4
+    whole = AttentionMask(document_lengths=((12, 12, 5, 7, 12),))
+    assert ranks(4)(run_counted_scan, "state", whole) == [(0, 0)] * 4
+    # In trade, x, B, C and out in bf16, and the gates in fp32 beside step sizes in bf16, each way.
+    a_token = 2 * (2 * HEADS * DIM + 2 * GROUPS * STATE) + (4 + 2) * HEADS
+    assert ranks(2)(run_counted_scan, "all_to_all", AttentionMask()) == [(BATCH * S // 2 * a_token // 2,) * 2] * 2
 
 
 def run_in_parts(rule: str) -> list[Tensor]:
@@ -164,7 +210,7 @@ def stand_in(
 
 def run_stand_in(rule: str, layout: str, l2norm: bool) -> dict[str, list[Tensor]]:
     before: Any = flash_linear.is_available, flash_linear.find_rules
-    flash_linear.is_available = lambda inputs, plan: bool(flash_linear.own_segments(plan, len(inputs.q)))
+    flash_linear.is_available = lambda inputs, plan: bool(flash_linear.own_stretches(plan))
     flash_linear.find_rules = lambda: (stand_in, stand_in)  # type: ignore[assignment]
     cases = {
         name: Case(name, "4 of 4" if l2norm else "8 of 2", rule, "soft", "between", l2norm, torch.float64)
@@ -241,8 +287,13 @@ def run_two_axes() -> list[str]:
     assert selective_scan(q, dt, -dt[0, 0], q, q, whole).shape == q.shape
     with pytest.raises(PlanError) as error:
         selective_scan(q, dt, -dt[0, 0], q, q, ContextParallel(init_device_mesh("cpu", (2, 2)), "hybrid").plan(64))
-    return [str(error.value)]
+    other_order = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    with pytest.raises(PlanError) as of_order:
+        ContextParallel(other_order, "hybrid", whole_mesh=init_device_mesh("cpu", (4,)))
+    return [str(error.value), str(of_order.value)]
 
 
-def test_a_mesh_of_two_axes_alone_is_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
-    assert "two axes; give ContextParallel the same ranks as a 1-D mesh too" in ranks(4)(run_two_axes)[0][0]
+def test_a_mesh_of_two_axes_alone_or_with_another_order_is_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
+    alone, other_order = ranks(4)(run_two_axes)[0]
+    assert "two axes; give ContextParallel the same ranks as a 1-D mesh too" in alone
+    assert "or whole_mesh has others: DeviceMesh(" in other_order

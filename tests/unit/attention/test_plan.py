@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests.support.oracle import allowed
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, make_plan
+from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, attend, gated_delta_rule, make_plan
 from torchtitan_cp.attention.layouts import make_layout
 from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs, dense_parts
@@ -189,6 +190,34 @@ def test_a_plan_that_was_pickled_is_equal_and_keeps_its_steps() -> None:
     assert copy.__dict__["steps"] == steps
     assert int(copy.handle) == int(handle)
     assert find_plan(handle) == plan
+
+
+def test_a_plan_whose_strategy_is_chosen_later_keeps_what_a_worker_planned_and_still_holds() -> None:
+    mask = AttentionMask(document_lengths=((9, 23, 32),))
+    plan = make_plan(64, mask=mask, ranks=8, rank=1)
+    worked_out = {name: getattr(plan, name) for name in ("positions", "segments", "steps", "gathered_tiles")}
+    plan = pickle.loads(pickle.dumps(plan))
+    ring, traded = (with_strategy(plan, *heads) for heads in ((6, 3), (8, 8)))
+    assert (ring.strategy, traded.strategy) == ("ring", "all_to_all")
+    assert ring.__dict__.keys() >= worked_out.keys()
+    assert ring.steps == worked_out["steps"]
+    assert traded.__dict__.keys() >= worked_out.keys() - {"steps"}
+    assert "steps" not in traded.__dict__  # whose ring is of one member
+    assert len(traded.steps) == 1
+    assert traded.all_to_all_ranks == 8
+    assert ring == make_plan(64, mask=mask, ranks=8, rank=1, strategy="ring")
+
+
+def test_a_plan_of_inference_mode_can_be_trained_with() -> None:
+    with torch.inference_mode():
+        plan = make_plan(64)
+        positions = plan.positions
+    x = torch.randn(1, 64, 2, 8, requires_grad=True)
+    gates = torch.zeros(1, 64, 2)
+    attend(x, x, x, plan).sum().backward()
+    gated_delta_rule(x, x, x, gates, gates, plan).sum().backward()
+    torch.nn.functional.embedding(positions, torch.randn(64, 8, requires_grad=True)).sum().backward()
+    assert not positions.is_inference()
 
 
 @given(cases())

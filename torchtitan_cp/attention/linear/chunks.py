@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens; a power of two
-# The delta rule; with queries and keys divided by their norms first; v' = beta v, as in Mamba-2.
-RULES = ("delta", "normalized_delta", "scan")
 NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys, as in the published models
 
 
@@ -67,7 +65,8 @@ def make_factors(inputs: Inputs, scale: float, rule: str) -> Factors:
 
     Args:
         inputs: in chunks.
-        rule: one of RULES.
+        rule: "delta"; "normalized_delta", with queries and keys divided by their norms first; "scan", with
+            v' = beta v, as in Mamba-2.
     """
     q, k, v, g, beta = inputs
     if rule == "normalized_delta":
@@ -117,14 +116,12 @@ def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return joined[0], joined[1]
 
 
-Starts = Mapping[int, Tensor]  # chunk -> a state `[B, Hk, R, K, V]`, or its gradient
-
-
-def chunk_states(factors: Factors, entering: Starts) -> Tensor:
+def chunk_states(factors: Factors, entering: Mapping[int, Tensor]) -> Tensor:
     """The states that enter the chunks, `[N, B, Hk, R, K, V]`.
 
     Args:
-        entering: states that do not come from the chunk before; chunk 0's, where it is not among them, is zeros.
+        entering: by chunk, states `[B, Hk, R, K, V]` that do not come from the chunk before; chunk 0's, where it is not
+            among them, is zeros.
     """
     added = factors.k_out.mT @ factors.u
     return _scan(factors.gamma, factors.k_out, factors.w, added, entering, range(len(added)))[0]
@@ -153,7 +150,7 @@ def summarize(factors: Factors, transition: bool, rule: str) -> Tensor:
     return last
 
 
-def chunk_gradients(factors: Factors, dout: Tensor, leaving: Starts) -> tuple[Tensor, Tensor]:
+def chunk_gradients(factors: Factors, dout: Tensor, leaving: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
     """(gradients of the states that leave the chunks, that of the state that enters the first).
 
     Args:
@@ -179,7 +176,7 @@ def factor_gradients(factors: Factors, states: Tensor, dout: Tensor, dstates: Te
 
 
 def _scan(
-    gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Starts, order: Iterable[int]
+    gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Mapping[int, Tensor], order: Iterable[int]
 ) -> tuple[Tensor, Tensor]:
     """X <- gamma X + added - left^T (right X), chunk by chunk: (every chunk's X before it, the last X)."""
     shape = added.shape

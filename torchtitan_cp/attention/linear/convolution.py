@@ -13,17 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.operator import check_mask
 from torchtitan_cp.attention.linear.rows import KEPT, document_offsets
-from torchtitan_cp.attention.linear.states import cp_group
 from torchtitan_cp.attention.merge import accumulation_dtype
-from torchtitan_cp.attention.operator import UNSAFE
+from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
-
-ACTIVATIONS = ("silu",)
 
 
 def causal_conv(
@@ -49,7 +47,7 @@ def causal_conv(
             an unknown activation.
     """
     if activation is not None:
-        check_name("activation", activation, ACTIVATIONS)
+        check_name("activation", activation, ("silu",))
     check_mask(plan, len(x))
     inputs, sizes = [x, weight] if bias is None else [x, weight, bias], [3, 2, 1]
     fits = [y.ndim for y in inputs] == sizes[: len(inputs)] and {x.shape[-1]} == {len(y) for y in inputs[1:]}
@@ -62,14 +60,14 @@ def causal_conv(
     return convolve(inputs, plan.handle, activation is not None)
 
 
-Moves = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]  # [source][target] -> (local row there, row of halos here)
-
-
 @lru_cache(maxsize=KEPT)
-def halo_moves(plan: Plan, width: int) -> Moves:
+def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], ...]:
     """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
 
     Of batch rows that are packed differently, the one that reads most decides.
+
+    Returns:
+        per rank, (the local rows that it gets, the rows of halos here that it fills).
     """
     first_read: dict[int, int] = {}  # start of a run -> the first position that its tokens read
     for documents in plan.segments:
@@ -77,27 +75,28 @@ def halo_moves(plan: Plan, width: int) -> Moves:
             for segment in segments[1:]:
                 first = max(segments[0].start, segment.start - width + 1)
                 first_read[segment.start] = min(first, first_read.get(segment.start, first))
-    held, ends = plan.layout.segments, [width - 1] * plan.ranks  # where the halo of each rank's next run ends
-    moves: list[list[list[tuple[int, int]]]] = [[[] for _ in ends] for _ in ends]
+    held, halo_end = plan.layout.segments, 0  # of this rank's run
+    given, placed = ([list[int]() for _ in range(plan.ranks)] for _ in range(2))
     for target, _, start, _ in held:
+        halo_end += (width - 1) * (target == plan.rank)
         for position in range(first_read.get(start, start), start):
             source = held[bisect_right(held, position, key=attrgetter("start")) - 1]
-            moved = source.local + position - source.start, ends[target] + position - start
-            moves[source.rank][target].append(moved)
-        ends[target] += width - 1
-    return tuple(tuple(map(tuple, to)) for to in moves)
+            if source.rank == plan.rank:
+                given[target].append(source.local + position - source.start)
+            if target == plan.rank:
+                placed[source.rank].append(halo_end + position - start)
+    return tuple([torch.tensor(rows, dtype=torch.int64).to(device) for rows in side] for side in (given, placed))
 
 
 def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) -> None:
     """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
-    moves = halo_moves(plan, width)
-    ours, theirs = moves[plan.rank], [to[plan.rank] for to in moves]
-    sent, arriving = (theirs, ours) if back else (ours, theirs)
-    parts = [x[:, [pair[back] for pair in pairs]].flatten() for pairs in sent]
-    received = cp_group(plan).exchange(parts, [len(pairs) * len(x) * x.shape[-1] for pairs in arriving])
-    for flat, pairs in zip(received, arriving, strict=True):
-        rows = torch.tensor([pair[not back] for pair in pairs], dtype=torch.int64, device=x.device)
-        values = flat.view(len(x), len(pairs), x.shape[-1])
+    given, placed = _moved_rows(plan, width, x.device)[:: -1 if back else 1]
+    parts = [x.index_select(1, rows).flatten() for rows in given]
+    received = find_group(plan.groups, plan.ranks).exchange(
+        parts, [len(rows) * len(x) * x.shape[-1] for rows in placed]
+    )
+    for flat, rows in zip(received, placed, strict=True):
+        values = flat.view(len(x), len(rows), x.shape[-1])
         # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.
         onto.transpose(0, 1).index_put_((rows,), values.transpose(0, 1), accumulate=True)
 
@@ -118,21 +117,22 @@ def _convolve(plan: Plan, silu: bool, x: Tensor, halos: Tensor, weight: Tensor, 
         pairs = zip(halos.split([width - 1] * len(runs), 1), x.split(runs, 1), strict=True)
         return torch.cat([piece for pair in pairs for piece in pair], 1)
 
-    rows, offsets = with_halos(x, halos), document_offsets(plan, x.device)
+    # Widened once, so that the gradients of all reads add up in fp32.
+    rows, offsets = with_halos(x.to(dtype), halos.to(dtype)), document_offsets(plan, x.device)
     nowhere = offsets.new_full((len(offsets), halos.shape[1]), -1)
     offsets = with_halos(offsets, nowhere)[:, width - 1 :, None]
     total = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for distance in range(width):
         # What lies further back than the document's first token is another's.
         read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
-        total = total + read.to(dtype) * weight[:, width - 1 - distance].to(dtype)
+        total = total + read * weight[:, width - 1 - distance].to(dtype)
     total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0).to(x.dtype)
     first, *rest = runs
     pieces = total.split([first, *(length for run in rest for length in (width - 1, run))], 1)
     return torch.cat(pieces[::2], 1)
 
 
-@torch.library.custom_op("torchtitan_cp::causal_conv", mutates_args=(), tags=UNSAFE)
+@operator("causal_conv")
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` of x, weight and perhaps bias."""
     plan, (x, *parameters) = find_plan(handle), inputs
@@ -144,7 +144,7 @@ def _(inputs: list[Tensor], *_: Any) -> Tensor:
     return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("torchtitan_cp::causal_conv_backward", mutates_args=(), tags=UNSAFE)
+@operator("causal_conv_backward")
 def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: bool) -> list[Tensor]:
     """The gradients of the inputs."""
     plan, (x, *parameters) = find_plan(handle), inputs

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.linear.chunks import Inputs
-from torchtitan_cp.attention.linear.rows import Crossing, own_segments
+from torchtitan_cp.attention.linear.rows import Stretch, own_stretches
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.tiles import ALL_ROWS
 
 logger = logging.getLogger(__name__)
-
-LARGEST_KEY = 256  # dims
 
 
 @lru_cache(maxsize=1)
@@ -39,8 +38,8 @@ def find_rules() -> tuple[Any, Any] | None:
 
 def is_available(inputs: Inputs, plan: Plan) -> bool:
     """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
-    fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= LARGEST_KEY
-    return fits and bool(own_segments(plan, len(inputs.q))) and find_rules() is not None
+    fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= 256
+    return fits and len(inputs.q) > 0 and bool(own_stretches(plan)) and find_rules() is not None
 
 
 class FlashKernel:
@@ -48,12 +47,15 @@ class FlashKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        self.segments = own_segments(plan, len(inputs.q))
+        self.segments = [
+            one._replace(row=row)
+            for one in own_stretches(plan)
+            for row in (range(len(inputs.q)) if one.row == ALL_ROWS else [one.row])
+        ]
         self.key_dim, self.tokens = inputs.q.shape[-1], plan.local_tokens
         self.every = list(range(len(self.segments)))
-        self.enters, self.leaves = ([s.enters for s in self.segments], [s.leaves for s in self.segments])
 
-    def summarize(self, segment: Crossing, transition: bool) -> Tensor:
+    def summarize(self, segment: Stretch, transition: bool) -> Tensor:
         """See TorchKernel."""
         numbers, (_, _, heads, value_dim) = self._numbers(segment), self.inputs.v.shape
         start, inputs = self._zeros(len(numbers), value_dim), self.inputs
@@ -65,9 +67,11 @@ class FlashKernel:
 
     def outputs(self, entering: Tensor) -> Tensor:
         """See TorchKernel."""
-        return self._in_place(self._run(self.inputs, self.every, self._at(self.enters, entering))[0])
+        rows, _ = self._run(self.inputs, self.every, self._at([s.offset > 0 for s in self.segments], entering))
+        whole = torch.zeros_like(self.inputs.v)
+        return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
 
-    def gradient_inside(self, segment: Crossing) -> Tensor:
+    def gradient_inside(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
         numbers = self._numbers(segment)
         with above_autograd(), torch.enable_grad():
@@ -79,15 +83,15 @@ class FlashKernel:
         """See TorchKernel."""
         with above_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
-            ends = self._run(leaves, self.every, self._at(self.enters, entering))
-            dends = self._rows(self.dout, self.every), self._at(self.leaves, leaving)
+            ends = self._run(leaves, self.every, self._at([s.offset > 0 for s in self.segments], entering))
+            dends = self._rows(self.dout, self.every), self._at([s.leaves for s in self.segments], leaving)
             return list(torch.autograd.grad(ends, leaves, dends))
 
     def _run(self, inputs: Inputs, numbers: list[int], start: Tensor) -> tuple[Tensor, Tensor]:
         """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
         q, k, v, g, beta = (self._rows(x, numbers) for x in inputs)
         rule = (find_rules() or ())[g.shape[-1] > 1]
-        lengths = [0, *(self.segments[number].rows for number in numbers)]
+        lengths = [0, *(self.segments[number].tokens for number in numbers)]
         return rule(
             *(q, k, v, g if g.shape[-1] > 1 else g.squeeze(-1), beta.squeeze(-1)),
             scale=self.scale,
@@ -97,27 +101,22 @@ class FlashKernel:
             cu_seqlens=torch.tensor(lengths, device=q.device).cumsum(0),
         )
 
-    def _numbers(self, segment: Crossing) -> list[int]:
+    def _numbers(self, one: Stretch) -> list[int]:
         """Which of this rank's segments it is, one in each of its batch rows."""
-        return [n for n, s in enumerate(self.segments) if s.start == segment.start and segment.row in (-1, s.batch_row)]
+        return [n for n, s in enumerate(self.segments) if s.start == one.start and one.row in (ALL_ROWS, s.row)]
 
     def _index(self, numbers: list[int]) -> Tensor:
         held = (self.segments[number] for number in numbers)
-        rows = [torch.arange(s.rows) + s.batch_row * self.tokens + s.local for s in held]
+        rows = [torch.arange(s.tokens) + s.row * self.tokens + s.local for s in held]
         return torch.cat(rows).to(self.inputs.q.device)
 
     def _rows(self, x: Tensor | None, numbers: list[int]) -> Tensor:
         assert x is not None
         return x.flatten(0, 1).index_select(0, self._index(numbers)).unsqueeze(0)
 
-    def _in_place(self, rows: Tensor) -> Tensor:
-        """Rows of all segments where they belong, zeros elsewhere."""
-        whole = torch.zeros_like(self.inputs.v)
-        return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
-
     def _at(self, places: list[bool], states: Tensor) -> Tensor:
         """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
-        found = states[[s.run for s in self.segments], [s.batch_row for s in self.segments]]
+        found = states[[s.run for s in self.segments], [s.row for s in self.segments]]
         return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)
 
     def _zeros(self, count: int, columns: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.linear import chunks, flash_linear
 from torchtitan_cp.attention.linear.chunks import Factors, Inputs
-from torchtitan_cp.attention.linear.rows import Crossing, chunk_rows
+from torchtitan_cp.attention.linear.rows import Stretch, chunk_rows
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
@@ -40,16 +40,16 @@ class TorchKernel:
             self.made = chunks.make_factors(self.leaves, scale, rule)
         self.factors = Factors(*(x.detach() for x in self.made))
 
-    def summarize(self, segment: Crossing, transition: bool) -> Tensor:
+    def summarize(self, segment: Stretch, transition: bool) -> Tensor:
         """A and B side by side, or B alone, `[b, H, K, columns]`."""
         return chunks.summarize(self._of(segment), transition, self.rule).flatten(1, 2)
 
     def outputs(self, entering: Tensor) -> Tensor:
         """`[B, S/P, Hv, V]` of the states that enter the runs, `[runs, B, H, K, V]`."""
-        states = chunks.chunk_states(self.factors, self.rows.at_starts(entering))
+        states = chunks.chunk_states(self.factors, dict(zip(self.rows.firsts, entering, strict=False)))
         return self.rows.join(chunks.chunk_outputs(self.factors, states))
 
-    def gradient_inside(self, segment: Crossing) -> Tensor:
+    def gradient_inside(self, segment: Stretch) -> Tensor:
         """G, what a segment's own outputs ask of the state that enters it, `[b, H, K, V]`."""
         dout = self.dout[self.rows.chunks_of(segment), segment.rows]
         return chunks.chunk_gradients(self._of(segment), dout, {})[1].flatten(1, 2)
@@ -60,13 +60,13 @@ class TorchKernel:
         Args:
             entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
         """
-        states = chunks.chunk_states(self.factors, self.rows.at_starts(entering))
-        dstates, _ = chunks.chunk_gradients(self.factors, self.dout, self.rows.at_ends(leaving))
+        states = chunks.chunk_states(self.factors, dict(zip(self.rows.firsts, entering, strict=False)))
+        dstates, _ = chunks.chunk_gradients(self.factors, self.dout, dict(zip(self.rows.lasts, leaving, strict=False)))
         dfactors = chunks.factor_gradients(self.factors, states, self.dout, dstates)
         with above_autograd():
             return [self.rows.join(x) for x in torch.autograd.grad(self.made, self.leaves, dfactors)]
 
-    def _of(self, segment: Crossing) -> Factors:
+    def _of(self, segment: Stretch) -> Factors:
         return Factors(*(x[self.rows.chunks_of(segment), segment.rows] for x in self.factors))
 
 
@@ -80,7 +80,7 @@ def kernels(
     key_heads, copies = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
     fused = rule != "scan" and flash_linear.is_available(inputs, plan)
     cls: type[Kernel] = flash_linear.FlashKernel if fused else TorchKernel
-    size = key_heads if fused else max(1, PART * key_heads // inputs.v.numel())
+    size = key_heads if fused else max(1, PART * key_heads // max(1, inputs.v.numel()))
     keys, values = ([min(size, key_heads - start) * n for start in range(0, key_heads, size)] for n in (1, copies))
     parts = [x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)]
     douts = [None] * len(keys) if dout is None else dout.split(values, 2)

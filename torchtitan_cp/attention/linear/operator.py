@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.chunks import Inputs
 from torchtitan_cp.attention.linear.kernel import kernels
 from torchtitan_cp.attention.linear.rows import whole_sequence
-from torchtitan_cp.attention.linear.states import Segments, StateExchange, cp_group, map_columns, most_maps
+from torchtitan_cp.attention.linear.states import Segments, StateExchange, map_columns, most_maps
 from torchtitan_cp.attention.merge import accumulation_dtype
-from torchtitan_cp.attention.operator import UNSAFE
+from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import all_to_all
@@ -88,7 +89,13 @@ def selective_scan(
     Raises:
         PlanError: as `gated_delta_rule`.
     """
-    return _call(Inputs(C, B, x, dt * A, dt), plan, 1.0, "scan", strategy)
+    if x.ndim != 4 or dt.shape != x.shape[:3] or A.shape != x.shape[2:3]:
+        raise PlanError(
+            f"the scan takes x [B, S/P, H, D], dt [B, S/P, H], A [H], got {[tuple(y.shape) for y in (x, dt, A)]}",
+            fix="shard x and dt with plan.shard",
+        )
+    # A gate rounded to 16 bits would be off at every token of a document.
+    return _call(Inputs(C, B, x, dt.to(accumulation_dtype(dt.dtype)) * A, dt), plan, 1.0, "scan", strategy)
 
 
 def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
@@ -98,9 +105,8 @@ def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) ->
     # Gates travel beside the queries as columns of their dtype.
     g, beta = (x.to(torch.promote_types(x.dtype, inputs.q.dtype)) for x in (inputs.g, inputs.beta.unsqueeze(-1)))
     inputs = inputs._replace(g=g if g.ndim == 4 else g.unsqueeze(-1), beta=beta)
-    trades = (
-        plan.ranks > 1 and (choose_strategy(inputs, plan, rule)[0] if strategy == "auto" else strategy) == "all_to_all"
-    )
+    chosen = choose_strategy(inputs, plan, rule)[0] if strategy == "auto" else strategy
+    trades = plan.ranks > 1 and chosen == "all_to_all"
     return delta_rule(list(inputs), plan.handle, scale, rule, plan.ranks, trades, plan.most_runs)[0]
 
 
@@ -111,9 +117,7 @@ def check_mask(plan: Plan, batch: int) -> None:
             "linear attention and convolutions are causal and have no window, and the plan's mask is not so",
             fix="give them a plan of a mask with the documents alone, made with `like` the other layers' plan",
         )
-    rows = plan.mask.document_lengths
-    if rows is not None and len(rows) not in (1, batch):
-        raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
+    plan.check_batch(batch)
 
 
 def _check_shapes(inputs: Inputs, plan: Plan) -> None:
@@ -193,7 +197,7 @@ class _HeadTrade:
     """
 
     def __init__(self, plan: Plan, heads: tuple[int, int]) -> None:
-        self.group = cp_group(plan)
+        self.group = find_group(plan.groups, plan.ranks)
         self.rows, shares = all_to_all.group_rows(plan, self.group), all_to_all.share_heads(*heads, plan.ranks)
         self.shares = [(shares.keys, heads[1])] * 2 + [(shares.queries, heads[0])] * 3
 
@@ -205,29 +209,29 @@ class _HeadTrade:
         arrived = all_to_all.trade(parts, self.group)
         return [all_to_all.join_rows(x, self.rows).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
 
-    def to_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """`[B, S, h, ..] -> [B, S/P, H, ..]`; what several ranks have of a key head is summed."""
-        shares = self.shares if len(tensors) > 1 else self.shares[2:3]
-        parts = [all_to_all.split_rows(x.view(tensors[0].dtype), self.rows) for x in tensors]
-        arrived = zip(all_to_all.trade(parts, self.group), shares, tensors, strict=True)
-        return [all_to_all.join_heads(x, *of_rank).view(y.dtype) for x, of_rank, y in arrived]
+    def to_rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`[B, S, h, ..] -> [B, S/P, H, ..]`; what several ranks have of a key head is summed. Empties the list."""
+        shares, dtypes = self.shares if len(tensors) > 1 else self.shares[2:3], [x.dtype for x in tensors]
+        # Nothing else refers to the tensors, so that they are freed once they are in the message.
+        parts = [all_to_all.split_rows(tensors.pop(0).view(dtypes[0]), self.rows) for _ in dtypes]
+        arrived = zip(all_to_all.trade(parts, self.group), shares, dtypes, strict=True)
+        return [all_to_all.join_heads(x, *of_rank).view(dtype) for x, of_rank, dtype in arrived]
 
 
-@torch.library.custom_op("torchtitan_cp::gated_delta_rule", mutates_args=(), tags=UNSAFE)
+@operator("gated_delta_rule")
 def delta_rule(
     inputs: list[Tensor], handle: Tensor, scale: float, rule: str, ranks: int, trades: bool, most_runs: int
 ) -> tuple[Tensor, list[Tensor]]:
     """(out `[B, S/P, Hv, V]`, what the backward needs: inputs and states, or the inputs that were traded)."""
     plan, heads = find_plan(handle), (inputs[2].shape[2], inputs[0].shape[2])
     if plan.ranks > 1:
-        _log_choice(
-            "all_to_all" if trades else "state", plan.ranks, heads, *choose_strategy(Inputs(*inputs), plan, rule)[1:]
-        )
+        sent = choose_strategy(Inputs(*inputs), plan, rule)[1:]
+        _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent)
     if not trades:
         return _forward(Inputs(*inputs), plan, scale, rule)
     trade = _HeadTrade(plan, heads)
     traded = trade.to_heads(*inputs)
-    return trade.to_rows(_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0])[0], traded
+    return trade.to_rows([_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0]])[0], traded
 
 
 @delta_rule.register_fake
@@ -245,7 +249,7 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     return out, [entering, q.new_empty(maps * map_columns(key_dim, rule) * key_dim, dtype=dtype)]
 
 
-@torch.library.custom_op("torchtitan_cp::gated_delta_rule_backward", mutates_args=(), tags=UNSAFE)
+@operator("gated_delta_rule_backward")
 def delta_rule_backward(
     dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, scale: float, rule: str, trades: bool
 ) -> list[Tensor]:
@@ -255,7 +259,7 @@ def delta_rule_backward(
         return _backward(dout, kept, plan, scale, rule)
     trade = _HeadTrade(plan, (dout.shape[2], key_heads))
     (dout,) = trade.to_heads(dout)
-    return trade.to_rows(*_backward(dout, kept, whole_sequence(plan), scale, rule))
+    return trade.to_rows(_backward(dout, kept, whole_sequence(plan), scale, rule))
 
 
 @delta_rule_backward.register_fake

@@ -14,32 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Group
-from torchtitan_cp.attention.errors import PlanError
+from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.linear.chunks import Inputs
-from torchtitan_cp.attention.linear.rows import Crossing, crossings
+from torchtitan_cp.attention.linear.rows import Stretch, stretches
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
 
 Shape = tuple[int, ...]
-States = dict[Crossing, Tensor]  # `[b, H, K, columns]` each
-Segments = list[tuple[Crossing, bool]]  # with whether A is wanted
-
-
-def cp_group(plan: Plan) -> Group:
-    """The group of all ranks that share a sequence.
-
-    Raises:
-        PlanError: there is none.
-    """
-    for group in (Group(), *map(Group, plan.groups)):
-        if group.ranks == plan.ranks:
-            return group
-    raise PlanError(
-        "linear attention and convolutions need one group of all context-parallel ranks, and the mesh has two axes",
-        fix="give ContextParallel the same ranks as a 1-D mesh too: whole_mesh",
-    )
+States = dict[Stretch, Tensor]  # `[b, H, K, columns]` each
+Segments = list[tuple[Stretch, bool]]  # with whether A is wanted
 
 
 def most_maps(ranks: int, most_runs: int, heads: int) -> int:
@@ -58,11 +42,12 @@ class StateExchange:
     Args:
         inputs: this rank's rows.
         plan: this rank's.
-        rule: one of RULES.
+        rule: see `make_factors`.
     """
 
     def __init__(self, inputs: Inputs, plan: Plan, rule: str) -> None:
-        self.plan, self.documents, self.group = plan, crossings(plan), cp_group(plan)
+        self.plan, self.group = plan, find_group(plan.groups, plan.ranks)
+        self.documents = [document for document in stretches(plan) if len(document) > 1]
         self.batch, _, self.heads, self.value_dim = inputs.v.shape
         self.key_dim = inputs.q.shape[-1]
         self.map_dim = map_columns(self.key_dim, rule)
@@ -79,7 +64,7 @@ class StateExchange:
             `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Their sizes do not
             depend on the documents.
         """
-        columns: dict[Crossing, int] = {}
+        columns: dict[Stretch, int] = {}
         for document in self.documents:
             columns[document[0]] = self.value_dim
             columns |= dict.fromkeys(document[1:-1], self.map_dim + self.value_dim)
@@ -129,7 +114,7 @@ class StateExchange:
 
     def _by_heads(
         self,
-        columns: dict[Crossing, int],
+        columns: dict[Stretch, int],
         make: Callable[[Segments], list[list[Tensor]]],
         compose: Callable[[States], States],
     ) -> Tensor:
@@ -154,7 +139,7 @@ class StateExchange:
             runs[segment.run, segment.rows] = torch.cat(pieces, 1)
         return runs
 
-    def _shape(self, segment: Crossing, columns: int, owner: int) -> Shape:
+    def _shape(self, segment: Stretch, columns: int, owner: int) -> Shape:
         """Of a segment's state, the heads that `owner` composes."""
         batch = self.batch if segment.row == ALL_ROWS else 1
         return batch, self.bounds[owner + 1] - self.bounds[owner], self.key_dim, columns

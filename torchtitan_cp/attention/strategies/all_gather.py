@@ -39,10 +39,6 @@ class Gathered(NamedTuple):
     tiles: tuple[Tile, ...]
     rows: KeyRows
 
-    @property
-    def sizes(self) -> list[int]:
-        return [stop - start for _, start, stop in self.rows]
-
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     results = []
@@ -79,7 +75,8 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
             dkv = [GradientSum(k_rows), GradientSum(v_rows)]
             scores = group_call.scores_for(part.rows)
             add_gradients((dq_sum, *dkv), part.tiles, k_rows, v_rows, rows, call.kernel, scores)
-            pieces = zip(part.rows, *(x.total().split(part.sizes, 1) for x in dkv), strict=True)
+            sizes = [stop - start for _, start, stop in part.rows]
+            pieces = zip(part.rows, *(x.total().split(sizes, 1) for x in dkv), strict=True)
             for (rank, start, stop), dk_rows, dv_rows in pieces:
                 target = gradients[rank, :, start:stop]
                 target[..., : dims[0]], target[..., dims[0] :] = dk_rows, dv_rows
