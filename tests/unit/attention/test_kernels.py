@@ -229,7 +229,7 @@ def test_masks_of_flex_are_made_ahead_and_only_for_flex(
     steps = [(step.tiles, sum(stop - start for start, stop in step.receive)) for step in plan.steps]
     if strategy == "all_gather":
         [gathered] = arrange_rows(plan, KERNELS["flex"])
-        steps = [(gathered.tiles, sum(gathered.sizes))]
+        steps = [(gathered.tiles, sum(stop - start for _, start, stop in gathered.rows))]
     ready = len(made)
     assert ready == len({step for step in steps if step[0]})
     for tiles, keys in steps:
