@@ -9,6 +9,7 @@ from benchmarks.scale import mask_pairs
 from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
+from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, step_pairs
 
@@ -92,3 +93,15 @@ def test_an_all_to_all_waits_for_its_messages_however_slow_the_work() -> None:
     plan = make_plan(4096, ranks=4, strategy="all_to_all")
     waits = [layer_of(plan, Heads(8, 4, 64), rates(rate)).forward_exposed for rate in (SLOW, FAST)]
     assert waits[0] == waits[1] > 0
+
+
+def test_a_row_of_keys_and_values_costs_the_pairs_that_are_computed_while_it_travels() -> None:
+    """32 query and 8 key heads of 128 in bf16 at 400 TFLOP/s: within a factor of two what a layout takes by default."""
+    heads, device = Heads(32, 8, 128), make_cluster("h100-80g").accelerator
+    within, across = rates(400e12).row_pairs(heads)
+    seconds = within * 4 * 32 * 128 / 400e12  # products of a query with a key, and of its weight with a value
+    sent = seconds * device.link_bandwidth
+    assert 2 * 8 * 128 * 2 <= sent <= 2 * 2 * 8 * 128 * 2, "the bytes of a row, at less than the link's full rate"
+    assert across / within == pytest.approx(device.link_bandwidth / device.network_bandwidth)
+    for found, default in zip((within, across), ROW_PAIRS, strict=True):
+        assert default / 2 < found < default * 2
