@@ -132,12 +132,12 @@ class ExpertDispatch:
             out, dropped = self._exchange(hidden, chosen, shares, counts)
         else:
             out, dropped = self.compute(hidden, chosen, shares), 0
-        if out.requires_grad:
-            normalized = shares.detach().double()
-            normalized = normalized / normalized.sum(-1, keepdim=True)
-            chose = self.layer, counts.sum(0), torch.special.entr(normalized).sum(), dropped
-            out.register_hook(lambda _: self.sums.add(*chose))
-        return out
+        if not torch.is_grad_enabled():
+            return out
+        normalized = shares.detach().double()
+        normalized = normalized / normalized.sum(-1, keepdim=True)
+        entropy = torch.special.entr(normalized).sum()
+        return _Counted.apply(out, self.sums, (self.layer, counts.sum(0), entropy, dropped))
 
     def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, int]:
         """The result, and how many choices were dropped.
@@ -255,3 +255,17 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.trip.start(gradient, ctx.trip.received, ctx.trip.sent)
         return gradient, None  # its place is taken by what arrives
+
+
+class _Counted(torch.autograd.Function):
+    """The identity, which adds up a layer's routing in backward. In compiled code a tensor's hook cannot."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, sums: RoutingSums, routing: tuple[Any, ...]) -> Tensor:
+        ctx.sums, ctx.routing = sums, routing
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sums.add(*ctx.routing)
+        return gradient, None, None

@@ -16,7 +16,7 @@ SAVED = "--activation.checkpoint=attention_saved"
 HAND_KEYS_ON = ("Gemma 4",)
 
 
-@deep_rows("family", ON_RANKS, default=["Gemma 3"])
+@deep_rows("family", ON_RANKS, default=["gpt-oss"])
 def test_two_ranks_by_ring_compiled_and_recomputed_give_the_gradients_of_eager_attention(
     ranks: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
@@ -25,7 +25,7 @@ def test_two_ranks_by_ring_compiled_and_recomputed_give_the_gradients_of_eager_a
     ranks(2)(compare_compiled, path, family, "--parallel.cp=2", RING, *recomputed)[0].check()
 
 
-@deep_rows("family", ON_RANKS, default=["gpt-oss"])
+@deep_rows("family", ON_RANKS, default=["Gemma 3"])
 def test_four_ranks_by_all_to_all_and_recomputed_give_the_gradients_of_eager_attention(
     ranks: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
