@@ -45,7 +45,7 @@ def documents(
 
     Documents that cannot be assigned evenly within nodes first are assigned to all ranks at once. That is taken if it
     is within 6 % of an even share of the work, messages included, by `relative_time` (10 % of more than 16 ranks); or
-    else the fastest of it, `balanced` and `zigzag`. Batch rows that are packed differently are cut at the borders of
+    else the fastest of both, `balanced` and `zigzag`. Batch rows that are packed differently are cut at the borders of
     all their documents, and assigned by their summed area.
 
     Args:

@@ -183,7 +183,7 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
     """
     try:
         values, config = _hub_rope_parameters(config), config.get("text_config", config)
-        kind, problem = str(values["rope_type"]).replace("default", "none"), ""
+        kind, problem = "none" if values["rope_type"] == "default" else str(values["rope_type"]), ""
         trained = config.get("max_position_embeddings") or 0
         original = config.get("original_max_position_embeddings", trained)
         values = {ROPE_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
