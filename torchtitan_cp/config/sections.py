@@ -459,7 +459,7 @@ class Stage:
     """One length of the curriculum. Give it `steps`, `tokens` or `until`.
 
     Attributes:
-        name: shown in logs; default is the length
+        name: shown in logs; default is the length. Where an earlier stage has it, `-stage-` and the number follow
         seq_len: tokens of a sequence; divisible by 2 x cp
         steps: optimizer steps
         tokens: tokens, instead of steps (rounded up to whole steps)

@@ -32,6 +32,7 @@ class StagePlan:
 
     Attributes:
         index: in the curriculum, from 0.
+        name: no other stage has it.
         seq_len: S, tokens of a sequence.
         cp: context-parallel degree; dp: ranks (groups of cp) that hold different sequences.
         strategy: exchange by name; all_to_all_ranks: ranks that exchange heads, for hybrid.
@@ -83,10 +84,13 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
         tokens = stage.tokens or stage.until.get("max_tokens", 0)
         own = {name: value for name, value in dataclasses.asdict(stage.activation).items() if value is not None}
         cp, strategy = degrees.stage_cp(stage), stage.strategy or config.context_parallel.strategy
+        name = stage.name or format_tokens(stage.seq_len)
+        if name in {earlier.name for earlier in plans}:
+            name = f"{name}-stage-{index + 1}"
         plans.append(
             StagePlan(
                 index=index,
-                name=stage.name or format_tokens(stage.seq_len),
+                name=name,
                 seq_len=stage.seq_len,
                 cp=cp,
                 dp=dp,

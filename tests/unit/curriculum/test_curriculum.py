@@ -27,3 +27,9 @@ def test_a_stages_own_keys_rule_over_those_of_the_data_section() -> None:
     first, second = resolve_stages(Config(curriculum=Curriculum(stages), data=data), 1)
     assert (first.data.mixture, first.data.document_mask, first.data.packing) == (data.mixture, True, "best_fit")
     assert (second.data.mixture, second.data.document_mask, second.data.packing) == ({"b": 1.0}, False, "best_fit")
+
+
+def test_a_stage_of_a_length_that_an_earlier_one_has_gets_a_name_of_its_own() -> None:
+    stages = (STAGES[0], STAGES[1], STAGES[0], dataclasses.replace(STAGES[0], name="long"))
+    names = [stage.name for stage in resolve_stages(Config(curriculum=Curriculum(stages)), 4)]
+    assert names == ["1K", "long", "1K-stage-3", "long-stage-4"]
