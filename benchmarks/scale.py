@@ -78,7 +78,7 @@ def measure(
     heads = Heads(shape.n_heads, shape.n_kv_heads, shape.head_dim, 2 if dtype == "bfloat16" else 4)
     for kind, seq_len, count in itertools.product(masks, lengths, ranks):
         node = min(count, accelerator.ranks_per_node)
-        cluster: Cluster = make_cluster(device, count // node, node)
+        cluster: Cluster = make_cluster(device, count // node, ranks_per_node=node)
         rates = Rates(
             cluster,
             forward_tflops * 1e12 or cluster.rate(dtype, accelerator.attention_forward),
