@@ -149,27 +149,22 @@ class Kernel:
                 plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
         return plain
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (kernels live as long as the process)
     def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
         """(kind, tiles) of each call; the tiles of one ascend and share no row of queries or keys."""
-        return _group_tiles(self, tiles)
-
-
-@lru_cache(maxsize=1024)
-def _group_tiles(kernel: Kernel, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
-    if kernel.whole_steps:
-        return ((None, tiles),) if tiles else ()
-    groups: dict[Any, list[list[Tile]]] = {}
-    for number, tile in enumerate(kernel.plain_tiles(tiles)):
-        kind: Any = number  # like no other
-        if kernel.kind and not tile.flipped:
-            kind = kernel.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
-        alike = groups.setdefault(kind, [])
-        group = next((group for group in alike if group[-1].precedes(tile)), None)
-        if group is None:
-            alike.append([tile])
-        else:
+        if self.whole_steps:
+            return ((None, tiles),) if tiles else ()
+        groups: dict[Any, list[list[Tile]]] = {}
+        for number, tile in enumerate(self.plain_tiles(tiles)):
+            kind: Any = number  # like no other
+            if self.kind and not tile.flipped:
+                kind = self.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+            alike = groups.setdefault(kind, [])
+            group = next((group for group in alike if group[-1].precedes(tile)), [])
+            if not group:
+                alike.append(group)
             group.append(tile)
-    return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
+        return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:
