@@ -168,9 +168,9 @@ def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[C
             models.append(DryModel(run, world, tracker, stage))
         return models[0].walk(stage)
 
-    # torchao compiles its optimizers.
-    eager = torch.compiler.set_stance("force_eager")
-    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking(), eager, fake_flex():
+    # A real tensor may be an argument beside fake ones, and torchao compiles its optimizers.
+    fake, eager = FakeMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
+    with fake_job(run.ranks, rank), fake, tracker.tracking(), eager, fake_flex():
         yield walk
         models.clear()
 

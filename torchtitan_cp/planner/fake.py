@@ -55,10 +55,6 @@ class FakeMode(FakeTensorMode):
     avoid_device_init = True  # numbers are copied to a GPU by an operation, which is seen
     real_on_cpu = False
 
-    def __init__(self) -> None:
-        # A real tensor may be an argument beside fake ones.
-        super().__init__(allow_non_fake_inputs=True)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.real_on_cpu and not (_on_gpu(kwargs) or FakeTensor in types):

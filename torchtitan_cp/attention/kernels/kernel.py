@@ -84,7 +84,7 @@ class Kernel:
     """A local attention kernel.
 
     Attributes:
-        forward: (q, k, v, band, scores) -> (out, lse).
+        forward: (q, k, v, band, scores) -> (out, lse); out in q's dtype or a wider one.
         backward: (dout, q, k, v, out, lse, band, scores) -> (dq, dk, dv), where out and lse are those of
             the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
         device: the type it runs on; None: any.
@@ -96,8 +96,6 @@ class Kernel:
             takes a single tile.
         whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
             rows that no tile reaches have out 0 and lse -inf.
-        wide_forward: forward with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
-            returns q's dtype only.
         any_scores: whether it takes a soft-cap or linear biases.
         deterministic: whether its backward gives the same bits in every run.
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
@@ -112,7 +110,6 @@ class Kernel:
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     kind: Callable[[int, int, Band], Hashable] | None = None
     whole_steps: bool = False
-    wide_forward: Forward | None = None
     any_scores: bool = False
     deterministic: bool = True
     prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
