@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 KINDS = ("weights", "gradients", "optimizer", WORKING)
 
 
-@dataclass(frozen=True)
-class StageWalk:
+class StageWalk(NamedTuple):
     """Memory and messages of one step of a stage on one rank.
 
     Attributes:

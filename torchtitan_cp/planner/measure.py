@@ -61,10 +61,8 @@ def ranks_here() -> int:
 
 def _known(device: Device) -> Accelerator:
     """The table's entry for this device."""
-    if device.device.type == "cpu":
-        return ACCELERATORS["cpu"]
     for name, accelerator in ACCELERATORS.items():
-        if name.partition("-")[0].upper() in device.name:
+        if name.partition("-")[0] in device.name.lower():
             return accelerator
     raise ConfigError(
         f"the planner's table does not have {device.name}, so its links are unknown",

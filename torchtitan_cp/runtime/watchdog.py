@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of gloo and NCCL about a peer that is gone or silent. Source: gloo's transport/tcp, ProcessGroupNCCL.
 LOST_CONTACT = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)",
-    re.IGNORECASE,
+    r"(?i)connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)"
 )
 LOST_RANK = 4
 # A store that has not answered by then is gone.
@@ -181,13 +180,12 @@ class Watchdog:
         if self._ask(lambda store: store.check(["ended"]), False, most_silent):
             return "another rank ended the job"
         listened_to = self._next if self._reachable else STORE_HOST
-        beat, heard_before = self._known.get(listened_to), self._heard
+        beat = self._known.get(listened_to)
+        self._unheard_seconds = self._unheard_seconds + waited if beat == self._heard else 0.0
         self._heard = beat
-        self._unheard_seconds = self._unheard_seconds + waited if beat == heard_before else 0.0
         gone = not self._reachable or (beat and beat.host == socket.gethostname() and _is_gone(beat.pid))
-        if self._unheard_seconds < (GONE_BEATS * self.beat_seconds if gone else most_silent):
-            return ""
-        if listened_to == self.rank or self._reporting([listened_to]):
+        enough = self._unheard_seconds >= (GONE_BEATS * self.beat_seconds if gone else most_silent)
+        if not enough or listened_to == self.rank or self._reporting([listened_to]):
             return ""
         silence = f"no sign of life from rank {listened_to} for {self._unheard_seconds:.0f} s"
         self._found, self._unheard_seconds = self._silent_ranks(), 0.0
@@ -198,8 +196,7 @@ class Watchdog:
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
         beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
-        text = json.dumps(beat)
-        self._ask(lambda store: store.set(f"beat/{self.rank}", text), None, answer_seconds)
+        self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(beat)), None, answer_seconds)
         self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any, answer_seconds: float = ANSWER_SECONDS) -> Any:

@@ -89,18 +89,14 @@ _ON_HOST = torch.empty(0)
 
 
 def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The host's part of a mask: intervals, partial and full blocks; see `key_intervals` and `classify_blocks`.
+    """The host's part of a mask; see `key_intervals` and `classify_blocks`.
 
     Args:
         rows: 1 if every tile is of all batch rows, else B.
         queries, keys: rows of the step's q and k.
     """
-
-    def make() -> tuple[Tensor, Tensor, Tensor]:
-        intervals = key_intervals(tiles, rows, queries)
-        return intervals, *classify_blocks(intervals, queries, keys)
-
-    return _prepared.get((tiles, rows, queries, keys), _ON_HOST, make)
+    made = lambda: classify_blocks(key_intervals(tiles, rows, queries), queries, keys)  # noqa: E731
+    return _prepared.get((tiles, rows, queries, keys), _ON_HOST, made)
 
 
 def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor]:
@@ -148,15 +144,15 @@ def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
     return F.pad(torch.stack(slots, 1), (0, 0, 0, 0, 0, empty))
 
 
-def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """(partial, full) blocks, `[rows, 1, Sq/128, Sk/128]` bool each."""
+def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(intervals, partial blocks, full blocks); of blocks `[rows, 1, Sq/128, Sk/128]` bool each."""
     padded = F.pad(intervals, (0, 0, 0, -queries % BLOCK)).unflatten(2, (-1, BLOCK)).unsqueeze(4)
     lower, upper = padded.unbind(-1)  # [rows, n, blocks of queries, 128, 1]
     starts = torch.arange(0, keys, BLOCK)
     first = lower.masked_fill(upper <= lower, keys).amin(3)  # an empty interval begins nowhere
     touched = ((first < starts + BLOCK) & (upper.amax(3) > starts)).any(1)
     full = ((lower.amax(3) <= starts) & (upper.amin(3) >= starts + BLOCK)).any(1)
-    return (touched & ~full).unsqueeze(1), full.unsqueeze(1)
+    return intervals, (touched & ~full).unsqueeze(1), full.unsqueeze(1)
 
 
 TAKEN = (*HALF, torch.float32)

@@ -75,10 +75,6 @@ class Scores(NamedTuple):
         return self._replace(alibi=Alibi(slopes, queries[tile.q_start : tile.q_stop], keys[tile.k_start : tile.k_stop]))
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A local attention kernel.
@@ -101,8 +97,8 @@ class Kernel:
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
     """
 
-    forward: Forward
-    backward: Backward
+    forward: Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
     device: str | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     head_dims: range = range(1, WIDEST)
@@ -116,23 +112,21 @@ class Kernel:
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
-        if not self.deterministic and torch.are_deterministic_algorithms_enabled():
-            return "its backward is not deterministic"
-        if case.softcap and not self.any_scores:
-            return "it has no logit soft-cap"
-        if case.alibi and not self.any_scores:
-            return "it has no ALiBi"
-        if case.alibi and case.softcap:
-            return "it has no ALiBi under a logit soft-cap"
-        if self.device not in (None, case.device):
-            return f"it runs on {self.device}, not {case.device}"
-        if case.dtype not in self.dtypes:
-            return f"it does not take {case.dtype}"
+        must_repeat = torch.are_deterministic_algorithms_enabled()
         dims = [max(case.qk_dim, case.v_dim)] if self.pads_dims else [case.qk_dim, case.v_dim]
-        if not all(dim in self.head_dims for dim in dims):
-            first, last, step = self.head_dims[0], self.head_dims[-1], self.head_dims.step
-            return f"it takes head dims from {first} to {last} in steps of {step}, not {' and '.join(map(str, dims))}"
-        return None
+        taken = f"from {self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
+        refusals = {
+            "its backward is not deterministic": must_repeat and not self.deterministic,
+            "it has no logit soft-cap": case.softcap and not self.any_scores,
+            "it has no ALiBi": case.alibi and not self.any_scores,
+            "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,
+            f"it runs on {self.device}, not {case.device}": self.device not in (None, case.device),
+            f"it does not take {case.dtype}": case.dtype not in self.dtypes,
+            f"it takes head dims {taken}, not {' and '.join(map(str, dims))}": any(
+                dim not in self.head_dims for dim in dims
+            ),
+        }
+        return next((why for why, holds in refusals.items() if holds), None)
 
     def plain_tiles(self, tiles: tuple[Tile, ...]) -> list[Tile]:
         """Tiles as the kernel takes them."""
