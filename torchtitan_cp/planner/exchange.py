@@ -86,17 +86,19 @@ class Rates:
         return row / device.link_bandwidth, row / device.network_bandwidth
 
 
+Messages = tuple[float, float, float, float]  # the last four of a LayerCost
+
+
 class Exchange(NamedTuple):
     """What an exchange costs.
 
     Attributes:
-        messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> the last four of a
-            LayerCost.
+        messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> Messages.
         working_bytes: (tokens of a rank, ranks, of these those that trade heads, heads) -> bytes of a backward beside
             q, k, v, out and their gradients.
     """
 
-    messages: Callable[[Plan, Heads, Rates, list[float], list[float]], tuple[float, float, float, float]]
+    messages: Callable[[Plan, Heads, Rates, list[float], list[float]], Messages]
     working_bytes: Callable[[int, int, int, Heads], float]
 
 
@@ -143,9 +145,7 @@ def busiest_layer(mask: AttentionMask, window: int, heads: Heads, rates: Rates, 
     return LayerCost(*map(max, zip(*layers, strict=True)))
 
 
-def _ring_messages(
-    plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]
-) -> tuple[float, float, float, float]:
+def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
     """An all-to-all, which nothing hides, around a ring; either can be of one rank.
 
     The next keys travel while these are computed; in backward the last step's gradients travel back beside them.
@@ -163,18 +163,13 @@ def _ring_messages(
 
     # The first step's keys and gradients are the rank's own.
     rows = [0, *(max(count_rows(step.send), count_rows(step.receive)) for step in steps[1:])]
-    waits = [0.0, 0.0]
+    waits = [trade_seconds, trade_seconds]
     for following, before, ahead, back in zip([*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True):
         arriving = following * own.kv_row_bytes
         waits[0] += max(0.0, seconds(arriving) - ahead)
         waits[1] += max(0.0, seconds(arriving + before * own.gradient_row_bytes) - back)
     waits[1] += seconds(rows[-1] * own.gradient_row_bytes)
-    return (
-        qkv + out + log_sum_exp + keys,
-        out + qkv + keys + returned,
-        waits[0] + trade_seconds,
-        waits[1] + trade_seconds,
-    )
+    return qkv + out + log_sum_exp + keys, out + qkv + keys + returned, waits[0], waits[1]
 
 
 def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:
@@ -187,9 +182,7 @@ def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> f
     return message + rows * (2 * kv * c + (q + 3 * kv) * FP32_BYTES)
 
 
-def _gather_messages(
-    plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]
-) -> tuple[float, float, float, float]:
+def _gather_messages(plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
     """Groups of heads: the first gather waits, the next ones travel behind the group before them."""
     others, groups = (plan.ranks - 1) * plan.local_tokens, min(HEAD_GROUPS, heads.key)
     keys, sums = others * heads.kv_row_bytes, others * heads.gradient_row_bytes

@@ -264,13 +264,13 @@ def describe(beats: dict[int, Beat], silent: set[int]) -> str:
     """The ranks to blame: silent ones, else those that are behind the others."""
     if silent:
         lines = [f"rank {rank} is dead, stopped or cut off. Last heard {_last(beats, rank)}" for rank in sorted(silent)]
+        waiting = sorted(beats.keys() - silent)[:1]
+        lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in waiting]
     else:
         states = {rank: (beat.step, beat.what) for rank, beat in beats.items()}
         common = max(set(states.values()), key=list(states.values()).count)
         behind = [rank for rank, state in states.items() if state != common] or list(beats)
         lines = [f"rank {rank} hangs {_last(beats, rank)}" for rank in behind]
-    others = sorted(beats.keys() - silent)
-    lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in others[:1] if silent]
     return "\n".join(f"  {line}" for line in lines[:16])
 
 
