@@ -24,24 +24,6 @@ from torchtitan_cp.planner.devices import ACCELERATORS
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
-def use_fake_cuda(device: str) -> None:
-    """Make this process believe in one GPU; starts the program again where torch must find the library earlier.
-
-    Args:
-        device: a name of planner/devices.py, e.g. "h100-80g".
-
-    Raises:
-        ConfigError: a platform other than Linux, or the library cannot be compiled.
-    """
-    if torch.version.cuda:
-        ctypes.CDLL(str(build_library()))
-    elif torch.accelerator.current_accelerator() is None:
-        os.execve(
-            sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": str(build_library())}
-        )
-    _answer_for_torch_cuda(device)
-
-
 def build_library() -> Path:
     """The compiled library for this torch, from the user's cache or compiled now, in about ten seconds.
 
@@ -91,7 +73,25 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _answer_for_torch_cuda(device: str) -> None:
+def _answer(value: Any) -> Any:
+    return lambda *_, **__: value
+
+
+def use_fake_cuda(device: str) -> None:
+    """Make this process believe in one GPU; starts the program again where torch must find the library earlier.
+
+    Args:
+        device: a name of planner/devices.py, e.g. "h100-80g".
+
+    Raises:
+        ConfigError: a platform other than Linux, or the library cannot be compiled.
+    """
+    if torch.version.cuda:
+        ctypes.CDLL(str(build_library()))
+    elif torch.accelerator.current_accelerator() is None:
+        os.execve(
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": str(build_library())}
+        )
     chip, stream, capability = device.partition("-")[0].upper(), _Stream(), ACCELERATORS[device].capability
     assert capability is not None
     memory = {"total_memory": int(ACCELERATORS[device].memory_bytes)}
@@ -109,7 +109,3 @@ def _answer_for_torch_cuda(device: str) -> None:
     torch.Generator = _Generator  # type: ignore[misc]
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign]
     fake_tensor.init_gpu_context = _answer(None)
-
-
-def _answer(value: Any) -> Any:
-    return lambda *_, **__: value

@@ -13,7 +13,6 @@ from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import Tile, dense_parts
 
 HALF = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float64, torch.float32, *HALF)
 WIDEST = 1 << 16  # head dim; no model comes near
 
 
@@ -100,7 +99,7 @@ class Kernel:
     forward: Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
     device: str | None = None
-    dtypes: tuple[torch.dtype, ...] = FLOATS
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALF)
     head_dims: range = range(1, WIDEST)
     pads_dims: bool = False
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
