@@ -95,7 +95,7 @@ class Message(NamedTuple):
 
     Attributes:
         operation: torch's name.
-        group: its ranks, e.g. "4 ranks: 0, 2 ... 6".
+        group: its size, and its first, second and last rank, e.g. "4 ranks: 0, 2 ... 6".
         size_bytes: of its largest tensor argument.
     """
 
@@ -225,8 +225,10 @@ class StepTracker(TorchDispatchMode):
         group = _group_in(args)
         if tensors and group is not None:
             operation = func._schema.name.partition("::")[2].strip("_")
-            size = max(x.numel() * x.element_size() for x in tensors)
-            self.messages[Message(operation, describe(group), size)] += 1
+            ranks = dist.get_process_group_ranks(group)
+            named = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
+            size = max(x.nbytes for x in tensors)
+            self.messages[Message(operation, f"{len(ranks)} ranks: {named}", size)] += 1
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
@@ -255,13 +257,6 @@ def _as_key(leaf: Any) -> Any:
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return tuple(leaf.flatten().tolist()) if isinstance(leaf, Tensor) else leaf
-
-
-def describe(group: dist.ProcessGroup) -> str:
-    """A group by its size and its first, second and last rank."""
-    ranks = dist.get_process_group_ranks(group)
-    named = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
-    return f"{len(ranks)} ranks: {named}"
 
 
 def _group_in(args: Any) -> dist.ProcessGroup | None:

@@ -39,12 +39,15 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
     base, dtype = _known(device), getattr(torch, config.training.compute_dtype)
     tokens = min(TOKENS, max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
+    if device.device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device.device).total_memory
     new = partial(torch.randn, dtype=dtype, device=device.device)
     forward, backward = _attention_rates(new, args, tokens)
     return replace(
         base,
         peak_flops=base.peak_flops | {dtype: peak},
-        memory_bytes=_memory_bytes(device, ranks_per_node),
+        memory_bytes=memory_bytes,
         memory_bandwidth=_bandwidth(new, args, tokens) / MEMORY_BANDWIDTH,
         linear=_product_rate(new, args, tokens) / peak,
         attention_forward=forward / peak,
@@ -68,12 +71,6 @@ def _known(device: Device) -> Accelerator:
         f"the planner's table does not have {device.name}, so its links are unknown",
         fix=f"use --device with one of {', '.join(ACCELERATORS)}",
     )
-
-
-def _memory_bytes(device: Device, ranks_per_node: int) -> float:
-    if device.device.type == "cuda":
-        return torch.cuda.get_device_properties(device.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
 
 
 def _seconds(run: Callable[[], Any]) -> float:

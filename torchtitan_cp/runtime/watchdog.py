@@ -148,7 +148,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         waited = 0.0
-        while True:
+        while not self._left.wait(waited):
             activity = _now
             most_silent = min(SILENT_FRACTION * activity.limit_seconds, MOST_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
@@ -162,8 +162,6 @@ class Watchdog:
                     self._end(lost, activity)
             # Often until the rank that holds the store has sent a beat: it may be the first to die.
             waited = self.beat_seconds if STORE_HOST in self._known else min(FIRST_BEATS_SECONDS, self.beat_seconds)
-            if self._left.wait(waited):
-                return
 
     def _end(self, reason: str, activity: Activity) -> None:
         """Report, and end this process: no thread, no collective and no CUDA call can delay it."""
