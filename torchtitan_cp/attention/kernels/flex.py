@@ -95,8 +95,11 @@ def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tupl
         rows: 1 if every tile is of all batch rows, else B.
         queries, keys: rows of the step's q and k.
     """
-    made = lambda: classify_blocks(key_intervals(tiles, rows, queries), queries, keys)  # noqa: E731
-    return _prepared.get((tiles, rows, queries, keys), _ON_HOST, made)
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        return classify_blocks(key_intervals(tiles, rows, queries), queries, keys)
+
+    return _prepared.get((tiles, rows, queries, keys), _ON_HOST, make)
 
 
 def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor]:
