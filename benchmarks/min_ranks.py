@@ -84,7 +84,7 @@ def _config(flavor: str, seq_len: int, ranks: int, tp: int, cp: int) -> Config:
 
 
 def _cluster(device: str, ranks: int) -> Cluster:
-    return make_cluster(device, max(1, ranks // NODE), min(NODE, ranks))
+    return make_cluster(device, max(1, ranks // NODE), ranks_per_node=min(NODE, ranks))
 
 
 def _powers(most: int) -> list[int]:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.plan import draw_lengths
@@ -12,8 +11,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import Estimate, plan_config
-from torchtitan_cp.planner.exchange import LayerCost, busiest_layer
+from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.training.registry import register
 
 MIXTURES = {
@@ -21,18 +19,6 @@ MIXTURES = {
     "log-normal, mean 8K": ("log-normal", 8192),
     "5 % long, mean 2K": ("5 % long", 2048),
 }
-
-
-@dataclass(frozen=True)
-class PackedEstimate(Estimate):
-    """An estimate of steps whose sequences all have these documents."""
-
-    mask: AttentionMask = field(default_factory=AttentionMask)
-
-    def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
-        group = (self.stage.seq_len, self.stage.cp, strategy, all_to_all_ranks)
-        layout = self.config.context_parallel.layout
-        return busiest_layer(*group, window, layout, self.mask, self.heads, self.rates(window))
 
 
 def measure(flavor: str, lengths: list[int], nodes: int, strategies: list[str], layouts: list[str]) -> Iterator[Row]:
@@ -55,8 +41,7 @@ def measure(flavor: str, lengths: list[int], nodes: int, strategies: list[str], 
             }
             setup = Setup("packed", cluster, tuple(f"--{key}={value}" for key, value in keys.items()), notes="")
             (plain,) = plan_config(config_of(setup), cluster)
-            fields = {one.name: getattr(plain, one.name) for one in dataclasses.fields(plain)}
-            packed = PackedEstimate(**fields, mask=mask)
+            packed = dataclasses.replace(plain, mask=mask)
             yield {
                 "tokens": seq_len,
                 "documents": name,

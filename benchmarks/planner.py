@@ -65,7 +65,7 @@ def train(length: int, steps: int, mode: str, cache: str) -> Run:
     def plan() -> Estimate:
         dist.barrier()  # the ranks share what the cores share
         measured = measure_accelerator(config, model_args_of(config), ranks)
-        return plan_config(config, make_cluster("here", 1, ranks, measured=measured))[0]
+        return plan_config(config, make_cluster("here", ranks_per_node=ranks, measured=measured))[0]
 
     # What a process that trains holds beside a step's tensors is there after a short step.
     short = [f"--curriculum.stages[0].{key}={value}" for key, value in SHORT.items()]

@@ -200,7 +200,7 @@ def torchtitan() -> list[Setup]:
 
 def alst() -> list[Setup]:
     """8B on 1, 8 and 32 GPUs: the longest that fit, and twice as long; then on a node with less, and the baseline."""
-    one, node, four = make_cluster("h100-80g", 1, 1), make_cluster("h100-80g"), make_cluster("h100-80g", 4)
+    one, node, four = make_cluster("h100-80g", ranks_per_node=1), make_cluster("h100-80g"), make_cluster("h100-80g", 4)
     long = ("--activation.checkpoint=full", "--activation.offload=true", "--activation.mlp_tiles=128")
     on_host = ("--parallel.fsdp_cpu_offload=true", *long)
     sharded = ("--optimizer.offload_state=true", "--training.reduce_dtype=bfloat16")

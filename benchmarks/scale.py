@@ -45,7 +45,8 @@ def figures(strategy: str, seq_len: int, ranks: int, mask: AttentionMask, heads:
         milliseconds; the share of them in which the rank waits for messages; its work over the ranks' mean.
     """
     all_to_all_ranks = {"all_to_all": ranks, "hybrid": rates.cluster.accelerator.ranks_per_node}.get(strategy, 1)
-    layer = busiest_layer(seq_len, ranks, strategy, all_to_all_ranks, 0, "auto", mask, heads, rates)
+    group = {"seq_len": seq_len, "ranks": ranks, "strategy": strategy, "all_to_all_ranks": all_to_all_ranks}
+    layer = busiest_layer(mask, 0, heads, rates, **group)
     work = layer.pairs * heads.dim * (FORWARD_FLOPS / rates.forward + BACKWARD_FLOPS / rates.backward)
     exposed = layer.forward_exposed + layer.backward_exposed
     mean_pairs = mask_pairs(seq_len, mask) * heads.query / ranks
@@ -78,7 +79,7 @@ def measure(
     heads = Heads(shape.n_heads, shape.n_kv_heads, shape.head_dim, 2 if dtype == "bfloat16" else 4)
     for kind, seq_len, count in itertools.product(masks, lengths, ranks):
         node = min(count, accelerator.ranks_per_node)
-        cluster: Cluster = make_cluster(device, count // node, node)
+        cluster: Cluster = make_cluster(device, count // node, ranks_per_node=node)
         rates = Rates(
             cluster,
             forward_tflops * 1e12 or cluster.rate(dtype, accelerator.attention_forward),

@@ -89,8 +89,8 @@ def simulate(
     heads = (q.shape[2], k.shape[2])
     plans = tuple(with_strategy(make_plan(q.shape[1], rank=rank, **options), *heads) for rank in range(ranks))
     check_shapes(plans[0].shard(q), plans[0].shard(k), plans[0].shard(v), plans[0], sinks)
-    exchange, merged = STRATEGIES[plans[0].strategy], ranks > plans[0].all_to_all_ranks
-    chosen = choose_kernel(kernel, q, v, merged=merged, dense=mask.dense)
+    exchange = STRATEGIES[plans[0].strategy]
+    chosen = choose_kernel(kernel, q, v, dense=mask.dense)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kept: list[Residuals | None] = [None] * ranks
 

@@ -79,7 +79,7 @@ def plan_step(shape: LlamaArgs, seq_len: int, config: Config, optimize: bool) ->
     """(seconds, bytes) that the planner gives such a step, with or without an optimizer."""
     stages = (Stage(seq_len=seq_len, steps=1, global_batch_tokens=seq_len),)
     config = dataclasses.replace(config, curriculum=dataclasses.replace(config.curriculum, stages=stages))
-    cluster = make_cluster("here", 1, 1, measured=measure_accelerator(config, shape, 1))
+    cluster = make_cluster("here", ranks_per_node=1, measured=measure_accelerator(config, shape, 1))
     (stage,) = resolve_stages(config, 1)
     estimate = Estimate(config, shape, Degrees(1, 1, 1, 1, 1), stage, cluster)
     if optimize:

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 
 # The dispatch keys that are included and excluded by default, as they are while modules are imported.
 _DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+_MODES = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 
 
 def above_autograd() -> Any:
-    """A context in which autograd and vmap work; torch.library runs its operators with both switched off."""
-    return torch._C._ForceDispatchKeyGuard(*_DEFAULT_KEYS)
+    """A context in which autograd and vmap work, which torch.library switches off in its operators; modes stay."""
+    include, exclude = _DEFAULT_KEYS
+    return torch._C._ForceDispatchKeyGuard(include | (torch._C._dispatch_tls_local_include_set() & _MODES), exclude)
 
 
 def compile_whole(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:

@@ -11,12 +11,13 @@ import heapq
 import math
 from bisect import insort
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from torchtitan_cp.attention.layout import PairsBefore
-from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.layout import PairsBefore, pairs_before
+from torchtitan_cp.attention.mask import AttentionMask, Span
 
 # A document is placed whole on a rank that it overfills by no more than this fraction of an even share of the work.
 SLACK = 0.05
@@ -55,24 +56,14 @@ class Bin:
     parts: list[Part] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Split:
-    """A document that several bins share.
-
-    Attributes:
-        part: all of its rows.
-        takers: the bins.
-        cut: the rows of each; until the document is cut, only how many, and an estimate of their area.
-    """
-
-    part: Part
-    takers: list[Bin] = field(default_factory=list)
-    cut: list[Part] = field(default_factory=list)
+# The bins that share a document with the rows of each; until it is cut, only how many, and an estimate of their area.
+Shares = list[tuple[Bin, Part]]
 
 
 def assign_documents(
-    pairs_before: PairsBefore,
+    sequence_length: int,
     ranks: int,
+    mask: AttentionMask,
     ranks_per_node: int,
     fill_fraction: float = 0.2,
     most_pairs: float = math.inf,
@@ -84,23 +75,27 @@ def assign_documents(
         fill_fraction: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
         most_pairs: nothing is returned as soon as a rank would have more pairs.
     """
-    borders, parts = pairs_before.borders, []
-    for (start, before), (stop, after) in pairwise(zip(borders, pairs_before.pairs, strict=True)):
-        parts.append(Part._make((after - before, stop - start, start, stop, stop, stop)))
-    held, tokens = [parts], borders[-1] // ranks
+    held, tokens = [_whole_parts(mask, sequence_length)], sequence_length // ranks
     for bins, room in ((ranks // ranks_per_node, tokens * ranks_per_node), (ranks_per_node, tokens)):
         if bins > 1:
             nodes, held = held, []
             for node in nodes:
-                held += _assign(node, bins, room, fill_fraction, pairs_before)
+                held += _assign(node, bins, room, fill_fraction, pairs_before(mask, sequence_length))
                 if room == tokens and max(sum([part[0] for part in rows]) for rows in held[-bins:]) > most_pairs:
                     return []
     return [[span for part in rows for span in (part[2:4], part[4:6])] for rows in held]
 
 
-def _assign(
-    parts: list[Part], count: int, tokens: int, fill_fraction: float, pairs_before: PairsBefore
-) -> list[list[Part]]:
+@lru_cache(maxsize=16)
+def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
+    """The documents, and the padding between them, largest first."""
+    before = pairs_before(mask, sequence_length)
+    spans = pairwise(before.borders)
+    parts = [Part._make((before[stop] - before[start], stop - start, start, stop, stop, stop)) for start, stop in spans]
+    return sorted(parts, reverse=True)
+
+
+def _assign(parts: list[Part], count: int, tokens: int, fill_fraction: float, before: PairsBefore) -> list[list[Part]]:
     """The parts of each of `count` bins that take so many tokens each."""
     parts = sorted(parts, reverse=True)
     even = sum([part[0] for part in parts]) / count
@@ -118,18 +113,18 @@ def _assign(
             if load > most or one.tokens >= size:
                 break
         if load > most or one.tokens < size:
-            splits.append(_split(part, -most, bins, loads))
+            splits.append((part, _split(part, -most, bins, loads)))
             continue
         one.tokens -= size
         one.area -= area
         one.parts.append(part)
         loads.remove((load, number))
         insort(loads, (load + work, number), key=itemgetter(0))
-    _fill(parts[first:], [one for one in bins if one.tokens], pairs_before)
-    for split in splits * min(SWEEPS, len(splits)):
-        _cut_evenly(split, pairs_before)
-    for split in splits:
-        for taker, part in zip(split.takers, split.cut, strict=True):
+    _fill(parts[first:], [one for one in bins if one.tokens], before)
+    for part, shares in splits * min(SWEEPS, len(splits)):
+        _cut_evenly(part, shares, before)
+    for _, shares in splits:
+        for taker, part in shares:
             taker.parts.append(part)
     return [one.parts for one in bins]
 
@@ -144,7 +139,7 @@ def _find_filling(parts: list[Part], tokens: float, even: float) -> tuple[int, f
     return first, area / max(1, held)
 
 
-def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, int]]) -> Split:
+def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, int]]) -> Shares:
     """Split a document over the fewest bins that can take it, the least loaded ones, by what each still takes."""
     chosen, taken, room = 0, 0.0, 0
     while chosen < len(loads) and (taken < work or room < part.tokens):
@@ -152,25 +147,24 @@ def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, in
         taken += max(-load, 0)
         room += bins[number].tokens
         chosen += 1
-    shares = [min(bins[n].tokens, int(part.tokens * max(-load, 0) / (taken or 1))) for load, n in loads[:chosen]]
-    left, split = part.tokens - sum(shares), Split(part)
-    for place, share in enumerate(shares):
+    wanted = [min(bins[n].tokens, int(part.tokens * max(-load, 0) / (taken or 1))) for load, n in loads[:chosen]]
+    left, shares = part.tokens - sum(wanted), []
+    for place, share in enumerate(wanted):
         load, number = loads[place]
         one = bins[number]
         tokens = min(share + left, one.tokens)
         left -= tokens - share
         if tokens:
             area = part.area * tokens // part.tokens
-            split.takers.append(one)
-            split.cut.append(part._replace(area=area, tokens=tokens))
+            shares.append((one, Part._make((area, tokens, *part[2:]))))
             one.tokens -= tokens
             one.area -= area
             loads[place] = (load + work * tokens / part.tokens, number)
     loads.sort(key=itemgetter(0))
-    return split
+    return shares
 
 
-def _fill(parts: list[Part], bins: list[Bin], pairs_before: PairsBefore) -> None:
+def _fill(parts: list[Part], bins: list[Bin], before: PairsBefore) -> None:
     """Give short documents to the bins with the most room until these are full; what fits nowhere is cut."""
     left, rooms = [], [(-one.tokens, number) for number, one in enumerate(bins)]
     heapq.heapify(rooms)
@@ -186,65 +180,44 @@ def _fill(parts: list[Part], bins: list[Bin], pairs_before: PairsBefore) -> None
     for part in left:
         while part.tokens:
             room, number = rooms.pop()
-            taken, part = _cut(part, min(part.tokens, -room), 0, pairs_before)
+            taken, part = _cut(part, min(part.tokens, -room), 0, before)
             bins[number].parts.append(taken)
             bins[number].area -= taken.area
             if room + taken.tokens:
                 rooms.append((room + taken.tokens, number))
 
 
-def _cut_evenly(split: Split, pairs_before: PairsBefore) -> None:
+def _cut_evenly(rest: Part, shares: Shares, before: PairsBefore) -> None:
     """Cut a document so that all of its bins lack, or exceed, the same area."""
-    rest, shares = split.part, list(zip(split.takers, split.cut, strict=True))
     lacking = sum([taker.area + share.area for taker, share in shares]) - rest.area
     for number, (taker, share) in enumerate(shares):
         taken = rest
         taker.area += share.area
         if share.tokens < rest.tokens:
-            taken, rest = _cut(rest, share.tokens, taker.area - lacking / (len(shares) - number), pairs_before)
+            taken, rest = _cut(rest, share.tokens, taker.area - lacking / (len(shares) - number), before)
         taker.area -= taken.area
         lacking -= taker.area
-        split.cut[number] = taken
+        shares[number] = taker, taken
 
 
-def _cut(part: Part, tokens: int, area: float, pairs_before: PairsBefore) -> tuple[Part, Part]:
+def _cut(part: Part, tokens: int, area: float, before: PairsBefore) -> tuple[Part, Part]:
     """(rows from both ends of a part that come nearest to an area, the rest).
 
-    A row less from the tail and one more from the head lowers the area by the same amount wherever they are, in one
-    document under a causal mask: the numbers are solved for. Elsewhere they are interpolated.
+    A row less from the tail and one more from the head lowers the area, in one document under a causal mask by the same
+    amount wherever they are: the number of rows from the head is interpolated.
     """
     whole_area, whole_tokens, head, head_stop, tail, tail_stop = part
     first = tail_stop - tokens  # of the tail's rows, with none from the head
     unbroken = head_stop == tail
     fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
-    growth, offset = pairs_before.slope(head, tail_stop)
-    if growth:
-        rows, fall = fewest, growth * (first - head)
-        taken_area = fewest * (growth * (2 * head + fewest + 1) - 2 * offset)
-        taken_area += (tokens - fewest) * (growth * (first + fewest + tail_stop + 1) - 2 * offset)
-        taken_area //= 2
-        if taken_area > area and fall:
-            rows = min(most, fewest + round((taken_area - area) / fall))
-            taken_area -= (rows - fewest) * fall
-    else:
-        rows, taken_area = _interpolate(head, first, tail_stop, fewest, most, area, pairs_before)
+    ends = before[tail_stop] - before[head]
+    rows, taken_area = fewest, ends + before[head + fewest] - before[first + fewest]
+    if taken_area > area and most > fewest:
+        fall = (taken_area - ends - before[head + most] + before[first + most]) / (most - fewest)
+        rows = min(most, fewest + round((taken_area - area) / fall)) if fall > 0 else fewest
+        taken_area = ends + before[head + rows] - before[first + rows]
     taken = Part._make((taken_area, tokens, head, head + rows, first + rows, tail_stop))
     if unbroken:
         head_stop = tail = first + rows
     left = (whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows)
     return taken, Part._make(left)
-
-
-def _interpolate(
-    head: int, first: int, stop: int, fewest: int, most: int, area: float, pairs_before: PairsBefore
-) -> tuple[int, int]:
-    """(rows from `head` on, area of these and of the rows from as many after `first` to `stop`) nearest to an area."""
-    ends = pairs_before(stop) - pairs_before(head)
-
-    def count(rows: int) -> int:
-        return ends + pairs_before(head + rows) - pairs_before(first + rows)
-
-    rows, largest = fewest, count(fewest)
-    if largest > area and most > fewest and (fall := (largest - count(most)) / (most - fewest)) > 0:
-        rows = min(most, fewest + round((largest - area) / fall))
-    return rows, count(rows)

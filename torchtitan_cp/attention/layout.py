@@ -73,13 +73,9 @@ class Layout:
         return tuple(sorted(segments, key=itemgetter(2)))
 
     @cached_property
-    def _starts(self) -> tuple[tuple[list[int], list[int]], ...]:
-        """Per rank, the global positions and the local rows at which its spans begin."""
-        starts: tuple[tuple[list[int], list[int]], ...] = tuple(([], []) for _ in self.spans)
-        for segment in self.segments:
-            starts[segment.rank][0].append(segment.start)
-            starts[segment.rank][1].append(segment.local)
-        return starts
+    def _local_rows(self) -> dict[int, int]:
+        """The local row at which each span begins, by its first global position."""
+        return {segment.start: segment.local for segment in self.segments}
 
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
@@ -87,12 +83,11 @@ class Layout:
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many of a rank's rows lie before a global position."""
-        starts, locals_ = self._starts[rank]
-        place = bisect_right(starts, position) - 1
+        place = bisect_right(self.spans[rank], position, key=itemgetter(0)) - 1
         if place < 0:
             return 0
         start, stop = self.spans[rank][place]
-        return locals_[place] + min(position, stop) - start
+        return self._local_rows[start] + min(position, stop) - start
 
     def split(self, size: int) -> "Layout":
         """The layout in which `size` consecutive ranks share the rows of each of these; `joined` is its inverse."""
@@ -140,16 +135,15 @@ def documents_of(
             yield ALL_ROWS if len(rows) == 1 else number, segments
 
 
-class PairsBefore:
+class PairsBefore(dict[int, int]):
     """Allowed (query, key) pairs of the queries before a position, summed over the mask's batch rows.
 
     Attributes:
         borders: where the documents of all rows begin and end, from 0 to S.
-        pairs: of the queries before each border.
     """
 
     def __init__(self, mask: AttentionMask, sequence_length: int) -> None:
-        rows, self.band = mask.documents(sequence_length), mask.band
+        rows, self.band, self.causal = mask.documents(sequence_length), mask.band, mask.band == CAUSAL
         self.borders = sorted({0, sequence_length, *(edge for row in rows for span in row for edge in span)})
         place = {border: number for number, border in enumerate(self.borders)}
         self.documents: list[list[Span]] = [[] for _ in self.borders]  # of all rows, from each border on
@@ -159,38 +153,31 @@ class PairsBefore:
                 for number in range(place[document[0]], place[document[1]]):
                     self.documents[number].append(document)
                     self.starts[number] += document[0]
-        self.pairs = [0]
+        self[0] = 0
         for number, stop in enumerate(self.borders[1:]):
-            self.pairs.append(self._count(number, stop))
+            self._count(number, stop)
+
+    def __missing__(self, position: int) -> int:
+        return self._count(bisect_right(self.borders, position) - 1, position)
 
     def _count(self, number: int, position: int) -> int:
-        start = self.borders[number]
-        rows, documents = position - start, self.documents[number]
-        if self.band == CAUSAL:
-            seen = len(documents) * (start + position + 1) - 2 * self.starts[number]
-            return self.pairs[number] + rows * seen // 2
-        distance = [(last - first, first - start) for first, last in documents]
-        return self.pairs[number] + sum([count_pairs(rows, keys, self.band, ahead) for keys, ahead in distance])
+        start, documents = self.borders[number], self.documents[number]
+        rows = position - start
+        if self.causal:
+            pairs = rows * (len(documents) * (start + position + 1) - 2 * self.starts[number]) // 2
+        else:
+            pairs = sum([count_pairs(rows, last - first, self.band, first - start) for first, last in documents])
+        self[position] = pairs = self[start] + pairs
+        return pairs
 
-    def slope(self, start: int, stop: int) -> tuple[int, int]:
-        """(growth, offset): position p of a span sees growth * (p + 1) - offset keys; (0, 0) where no line fits."""
-        number = bisect_right(self.borders, start) - 1
-        if self.band != CAUSAL or stop > self.borders[number + 1]:
-            return 0, 0
-        return len(self.documents[number]), self.starts[number]
 
-    def __call__(self, position: int) -> int:
-        return self._count(bisect_right(self.borders, position) - 1, position)
+pairs_before = lru_cache(maxsize=16)(PairsBefore)
 
 
 def rank_areas(layout: Layout, mask: AttentionMask, sequence_length: int) -> list[int]:
     """Allowed (query, key) pairs of each rank's queries, summed over the mask's batch rows."""
-    areas, band = [0] * layout.ranks, mask.band
-    for _, segments in documents_of(layout, mask, sequence_length):
-        first, last = segments[0].start, segments[-1].stop
-        for rank, _, start, stop in segments:
-            areas[rank] += count_pairs(stop - start, last - first, band, first - start)
-    return areas
+    before = pairs_before(mask, sequence_length)
+    return [sum([before[stop] - before[start] for start, stop in spans]) for spans in layout.spans]
 
 
 def rows_sent(
@@ -261,16 +248,16 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
         LayoutError: if S is not divisible by P.
     """
     check_divisible(sequence_length, ranks, f"cp = {ranks}")
-    before = PairsBefore(mask, sequence_length)
+    before = pairs_before(mask, sequence_length)
     best: tuple[float, Layout] | None = None
-    held, even = 1, before(sequence_length) / ranks
+    held, even = 1, before[sequence_length] / ranks
     while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
         penalty = 1 + CHUNK_COST * held
         # Even a perfect balance of so many chunks would cost more than the best so far.
         if best and best[0] <= even * penalty:
             break
         tokens = sequence_length // (held * ranks)
-        ends = [before(stop) for stop in range(0, sequence_length + 1, tokens)]
+        ends = [before[stop] for stop in range(0, sequence_length + 1, tokens)]
         areas = [stop - start for start, stop in pairwise(ends)]
         chunks, busiest = _assign_chunks(areas, ranks)
         if best is None or busiest * penalty < best[0]:

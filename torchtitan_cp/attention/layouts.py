@@ -9,11 +9,11 @@ from torchtitan_cp.attention.documents import assign_documents
 from torchtitan_cp.attention.errors import LayoutError, check_name
 from torchtitan_cp.attention.layout import (
     Layout,
-    PairsBefore,
     balanced,
     check_divisible,
     contiguous,
     documents_of,
+    pairs_before,
     rank_areas,
     rows_sent,
     zigzag,
@@ -61,12 +61,15 @@ def documents(
         joined = documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs)
         return joined.split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
-    timed: list[tuple[float, Layout]] = []
+    even, timed = pairs_before(mask, sequence_length)[sequence_length] / ranks, list[tuple[float, Layout]]()
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
-        timed.append((relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs), layout))
-        if timed[-1][0] <= (FAIR if ranks <= STEP_RANKS else FAIR_OF_MANY):
+        # Messages are not counted where a rank's pairs alone take longer than another layout.
+        if not timed or max(rank_areas(layout, mask, sequence_length)) < timed[0][0] * even:
+            timed.append((relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs), layout))
+            timed.sort(key=itemgetter(0))
+        if timed[0][0] <= (FAIR if ranks <= STEP_RANKS else FAIR_OF_MANY):
             break
-    return min(timed, key=itemgetter(0))[1]
+    return timed[0][1]
 
 
 def relative_time(
@@ -122,14 +125,14 @@ def _waits(
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    before, in_nodes = PairsBefore(mask, sequence_length), 1 < ranks_per_node < ranks
-    found = assign_documents(before, ranks, ranks_per_node, most_pairs=EVEN * before.pairs[-1] / ranks)
-    yield Layout.of(found or assign_documents(before, ranks, ranks, 0.2 if in_nodes else 0.5))
+    even, in_nodes = pairs_before(mask, sequence_length)[sequence_length] / ranks, 1 < ranks_per_node < ranks
+    found = assign_documents(sequence_length, ranks, mask, ranks_per_node, most_pairs=EVEN * even)
+    yield Layout.of(found or assign_documents(sequence_length, ranks, mask, ranks, 0.2 if in_nodes else 0.5))
     yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
         yield zigzag(sequence_length, ranks)
     if not found:
-        yield Layout.of(assign_documents(before, ranks, ranks_per_node))
+        yield Layout.of(assign_documents(sequence_length, ranks, mask, ranks_per_node))
 
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {

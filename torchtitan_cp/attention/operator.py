@@ -60,7 +60,7 @@ def _prepare(
     plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
     ring_group, all_to_all_group = plan.process_groups
     options = {"softcap": scores.softcap > 0, "alibi": slopes is not None, "dense": plan.mask.dense}
-    kernel = choose_kernel(plan.kernel, q, v, merged=ring_group.ranks > 1, **options)
+    kernel = choose_kernel(plan.kernel, q, v, **options)
     call = Call(plan, kernel, scores, heads[1], ring_group, all_to_all_group, sinks, slopes)
     return STRATEGIES[plan.strategy], call
 

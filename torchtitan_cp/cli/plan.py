@@ -72,5 +72,5 @@ def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
     if options.device == HERE:
         ranks = ranks or ranks_here()
         measured = measure_accelerator(config, model_args_of(config), ranks)
-    bandwidths = options.intra_bandwidth * 1e9, options.inter_bandwidth * 1e9
-    return make_cluster(options.device, options.nodes, ranks, *bandwidths, measured)
+    bandwidths = {"link_bandwidth": options.intra_bandwidth * 1e9, "network_bandwidth": options.inter_bandwidth * 1e9}
+    return make_cluster(options.device, options.nodes, measured, ranks_per_node=ranks, **bandwidths)

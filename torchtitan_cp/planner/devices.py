@@ -1,6 +1,6 @@
 """Devices by their data sheets, and how much of them kernels are assumed to reach."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -17,7 +17,7 @@ class Accelerator:
     """One rank's device, by its data sheet, and how much of it kernels reach.
 
     Attributes:
-        peak_bfloat16, peak_float32: dense, without sparsity, FLOP/s.
+        peak_flops: dense, without sparsity, FLOP/s of bfloat16 and float32.
         memory_bytes: of the device, as torch reports it (a card of 80 GB has 79.1 GiB).
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s a rank sends to others of its node, one direction.
@@ -31,8 +31,7 @@ class Accelerator:
         capability: see kernels.Case; cudnn: ASSUMED shares of the peak (forward, backward), None: as of the others.
     """
 
-    peak_bfloat16: float
-    peak_float32: float
+    peak_flops: dict[torch.dtype, float] = field(hash=False)
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float
@@ -52,36 +51,31 @@ class Accelerator:
         return self.cudnn if kernel == "cudnn" and self.cudnn else (self.attention_forward, self.attention_backward)
 
 
-def peaks(device: str) -> tuple[float, float]:
-    """FLOP/s of a GPU in bfloat16 and float32, as MFU has them."""
-    return PEAK_FLOPS[device][torch.bfloat16], PEAK_FLOPS[device][torch.float32]
-
-
 # Links: NVLink's stated total is of both directions, so half of it. Networks: one 200 Gb/s (A100) or 400 Gb/s card a
 # GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches less of Hopper's and Blackwell's
 # peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5); cuDNN's has 64 % of an H100's in one forward
 # without a mask (pytorch issue 142132).
 ACCELERATORS = {
     "h100-80g": Accelerator(
-        *peaks("H100"), 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
         "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.60, 0.50),
     ),
     "h200-141g": Accelerator(
-        *peaks("H200"), 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
+        PEAK_FLOPS["H200"], 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
         "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.60, 0.50),
     ),
     "a100-80g": Accelerator(
-        *peaks("A100"), 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
+        PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,
         "NVIDIA A100 data sheet, SXM 80GB", capability=(8, 0),
     ),
     "b200-192g": Accelerator(
-        *peaks("B200"), 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
+        PEAK_FLOPS["B200"], 192 * GB, 8e12, 900e9, 50e9, 8, 15e-6, 0.65, 0.25, 0.20,
         "NVIDIA Blackwell architecture brief, B200 SXM; its attention is assumed to gain little over Hopper's",
         capability=(10, 0), cudnn=(0.45, 0.35),
     ),
     # One core of a server with AVX-512: 2 products of 16 fp32 lanes a cycle at 2.5 GHz; bf16 without AMX is slower.
     "cpu": Accelerator(
-        80e9, 160e9, 8 * GB, 10e9, 1.6e9, 1e9, 2, 4e-4, 0.60, 0.50, 0.40,
+        {torch.bfloat16: 80e9, torch.float32: 160e9}, 8 * GB, 10e9, 1.6e9, 1e9, 2, 4e-4, 0.60, 0.50, 0.40,
         "arithmetic of one AVX-512 core; 1.6 GB/s and 0.4 ms a message are gloo between two processes, measured", False,
     ),
 }  # fmt: skip
@@ -113,8 +107,7 @@ class Cluster:
 
     def rate(self, dtype: str, share: float) -> float:
         """FLOP/s of a kernel that reaches `share` of the peak."""
-        peak = self.accelerator.peak_bfloat16 if dtype == "bfloat16" else self.accelerator.peak_float32
-        return peak * share
+        return self.accelerator.peak_flops[getattr(torch, dtype)] * share
 
     def memory_seconds(self, moved_bytes: float) -> float:
         """Time of kernels that only move so many bytes."""
@@ -126,59 +119,45 @@ class Cluster:
         Args:
             ranks: of the group; stride: distance of neighbours in the numbering of all ranks.
         """
-        if not sent_bytes:
-            return 0.0
-        device = self.accelerator
-        inside = ranks * stride <= device.ranks_per_node
-        bandwidth = device.link_bandwidth if inside else device.network_bandwidth
-        return device.latency_seconds + sent_bytes / (bandwidth * BANDWIDTH)
+        inside = ranks * stride <= self.accelerator.ranks_per_node
+        return self._seconds(sent_bytes, 0.0) if inside else self._seconds(0.0, sent_bytes)
 
     def collective_seconds(self, whole_bytes: float, ranks: int, stride: int) -> float:
         """Time to gather `whole_bytes` on every rank of a group, or to reduce-scatter as many.
 
-        A node fetches what it lacks once, over the network cards of all its members, while it travels inside the
-        node over links: the slower of the two counts.
+        A node fetches what it lacks once, over the network cards of all its members.
         """
-        if ranks == 1 or not whole_bytes:
-            return 0.0
-        device, members = self.accelerator, self._members(ranks, stride)
-        inside = whole_bytes * (members - 1) / members / device.link_bandwidth
-        across = whole_bytes * (ranks - members) / ranks / members / device.network_bandwidth
-        return device.latency_seconds + max(inside, across) / BANDWIDTH
+        members = self._members(ranks, stride)
+        return self._seconds(whole_bytes * (members - 1) / members, whole_bytes * (ranks - members) / ranks / members)
 
     def trade_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
-        """Time of an all-to-all in which each rank sends `sent_bytes` in equal parts to the others."""
-        if ranks == 1 or not sent_bytes:
-            return 0.0
-        device, members = self.accelerator, self._members(ranks, stride)
-        outside = sent_bytes * (ranks - members) / (ranks - 1)
-        slower = max((sent_bytes - outside) / device.link_bandwidth, outside / device.network_bandwidth)
-        return device.latency_seconds + slower / BANDWIDTH
+        """Time of an all-to-all in which each rank sends `sent_bytes` (alone: 0), in equal parts to the others."""
+        outside = sent_bytes * (ranks - self._members(ranks, stride)) / max(1, ranks - 1)
+        return self._seconds(sent_bytes - outside, outside)
 
     def _members(self, ranks: int, stride: int) -> int:
         """How many ranks of a group share a node."""
         return max(1, min(ranks, self.accelerator.ranks_per_node // stride))
 
+    def _seconds(self, inside_bytes: float, outside_bytes: float) -> float:
+        """Time of what a rank sends inside its node, over links, and at once to others: the slower of both counts."""
+        if not inside_bytes + outside_bytes:
+            return 0.0
+        device = self.accelerator
+        slower = max(inside_bytes / device.link_bandwidth, outside_bytes / device.network_bandwidth)
+        return device.latency_seconds + slower / BANDWIDTH
 
-def make_cluster(
-    name: str,
-    nodes: int = 1,
-    ranks_per_node: int = 0,
-    link_bandwidth: float = 0.0,
-    network_bandwidth: float = 0.0,
-    measured: Accelerator | None = None,
-) -> Cluster:
-    """A cluster of a device of the table; 0 takes the device's own number.
+
+def make_cluster(name: str, nodes: int = 1, measured: Accelerator | None = None, **given: Any) -> Cluster:
+    """A cluster of a device of the table.
 
     Args:
         measured: a device that is not in the table.
-        link_bandwidth, network_bandwidth: bytes/s of a rank, one direction.
+        given: numbers to take instead of the device's own, by the names of `Accelerator`; 0 takes its own.
 
     Raises:
         ConfigError: numbers below 1.
     """
-    given: dict[str, Any] = {"link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
-    given["ranks_per_node"] = ranks_per_node
     if nodes < 1 or not all(0 <= value < inf for value in given.values()):
         problem = "a cluster has at least one node, and its ranks and bandwidths are finite numbers above 0"
         raise ConfigError(problem, fix="use --nodes 1 or more, and leave out what the device's table may answer")

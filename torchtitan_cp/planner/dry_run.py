@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 KINDS = ("weights", "gradients", "optimizer", WORKING)
 
 
-@dataclass(frozen=True)
-class StageWalk:
+class StageWalk(NamedTuple):
     """Memory and messages of one step of a stage on one rank.
 
     Attributes:
@@ -123,12 +122,13 @@ def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> l
     config = config.with_keys(compile={"enable": False}, context_parallel={"kernel": kernel})
     run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
     processes = min(usable_cores(), len(run.stages))
-    forked = multiprocessing.get_context("fork")
     with stage_walker(run, rank, device) as walk:
         if processes == 1:
             return [walk(stage) for stage in run.stages]
         # Each forked process is the rank too. The bar starts a thread, so it comes after them.
-        with ProcessPoolExecutor(processes, forked, _set_walk, (walk,)) as pool:
+        global _walk_stage
+        _walk_stage = walk
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
             walks = pool.map(_walk, run.stages)
             with Progress(transient=True, disable=not sys.stderr.isatty(), console=Console(stderr=True)) as progress:
                 return list(progress.track(walks, len(run.stages), description="stages walked"))
@@ -167,9 +167,9 @@ def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[C
             models.append(DryModel(run, world, tracker, stage))
         return models[0].walk(stage)
 
-    # torchao compiles its optimizers.
-    eager = torch.compiler.set_stance("force_eager")
-    with fake_job(run.ranks, rank), FakeMode(), tracker.tracking(), eager, fake_flex():
+    # A real tensor may be an argument beside fake ones, and torchao compiles its optimizers.
+    fake, eager = FakeMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
+    with fake_job(run.ranks, rank), fake, tracker.tracking(), eager, fake_flex():
         yield walk
         models.clear()
 
@@ -177,30 +177,23 @@ def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[C
 _walk_stage: Callable[[StagePlan], StageWalk]
 
 
-def _set_walk(walk: Callable[[StagePlan], StageWalk]) -> None:
-    """Tell a process of a pool how to walk a stage."""
-    global _walk_stage
-    _walk_stage = walk
-
-
 def _walk(stage: StagePlan) -> StageWalk:
+    """Walk a stage in a process of a pool."""
     return _walk_stage(stage)
 
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
     """A table of memory, and one of messages for each stage, largest first."""
-    memory = Table(
-        "stage", "cp", "micro-batches walked", *KINDS, "peak", title=f"rank {rank} of {ranks}, GiB at the peak"
-    )
+    memory = Table("stage", "cp", "micro-batches walked", *KINDS, "peak")
+    memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:
         kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]
         batches = f"{walk.micro_batches} of {walk.stage.micro_batches}"
         memory.add_row(walk.stage.name, str(walk.stage.cp), batches, *kinds, f"{walk.peak_bytes / 2**30:.2f}")
     console.print(memory)
     for walk in walks:
-        table = Table(
-            "operation", "group", "times", "MiB each", "GiB in all", title=f"messages of stage {walk.stage.name}"
-        )
+        table = Table("operation", "group", "times", "MiB each", "GiB in all")
+        table.title = f"messages of stage {walk.stage.name}"
         for message, times in sorted(walk.messages.items(), key=lambda item: -item[0].size_bytes * item[1]):
             sizes = f"{message.size_bytes / 2**20:.3f}", f"{message.size_bytes * times / 2**30:.3f}"
             table.add_row(message.operation, message.group, str(times), *sizes)

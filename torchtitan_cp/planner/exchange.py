@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.mask import count_rows
@@ -86,17 +86,19 @@ class Rates:
         return row / device.link_bandwidth, row / device.network_bandwidth
 
 
+Messages = tuple[float, float, float, float]  # the last four of a LayerCost
+
+
 class Exchange(NamedTuple):
     """What an exchange costs.
 
     Attributes:
-        messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> the last four of a
-            LayerCost.
+        messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> Messages.
         working_bytes: (tokens of a rank, ranks, of these those that trade heads, heads) -> bytes of a backward beside
             q, k, v, out and their gradients.
     """
 
-    messages: Callable[[Plan, Heads, Rates, list[float], list[float]], tuple[float, float, float, float]]
+    messages: Callable[[Plan, Heads, Rates, list[float], list[float]], Messages]
     working_bytes: Callable[[int, int, int, Heads], float]
 
 
@@ -128,41 +130,22 @@ def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
 
 
 @lru_cache(maxsize=16384)
-def busiest_layer(
-    seq_len: int,
-    ranks: int,
-    strategy: str,
-    all_to_all_ranks: int,
-    window: int,
-    layout: str,
-    mask: AttentionMask,
-    heads: Heads,
-    rates: Rates,
-) -> LayerCost:
+def busiest_layer(mask: AttentionMask, window: int, heads: Heads, rates: Rates, **group: Any) -> LayerCost:
     """The largest of each number over four ranks: the one with the most pairs, the first, the middle and the last.
 
     Args:
-        all_to_all_ranks: that trade heads; window: of the layer, 0 for none.
+        window: of the layer, 0 for none.
+        group: what else `make_plan` takes: seq_len, ranks, strategy, layout, all_to_all_ranks.
     """
-    plan = make_plan(
-        seq_len,
-        mask=mask,
-        ranks=ranks,
-        strategy=strategy,
-        layout=layout,
-        all_to_all_ranks=all_to_all_ranks,
-        ranks_per_node=max(1, rates.cluster.accelerator.ranks_per_node // rates.stride),
-        row_pairs=rates.row_pairs(heads),
-    )
+    node_ranks = max(1, rates.cluster.accelerator.ranks_per_node // rates.stride)
+    plan = make_plan(mask=mask, ranks_per_node=node_ranks, row_pairs=rates.row_pairs(heads), **group)
     plan = dataclasses.replace(plan, mask=mask.windowed(window))  # on the layout of the batch
-    chosen = sorted({0, busiest_rank(plan), ranks // 2, ranks - 1})
+    chosen = sorted({0, busiest_rank(plan), plan.ranks // 2, plan.ranks - 1})
     layers = [layer_of(dataclasses.replace(plan, rank=rank), heads, rates) for rank in chosen]
     return LayerCost(*map(max, zip(*layers, strict=True)))
 
 
-def _ring_messages(
-    plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]
-) -> tuple[float, float, float, float]:
+def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
     """An all-to-all, which nothing hides, around a ring; either can be of one rank.
 
     The next keys travel while these are computed; in backward the last step's gradients travel back beside them.
@@ -180,18 +163,13 @@ def _ring_messages(
 
     # The first step's keys and gradients are the rank's own.
     rows = [0, *(max(count_rows(step.send), count_rows(step.receive)) for step in steps[1:])]
-    waits = [0.0, 0.0]
+    waits = [trade_seconds, trade_seconds]
     for following, before, ahead, back in zip([*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True):
         arriving = following * own.kv_row_bytes
         waits[0] += max(0.0, seconds(arriving) - ahead)
         waits[1] += max(0.0, seconds(arriving + before * own.gradient_row_bytes) - back)
     waits[1] += seconds(rows[-1] * own.gradient_row_bytes)
-    return (
-        qkv + out + log_sum_exp + keys,
-        out + qkv + keys + returned,
-        waits[0] + trade_seconds,
-        waits[1] + trade_seconds,
-    )
+    return qkv + out + log_sum_exp + keys, out + qkv + keys + returned, waits[0], waits[1]
 
 
 def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:
@@ -204,9 +182,7 @@ def _ring_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> f
     return message + rows * (2 * kv * c + (q + 3 * kv) * FP32_BYTES)
 
 
-def _gather_messages(
-    plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]
-) -> tuple[float, float, float, float]:
+def _gather_messages(plan: Plan, heads: Heads, rates: Rates, forward: list[float], backward: list[float]) -> Messages:
     """Groups of heads: the first gather waits, the next ones travel behind the group before them."""
     others, groups = (plan.ranks - 1) * plan.local_tokens, min(HEAD_GROUPS, heads.key)
     keys, sums = others * heads.kv_row_bytes, others * heads.gradient_row_bytes

@@ -6,15 +6,13 @@ It uses internals of torch that torch's own tests and tools use too; no other fi
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -25,8 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from torchtitan_cp.attention import compiling
-from torchtitan_cp.attention.kernels import flex
 from torchtitan_cp.attention.linear.convolution import convolve, convolve_backward
 from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backward
 from torchtitan_cp.attention.operator import attention, attention_backward
@@ -37,13 +33,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     for operator in (attention, attention_backward, delta_rule, delta_rule_backward, convolve, convolve_backward)
 }
 WORKING = "activations and buffers"
-
-
-@contextmanager
-def real_tensors() -> Iterator[None]:
-    """Tensors on the CPU have data here, as the host reads meshes and plans; those on a GPU have none still."""
-    with _disable_current_modes() as modes, _FakeOnGpu([mode for mode in modes if isinstance(mode, FakeMode)]):
-        yield
 
 
 @contextmanager
@@ -64,13 +53,12 @@ class FakeMode(FakeTensorMode):
     """New tensors have a shape and no data. Operations on real tensors alone run as usual: meshes, labels, handles."""
 
     avoid_device_init = True  # numbers are copied to a GPU by an operation, which is seen
-
-    def __init__(self) -> None:
-        # A real tensor may be an argument beside fake ones.
-        super().__init__(allow_non_fake_inputs=True)
+    real_on_cpu = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.real_on_cpu and not (_on_gpu(kwargs) or FakeTensor in types):
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
             return False if args[0].dtype == torch.bool else 1
@@ -86,17 +74,9 @@ class FakeMode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class _FakeOnGpu(TorchDispatchMode):
-    """Runs an operation in a FakeMode if it makes a tensor on a GPU, or takes a fake one."""
-
-    def __init__(self, modes: list[FakeMode]) -> None:
-        super().__init__()
-        self.modes = modes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self.modes[-1] if self.modes and (_on_gpu(kwargs) or FakeTensor in types) else nullcontext():
-            return func(*args, **kwargs)
+def real_tensors() -> Any:
+    """A context in which new tensors on the CPU have data, as the host reads meshes and plans; on a GPU none still."""
+    return patch.object(FakeMode, "real_on_cpu", True)
 
 
 def _on_gpu(kwargs: dict[str, Any]) -> bool:
@@ -110,13 +90,12 @@ def _even_counts(count: int, minlength: int) -> Tensor:
     return torch.tensor([share + (number < over) for number in range(minlength)])
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A collective of one kind, size and group that this rank takes part in.
 
     Attributes:
         operation: torch's name.
-        group: its ranks, e.g. "4 ranks: 0, 2 ... 6".
+        group: its size, and its first, second and last rank, e.g. "4 ranks: 0, 2 ... 6".
         size_bytes: of its largest tensor argument.
     """
 
@@ -139,20 +118,12 @@ class _FlexResults(torch.autograd.Function):
         return (*map(torch.empty_like, ctx.saved_tensors), None, None, None, None)
 
 
-def _above_autograd_with_modes() -> Any:
-    """As the kernel's `above_autograd`, but modes stay."""
-    modes = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
-    include, exclude = compiling._DEFAULT_KEYS
-    return torch._C._ForceDispatchKeyGuard(include | (torch._C._dispatch_tls_local_include_set() & modes), exclude)
-
-
 @contextmanager
 def fake_flex() -> Iterator[None]:
     """flex_attention checks what it is given, and returns tensors without data where its compiled kernel would run."""
     with (
         patch.object(flex_attention, "flex_attention_hop", _FlexResults.apply),
         patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
-        patch.object(flex, "above_autograd", _above_autograd_with_modes),
     ):
         yield
 
@@ -254,8 +225,10 @@ class StepTracker(TorchDispatchMode):
         group = _group_in(args)
         if tensors and group is not None:
             operation = func._schema.name.partition("::")[2].strip("_")
-            size = max(x.numel() * x.element_size() for x in tensors)
-            self.messages[Message(operation, describe(group), size)] += 1
+            ranks = dist.get_process_group_ranks(group)
+            named = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
+            size = max(x.nbytes for x in tensors)
+            self.messages[Message(operation, f"{len(ranks)} ranks: {named}", size)] += 1
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
@@ -263,20 +236,17 @@ class StepTracker(TorchDispatchMode):
 
         DTensor runs each new operation once on unsharded fake tensors to learn shapes; those are not tracked.
         """
-        resize_plain, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+        resize_plain = torch.UntypedStorage.resize_
+        untracked = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
 
         def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
             result = resize_plain(storage, size_bytes)
             self.update_storage(storage, size_bytes=size_bytes)
             return result
 
-        def propagate_untracked(*arguments: Any) -> Any:
-            with _disable_current_modes():
-                return propagate(*arguments)
-
         with (
             patch.object(torch.UntypedStorage, "resize_", resize),
-            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_untracked),
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked),
             self,
         ):
             yield
@@ -287,13 +257,6 @@ def _as_key(leaf: Any) -> Any:
     if isinstance(leaf, FakeTensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return tuple(leaf.flatten().tolist()) if isinstance(leaf, Tensor) else leaf
-
-
-def describe(group: dist.ProcessGroup) -> str:
-    """A group by its size and its first, second and last rank."""
-    ranks = dist.get_process_group_ranks(group)
-    named = f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks))
-    return f"{len(ranks)} ranks: {named}"
 
 
 def _group_in(args: Any) -> dist.ProcessGroup | None:

@@ -24,6 +24,59 @@ from torchtitan_cp.planner.devices import ACCELERATORS
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
+def build_library() -> Path:
+    """The compiled library for this torch, from the user's cache or compiled now, in about ten seconds.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or it fails.
+    """
+    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = Path("~/.cache/torchtitan-cp").expanduser() / f"fake_cuda-{key}.so"
+    if library.exists():
+        return library
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if sys.platform != "linux" or not compiler:
+        raise ConfigError(
+            "a dry run on a GPU that is not there needs Linux and a C++ compiler, for a small library",
+            fix="install g++ (11 or later), or leave --device out to walk on the CPU",
+        )
+    root = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [] if torch.version.cuda else ["-DCPU_BUILD"]
+    paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, *flags, str(SOURCE), *paths, "-o", str(unfinished)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"{SOURCE.name} does not compile: {done.stderr[-500:]}", fix="use g++ 11 or later")
+    unfinished.replace(library)
+    return library
+
+
+class _Stream(contextlib.nullcontext[Any]):
+    """Of work that nobody does; also an event in it."""
+
+    device, stream_id, device_index, device_type = torch.device("cuda", 0), 0, 0, 1
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return _answer({"query": True, "elapsed_time": 0.0, "record_event": self}.get(name))
+
+
+class _Generator(torch.Generator):
+    """On the CPU, whatever device is asked for: nothing is drawn."""
+
+    def __new__(cls, device: Any = None) -> "_Generator":
+        return super().__new__(cls)
+
+
+def _answer(value: Any) -> Any:
+    return lambda *_, **__: value
+
+
 def use_fake_cuda(device: str) -> None:
     """Make this process believe in one GPU; starts the program again where torch must find the library earlier.
 
@@ -39,72 +92,14 @@ def use_fake_cuda(device: str) -> None:
         os.execve(
             sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": str(build_library())}
         )
-    _answer_for_torch_cuda(device)
-
-
-def build_library() -> Path:
-    """The compiled library for this torch, from the user's cache or compiled now, in about ten seconds.
-
-    Raises:
-        ConfigError: there is no C++ compiler, or it fails.
-    """
-    on_cpu = [] if torch.version.cuda else ["-DCPU_BUILD"]
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = Path("~/.cache/torchtitan-cp").expanduser() / f"fake_cuda-{key}.so"
-    if library.exists():
-        return library
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if sys.platform != "linux" or not compiler:
-        raise ConfigError(
-            "a dry run on a GPU that is not there needs Linux and a C++ compiler, for a small library",
-            fix="install g++ (11 or later), or leave --device out to walk on the CPU",
-        )
-    root = Path(torch.__file__).parent
-    flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    library.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, *flags, *on_cpu, str(SOURCE), *paths, "-o", str(unfinished)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"{SOURCE.name} does not compile: {done.stderr[-500:]}", fix="use g++ 11 or later")
-    unfinished.replace(library)
-    return library
-
-
-class _Stream:
-    """Of work that nobody does; also an event in it."""
-
-    device, stream_id, device_index, device_type = torch.device("cuda", 0), 0, 0, 1
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return _answer({"query": True, "elapsed_time": 0.0, "record_event": self}.get(name))
-
-
-class _Generator(torch.Generator):
-    """On the CPU, whatever device is asked for: nothing is drawn."""
-
-    def __new__(cls, device: Any = None) -> "_Generator":
-        return super().__new__(cls)
-
-
-def _answer_for_torch_cuda(device: str) -> None:
-    chip = device.partition("-")[0]
-    capability, stream = ACCELERATORS[device].capability, _Stream()
+    chip, stream, capability = device.partition("-")[0].upper(), _Stream(), ACCELERATORS[device].capability
     assert capability is not None
-    memory_bytes = int(ACCELERATORS[device].memory_bytes)
-    properties = SimpleNamespace(name=chip.upper(), major=capability[0], minor=capability[1], total_memory=memory_bytes)
+    memory = {"total_memory": int(ACCELERATORS[device].memory_bytes)}
+    properties = SimpleNamespace(name=chip, major=capability[0], minor=capability[1], **memory)
     answers = {
         "current_stream": stream, "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
         "set_device": None, "synchronize": None, "_lazy_init": None, "current_device": 0, "device_count": 1,
-        "is_available": True, "is_initialized": True, "get_device_name": f"NVIDIA {chip.upper()}",
+        "is_available": True, "is_initialized": True, "get_device_name": f"NVIDIA {chip}",
         "get_device_capability": capability, "get_device_properties": properties, "set_rng_state": None,
     }  # fmt: skip
     for name, value in answers.items():
@@ -114,7 +109,3 @@ def _answer_for_torch_cuda(device: str) -> None:
     torch.Generator = _Generator  # type: ignore[misc]
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign]
     fake_tensor.init_gpu_context = _answer(None)
-
-
-def _answer(value: Any) -> Any:
-    return lambda *_, **__: value

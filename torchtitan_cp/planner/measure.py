@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from torchtitan_cp.attention import AttentionMask, attend, make_plan
@@ -35,19 +36,20 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
     device = find_device()
     if ranks_per_node > 1:
         torch.set_num_threads(1)  # as torchrun starts them
-    base = _known(device)
-    dtype = getattr(torch, config.training.compute_dtype)
+    base, dtype = _known(device), getattr(torch, config.training.compute_dtype)
     tokens = min(TOKENS, max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
-    peaks = (peak, base.peak_float32) if dtype == torch.bfloat16 else (base.peak_bfloat16, peak)
-    forward, backward = _attention_rates(device, dtype, args, tokens)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
+    if device.device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device.device).total_memory
+    new = partial(torch.randn, dtype=dtype, device=device.device)
+    forward, backward = _attention_rates(new, args, tokens)
     return replace(
         base,
-        peak_bfloat16=peaks[0],
-        peak_float32=peaks[1],
-        memory_bytes=_memory_bytes(device, ranks_per_node),
-        memory_bandwidth=_bandwidth(device, dtype, args, tokens) / MEMORY_BANDWIDTH,
-        linear=_product_rate(device, dtype, args, tokens) / peak,
+        peak_flops=base.peak_flops | {dtype: peak},
+        memory_bytes=memory_bytes,
+        memory_bandwidth=_bandwidth(new, args, tokens) / MEMORY_BANDWIDTH,
+        linear=_product_rate(new, args, tokens) / peak,
         attention_forward=forward / peak,
         attention_backward=backward / peak,
         cudnn=None,  # the rates are of what `auto` chose
@@ -62,21 +64,13 @@ def ranks_here() -> int:
 
 def _known(device: Device) -> Accelerator:
     """The table's entry for this device."""
-    if device.device.type == "cpu":
-        return ACCELERATORS["cpu"]
     for name, accelerator in ACCELERATORS.items():
-        if name.partition("-")[0].upper() in device.name:
+        if name.partition("-")[0] in device.name.lower():
             return accelerator
     raise ConfigError(
         f"the planner's table does not have {device.name}, so its links are unknown",
         fix=f"use --device with one of {', '.join(ACCELERATORS)}",
     )
-
-
-def _memory_bytes(device: Device, ranks_per_node: int) -> float:
-    if device.device.type == "cuda":
-        return torch.cuda.get_device_properties(device.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -85,32 +79,27 @@ def _seconds(run: Callable[[], Any]) -> float:
     return timer.blocked_autorange(min_run_time=SECONDS).median
 
 
-def _product_rate(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> float:
-    """FLOP/s of an MLP's product and its two gradients."""
-    with device.device:
-        x, weight = torch.randn(tokens, args.dim, dtype=dtype), torch.randn(args.ffn_dim, args.dim, dtype=dtype)
-        gradient = torch.randn(tokens, args.ffn_dim, dtype=dtype)
+def _product_rate(new: Callable[..., Tensor], args: Any, tokens: int) -> float:
+    """FLOP/s of an MLP's product and its two gradients; `new` makes a tensor of a size."""
+    x, weight, gradient = new(tokens, args.dim), new(args.ffn_dim, args.dim), new(tokens, args.ffn_dim)
     seconds = _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x))
     return 6 * tokens * args.dim * args.ffn_dim / seconds
 
 
-def _bandwidth(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> float:
+def _bandwidth(new: Callable[..., Tensor], args: Any, tokens: int) -> float:
     """Bytes/s of a product of two wide activations into a new tensor."""
-    with device.device:
-        a, b = (torch.randn(tokens, args.ffn_dim, dtype=dtype) for _ in range(2))
-    return 3 * a.numel() * a.element_size() / _seconds(lambda: a * b)
+    a, b = new(tokens, args.ffn_dim), new(tokens, args.ffn_dim)
+    return 3 * a.nbytes / _seconds(lambda: a * b)
 
 
-def _attention_rates(device: Device, dtype: torch.dtype, args: Any, tokens: int) -> tuple[float, float]:
+def _attention_rates(new: Callable[..., Tensor], args: Any, tokens: int) -> tuple[float, float]:
     """FLOP/s of the allowed pairs of a rank, forward and backward, over the layers' windows."""
-    with device.device:
-        q, dout = (torch.randn(1, tokens, args.n_heads, args.head_dim, dtype=dtype) for _ in range(2))
-        k, v = (torch.randn(1, tokens, args.n_kv_heads, args.head_dim, dtype=dtype) for _ in range(2))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads, args.n_heads)
+    *inputs, dout = (new(1, tokens, count, args.head_dim).requires_grad_() for count in heads)
     pairs, forward, backward = 0, 0.0, 0.0
     for window, layers in Counter(args.layer_windows).items():
         mask = AttentionMask().windowed(window)
-        run = partial(attend, q, k, v, make_plan(tokens, mask=mask))
+        run = partial(attend, *inputs, make_plan(tokens, mask=mask))
         pairs += layers * count_pairs(tokens, tokens, mask.band)
         with torch.no_grad():
             forward += layers * _seconds(run)

@@ -6,14 +6,12 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from torchtitan_cp.planner.devices import ACCELERATORS, USABLE_MEMORY
+from torchtitan_cp.planner.devices import ACCELERATORS, GIB, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.exchange import EXCHANGES
 from torchtitan_cp.planner.memory import KINDS
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.planner.stage import CUTTING
-
-GIB = 2**30
 
 
 def _kind(estimate: Estimate, kind: str) -> str:

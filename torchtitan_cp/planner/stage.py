@@ -1,6 +1,6 @@
 """A stage of a run on a cluster: everything that its memory and time depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -50,6 +50,7 @@ class PlannedStage:
         config: with the stage's tp, pp and activation memory.
         args: ModelArgs with `vocab_size` set.
         degrees: of the mesh in this stage.
+        mask: of its sequences, by which attention is estimated.
     """
 
     config: Config
@@ -57,6 +58,7 @@ class PlannedStage:
     degrees: Degrees
     stage: StagePlan
     cluster: Cluster
+    mask: AttentionMask = field(default_factory=AttentionMask)
 
     @cached_property
     def tokens(self) -> int:
@@ -174,10 +176,9 @@ class PlannedStage:
 
     def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
-        layout, stage = self.config.context_parallel.layout, self.stage
-        group = (stage.seq_len, stage.cp, strategy, all_to_all_ranks)
-        heads = self._heads(*self.args.heads_of(window))
-        return busiest_layer(*group, window, layout, AttentionMask(), heads, self.rates(window))
+        group = {"seq_len": self.stage.seq_len, "ranks": self.stage.cp, "layout": self.config.context_parallel.layout}
+        group |= {"strategy": strategy, "all_to_all_ranks": all_to_all_ranks}
+        return busiest_layer(self.mask, window, self._heads(*self.args.heads_of(window)), self.rates(window), **group)
 
 
 @lru_cache(maxsize=512)

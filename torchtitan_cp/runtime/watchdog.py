@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Errors of gloo and NCCL about a peer that is gone or silent. Source: gloo's transport/tcp, ProcessGroupNCCL.
 LOST_CONTACT = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)",
-    re.IGNORECASE,
+    r"(?i)connection (closed|reset|refused)|broken pipe|timed? ?out|remote process exited|NCCL.*(error|abort)"
 )
 LOST_RANK = 4
 # A store that has not answered by then is gone.
@@ -149,7 +148,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         waited = 0.0
-        while True:
+        while not self._left.wait(waited):
             activity = _now
             most_silent = min(SILENT_FRACTION * activity.limit_seconds, MOST_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
@@ -163,8 +162,6 @@ class Watchdog:
                     self._end(lost, activity)
             # Often until the rank that holds the store has sent a beat: it may be the first to die.
             waited = self.beat_seconds if STORE_HOST in self._known else min(FIRST_BEATS_SECONDS, self.beat_seconds)
-            if self._left.wait(waited):
-                return
 
     def _end(self, reason: str, activity: Activity) -> None:
         """Report, and end this process: no thread, no collective and no CUDA call can delay it."""
@@ -181,13 +178,12 @@ class Watchdog:
         if self._ask(lambda store: store.check(["ended"]), False, most_silent):
             return "another rank ended the job"
         listened_to = self._next if self._reachable else STORE_HOST
-        beat, heard_before = self._known.get(listened_to), self._heard
+        beat = self._known.get(listened_to)
+        self._unheard_seconds = self._unheard_seconds + waited if beat == self._heard else 0.0
         self._heard = beat
-        self._unheard_seconds = self._unheard_seconds + waited if beat == heard_before else 0.0
         gone = not self._reachable or (beat and beat.host == socket.gethostname() and _is_gone(beat.pid))
-        if self._unheard_seconds < (GONE_BEATS * self.beat_seconds if gone else most_silent):
-            return ""
-        if listened_to == self.rank or self._reporting([listened_to]):
+        enough = self._unheard_seconds >= (GONE_BEATS * self.beat_seconds if gone else most_silent)
+        if not enough or listened_to == self.rank or self._reporting([listened_to]):
             return ""
         silence = f"no sign of life from rank {listened_to} for {self._unheard_seconds:.0f} s"
         self._found, self._unheard_seconds = self._silent_ranks(), 0.0
@@ -198,8 +194,7 @@ class Watchdog:
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
         beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
-        text = json.dumps(beat)
-        self._ask(lambda store: store.set(f"beat/{self.rank}", text), None, answer_seconds)
+        self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(beat)), None, answer_seconds)
         self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any, answer_seconds: float = ANSWER_SECONDS) -> Any:
@@ -267,13 +262,13 @@ def describe(beats: dict[int, Beat], silent: set[int]) -> str:
     """The ranks to blame: silent ones, else those that are behind the others."""
     if silent:
         lines = [f"rank {rank} is dead, stopped or cut off. Last heard {_last(beats, rank)}" for rank in sorted(silent)]
+        waiting = sorted(beats.keys() - silent)[:1]
+        lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in waiting]
     else:
         states = {rank: (beat.step, beat.what) for rank, beat in beats.items()}
         common = max(set(states.values()), key=list(states.values()).count)
         behind = [rank for rank, state in states.items() if state != common] or list(beats)
         lines = [f"rank {rank} hangs {_last(beats, rank)}" for rank in behind]
-    others = sorted(beats.keys() - silent)
-    lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in others[:1] if silent]
     return "\n".join(f"  {line}" for line in lines[:16])
 
 

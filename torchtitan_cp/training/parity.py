@@ -172,7 +172,7 @@ def _single_step(
 ) -> tuple[Values, int]:
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32, and peak memory."""
     model = single_model(trainer, stage, weights, PlainAttention(), dtype)
-    inputs = [trainer.device.move(x) for x in all_sequences(trainer, batch_layout)]
+    inputs = [x.to(trainer.device.device) for x in all_sequences(trainer, batch_layout)]
     peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
         loss = single_loss(model, *inputs)

@@ -27,7 +27,6 @@ import torch
 from tests.support.emulated_ops import cudnn, efficient, flash
 from tests.support.emulated_ops.maths import MISREADINGS, reading
 from torchtitan_cp.attention import kernels
-from torchtitan_cp.attention.kernels.kernel import FLOATS
 
 Calls = Counter[str]
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -64,7 +63,7 @@ def emulate(misread: str = "") -> Iterator[Calls]:
         cudnn.PLANS.clear()
         _set_kernels(
             {
-                name: replace(kernel, device="cpu", dtypes=FLOATS) if name in EMULATED else kernel
+                name: replace(kernel, device="cpu", dtypes=before["reference"].dtypes) if name in EMULATED else kernel
                 for name, kernel in before.items()
             }
         )

@@ -8,7 +8,7 @@ from benchmarks.layouts import CASES, count, find_lengths
 from benchmarks.plan import draw_lengths
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.documents import assign_documents
-from torchtitan_cp.attention.layout import Layout, PairsBefore, balanced, rank_areas, rows_sent, zigzag
+from torchtitan_cp.attention.layout import Layout, balanced, rank_areas, rows_sent, zigzag
 from torchtitan_cp.attention.layouts import FAIR, documents, make_layout, relative_time
 from torchtitan_cp.attention.mask import UNBOUNDED, count_rows
 
@@ -32,13 +32,12 @@ def test_every_rank_holds_as_many_tokens_and_every_token_is_held_once(
 ) -> None:
     for seed in range(20):
         mask, seq_len = draw_mask(seed, 48 * ranks, *WINDOWS[kind]), 48 * ranks
-        before = PairsBefore(mask, seq_len)
-        held = assign_documents(before, ranks, ranks_per_node)
+        held = assign_documents(seq_len, ranks, mask, ranks_per_node)
         assert [sum(stop - start for start, stop in spans) for spans in held] == [48] * ranks
         layout = Layout.of(held)
         positions = sorted(position for rank in range(ranks) for position in layout.positions(rank).tolist())
         assert positions == list(range(seq_len))
-        assert Layout.of(assign_documents(before, ranks, ranks_per_node)) == layout
+        assert Layout.of(assign_documents(seq_len, ranks, mask, ranks_per_node)) == layout
 
 
 @pytest.mark.parametrize("case", [0, 3, 5, 6], ids=lambda case: f"{CASES[case][3]} {CASES[case][0]}")
@@ -113,8 +112,7 @@ def test_messages_that_compute_hides_count_by_the_rates_given() -> None:
 
 
 def test_one_document_on_all_ranks_is_cut_as_zigzag_cuts_it() -> None:
-    before = PairsBefore(AttentionMask(), 4096)
-    held = assign_documents(before, 4, 4)
+    held = assign_documents(4096, 4, AttentionMask(), 4)
     want = zigzag(4096, 4)
     for spans, expected in zip(Layout.of(held).spans, want.spans, strict=True):
         assert sum(spans, ()) == pytest.approx(sum(expected, ()), abs=2)

@@ -306,7 +306,7 @@ def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatc
     graphs = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention.flex_attention, backend=graphs, fullgraph=True)
-    monkeypatch.setattr(flex, "_attend", lambda *rows, **options: compiled(*rows, **options))
+    monkeypatch.setattr(flex, "_attention", lambda on_cuda: compiled)
     generator = torch.Generator().manual_seed(3)
     for number in range(6):
         cuts = sorted(int(x) for x in 1 + torch.randperm(1022, generator=generator)[: 2 + number])
@@ -476,8 +476,8 @@ def test_a_graph_that_is_replayed_leaves_attention_out() -> None:
 
 def test_flex_is_compiled_as_often_as_there_are_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    flex._compile.cache_clear()
-    flex._compile()
+    flex._attention.cache_clear()
+    flex._attention(True)
     assert torch._dynamo.config.recompile_limit == torch._dynamo.config.accumulated_recompile_limit
 
 

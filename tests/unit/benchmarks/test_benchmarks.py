@@ -104,7 +104,7 @@ def test_the_busiest_rank_told_by_the_layout_has_the_most_pairs_of_all_plans(
 @pytest.mark.parametrize("kind", ["causal", "packed"])
 def test_work_over_the_mean_is_that_of_all_ranks_plans(strategy: str, kind: str) -> None:
     mask, ranks, heads = draw_mask(kind, 8192, 400), 16, Heads(8, 4, 64)
-    rates = Rates(make_cluster("h100-80g", 4, 4), 1e9, 1e9, 1)
+    rates = Rates(make_cluster("h100-80g", 4, ranks_per_node=4), 1e9, 1e9, 1)
     row = figures(strategy, 8192, ranks, mask, heads, rates)
     inner = {"all_to_all": ranks, "hybrid": 4}.get(strategy, 1)
     cluster = {"ranks": ranks, "ranks_per_node": 4, "row_pairs": rates.row_pairs(heads)}

@@ -49,7 +49,7 @@ def of_config(folder: Path, config: dict[str, object]) -> str:
 
 
 def test_a_plan_is_that_of_the_same_native_model(tmp_path: Path) -> None:
-    cluster = make_cluster("h100-80g", 1, 8, 0.0, 0.0)
+    cluster = make_cluster("h100-80g", 1, ranks_per_node=8, link_bandwidth=0.0, network_bandwidth=0.0)
     ours = plan_config(write(tmp_path, NATIVE), cluster)[0]
     theirs = plan_config(write(tmp_path, of_config(tmp_path, {"model_type": "llama", **SIZES, **HEADS})), cluster)[0]
     assert theirs.memory == ours.memory
@@ -78,7 +78,7 @@ def test_a_dry_run_takes_the_memory_of_the_same_native_model(tmp_path: Path) -> 
 @pytest.mark.deep
 @pytest.mark.parametrize("config", [GPT_OSS_120B, GEMMA3_27B], ids=["gpt-oss-120b", "Gemma 3 27B"])
 def test_large_models_are_planned_on_256_ranks(config: dict[str, object], tmp_path: Path) -> None:
-    cluster = make_cluster("h100-80g", 32, 8, 0.0, 0.0)
+    cluster = make_cluster("h100-80g", 32, ranks_per_node=8, link_bandwidth=0.0, network_bandwidth=0.0)
     estimate = plan_config(
         write(tmp_path, of_config(tmp_path, config), LARGE.replace("vocab_size = 512", "")), cluster
     )[0]

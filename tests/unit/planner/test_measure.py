@@ -35,12 +35,12 @@ def test_rates_are_work_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shape = model_args_of(config)
     found = measure_accelerator(config, shape, 2)
     tokens = config.curriculum.stages[0].seq_len
-    assert found.peak_float32 == 0.5e12
-    assert found.linear * found.peak_float32 == pytest.approx(6 * tokens * 64 * shape.ffn_dim / 2)
+    assert found.peak_flops[torch.float32] == 0.5e12
+    assert found.linear * found.peak_flops[torch.float32] == pytest.approx(6 * tokens * 64 * shape.ffn_dim / 2)
     seen = torch.ones(tokens, tokens).tril()
     pairs = int(seen.sum() + 2 * (seen - seen.tril(-16)).sum())
     # Three layers of two seconds each.
-    assert found.attention_forward * found.peak_float32 == pytest.approx(4 * 16 * 4 * pairs / 6)
+    assert found.attention_forward * found.peak_flops[torch.float32] == pytest.approx(4 * 16 * 4 * pairs / 6)
     assert found.attention_backward == pytest.approx(2.5 * found.attention_forward)
     assert found.memory_bandwidth * MEMORY_BANDWIDTH == pytest.approx(3 * tokens * shape.ffn_dim * 4 / 2)
     assert found.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2

@@ -21,7 +21,7 @@ OPTIONS = ["--curriculum.stages[0].seq_len=8192", "--curriculum.stages[0].global
 def test_the_best_layout_fits_and_is_no_slower_than_the_given_one(tmp_path: Path) -> None:
     register(ARCHITECTURES)
     config = load_config(write_run(tmp_path), [*OPTIONS, "--parallel.tp=2", "--activation.checkpoint=full"])
-    cluster = make_cluster("h100-80g", 1, 4)
+    cluster = make_cluster("h100-80g", ranks_per_node=4)
     found, reasons = search(config, cluster)
     assert all(estimate.fits for estimate in plan_config(found, cluster))
     given, chosen = (sum(e.step_seconds for e in plan_config(c, cluster)) for c in (config, found))

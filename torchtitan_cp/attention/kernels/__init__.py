@@ -6,7 +6,6 @@ every query row sees a key. Imports torch only.
 """
 
 import logging
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -47,11 +46,10 @@ def check_kernel(name: str) -> str:
     return check_name("attention kernel", name, ("auto", *KERNELS))
 
 
-def choose_kernel(name: str, q: Tensor, v: Tensor, merged: bool = False, **options: bool) -> Kernel:
+def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
     """The kernel `name`, or for "auto" the first that can run these tensors.
 
     Args:
-        merged: whether its outputs will be merged; if it can, the kernel then returns them unrounded.
         options: softcap, alibi and dense, see Case.
 
     Raises:
@@ -61,8 +59,7 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, merged: bool = False, **optio
     known = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
     capability = torch.cuda.get_device_capability(q.device) if known else None
     case = Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], capability=capability, **options)
-    kernel = _choose(name, case)
-    return replace(kernel, forward=kernel.wide_forward) if merged and kernel.wide_forward else kernel
+    return _choose(name, case)
 
 
 def able_kernels(case: Case) -> list[str]:

@@ -41,17 +41,16 @@ def backward(
 def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Any, ...], dict[str, int]]:
     """The (lengths, window) of one tile, whose rows have a batch dim, or of many."""
     if isinstance(shape, Packed):
-        return shape[1:], dict(shape.kind)
-    return (None, None, q.shape[1], k.shape[1]), _window(q.shape[1], k.shape[1], shape)
+        lengths, (left, right) = shape[1:], shape.kind
+    else:
+        lengths, (left, right) = (None, None, q.shape[1], k.shape[1]), _window(q.shape[1], k.shape[1], shape)
+    return lengths, {"window_size_left": left, "window_size_right": right}
 
 
-def _window(queries: int, keys: int, band: Band) -> dict[str, int]:
-    """A band as the kernel's window, which is aligned at the last query and the last key."""
+def _window(queries: int, keys: int, band: Band) -> tuple[int, int]:
+    """A band as the kernel's (left, right) window, which is aligned at the last query and the last key."""
     corner = keys - queries
-    return {
-        "window_size_left": -1 if band.low is None else corner - band.low,
-        "window_size_right": -1 if band.high is None else band.high - corner,
-    }
+    return -1 if band.low is None else corner - band.low, -1 if band.high is None else band.high - corner
 
 
 def takes_band(queries: int, keys: int, band: Band) -> bool:
@@ -60,17 +59,16 @@ def takes_band(queries: int, keys: int, band: Band) -> bool:
     It treats a side that is negative or at least as long as the keys as unbounded. Beside a bounded left side,
     it treats an unbounded right side as long as the keys, which is too short if there are more queries than keys.
     """
-    window = _window(queries, keys, band)
-    left, right = window["window_size_left"], window["window_size_right"]
+    left, right = _window(queries, keys, band)
     if band.high is None:
         return band.low is None or left >= keys or queries <= keys + 1
     return 0 <= right < keys and (band.low is None or left >= 0)
 
 
-def kind(queries: int, keys: int, band: Band) -> tuple[tuple[str, int], ...]:
+def kind(queries: int, keys: int, band: Band) -> tuple[int, int]:
     """The window, for tiles of one call: without a left side that hides nothing here, but might beside longer tiles."""
     low = Band(band.low).shifted(0, queries, keys).low
-    return tuple(_window(queries, keys, band._replace(low=low)).items())
+    return _window(queries, keys, band._replace(low=low))
 
 
 KERNEL = Kernel(forward, backward, "cuda", HALF, range(8, 257, 8), pads_dims=True, takes_band=takes_band, kind=kind)

@@ -14,7 +14,7 @@ Source: Dong et al., Flex Attention, 2024; torch.nn.attention.flex_attention.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def backward(
 def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
     mask, hidden = block_mask(tiles, q, k.shape[1])
-    out, extra = _attend(
+    out, extra = _attention(q.is_cuda)(
         *(x.transpose(1, 2) for x in (q, k, v)),
         score_mod=_score_change(scores),
         block_mask=mask,
@@ -78,15 +78,10 @@ def _score_change(scores: Scores) -> Callable[..., Tensor] | None:
     return None
 
 
-def _attend(*rows: Tensor, **options: Any) -> Any:
-    compiled = _compile() if rows[0].is_cuda else flex.flex_attention
-    return compiled(*rows, **options)
-
-
-@lru_cache(maxsize=1)
-def _compile() -> Any:
-    # Its uncompiled fallback holds every score.
-    return compile_whole(flex.flex_attention)
+@cache
+def _attention(on_cuda: bool) -> Callable[..., Any]:
+    """flex_attention, compiled on CUDA, where the fallback would hold every score."""
+    return compile_whole(flex.flex_attention) if on_cuda else flex.flex_attention
 
 
 _prepared, _masks = DeviceCache(MASK_BYTES), DeviceCache(MASK_BYTES)
@@ -94,7 +89,7 @@ _ON_HOST = torch.empty(0)
 
 
 def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The host's part of a mask: intervals, partial and full blocks; see `key_intervals` and `classify_blocks`.
+    """The host's part of a mask; see `key_intervals` and `classify_blocks`.
 
     Args:
         rows: 1 if every tile is of all batch rows, else B.
@@ -102,8 +97,7 @@ def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tupl
     """
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        intervals = key_intervals(tiles, rows, queries)
-        return intervals, *classify_blocks(intervals, queries, keys)
+        return classify_blocks(key_intervals(tiles, rows, queries), queries, keys)
 
     return _prepared.get((tiles, rows, queries, keys), _ON_HOST, make)
 
@@ -116,25 +110,24 @@ def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.Bloc
     """
     rows = 1 if all(tile.row == ALL_ROWS for tile in tiles) else q.shape[0]
     prepared = (tiles, rows, q.shape[1], keys)
-    mask, hidden, _ = _masks.get(prepared, q, lambda: _copy_mask(prepare(*prepared), q, keys))
+
+    def make() -> tuple[flex.BlockMask, Tensor, Tensor]:
+        intervals, partial, full = (to_device(x, q) for x in prepare(*prepared))
+        lower, upper = intervals.unbind(-1)
+
+        def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
+            row = b if rows > 1 else torch.zeros_like(b)
+            seen = (k_row >= lower[row, 0, q_row]) & (k_row < upper[row, 0, q_row])
+            for number in range(1, lower.shape[1]):
+                seen = seen | ((k_row >= lower[row, number, q_row]) & (k_row < upper[row, number, q_row]))
+            return seen
+
+        blocks = (*flex._dense_to_ordered(partial), *flex._dense_to_ordered(full))
+        mask = flex.BlockMask.from_kv_blocks(*blocks, BLOCK, mask_mod, seq_lengths=(q.shape[1], keys))
+        return mask, (upper <= lower).all(1), intervals  # which the mask refers to
+
+    mask, hidden, _ = _masks.get(prepared, q, make)
     return mask, hidden
-
-
-def _copy_mask(prepared: tuple[Tensor, Tensor, Tensor], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor, Tensor]:
-    """(mask, hidden rows, the intervals that the mask refers to)."""
-    intervals, partial, full = (to_device(x, q) for x in prepared)
-    (lower, upper), rows = intervals.unbind(-1), len(intervals)
-
-    def mask_mod(b: Tensor, h: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
-        row = b if rows > 1 else torch.zeros_like(b)
-        seen = (k_row >= lower[row, 0, q_row]) & (k_row < upper[row, 0, q_row])
-        for number in range(1, lower.shape[1]):
-            seen = seen | ((k_row >= lower[row, number, q_row]) & (k_row < upper[row, number, q_row]))
-        return seen
-
-    blocks, lengths = (*_ordered(partial), *_ordered(full)), (q.shape[1], keys)
-    mask = flex.BlockMask.from_kv_blocks(*blocks, BLOCK, mask_mod, seq_lengths=lengths)
-    return mask, (upper <= lower).all(1), intervals
 
 
 def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
@@ -145,40 +138,24 @@ def key_intervals(tiles: tuple[Tile, ...], rows: int, queries: int) -> Tensor:
         if (slot := next((slot for slot in slots if not slot[covered].any()), None)) is None:
             slot = torch.zeros_like(slots[0])
             slots.append(slot)
-        query = torch.arange(tile.q_stop - tile.q_start)
-        low, high = tile.band
-        first = tile.k_start + (torch.zeros_like(query) if low is None else (query + low).clamp_min(0))
-        last = torch.full_like(query, tile.k_stop)
-        if high is not None:
-            last = torch.minimum(last, tile.k_start + query + high + 1)
-        slot[covered] = torch.stack([first, last], -1).to(torch.int32)
+        query, keys = torch.arange(tile.q_stop - tile.q_start), tile.k_stop - tile.k_start
+        low = -len(query) if tile.band.low is None else tile.band.low
+        high = keys if tile.band.high is None else tile.band.high
+        ends = torch.stack([query + low, query + high + 1], -1).clamp(0, keys)
+        slot[covered] = (tile.k_start + ends).to(torch.int32)
     empty = (1 << (len(slots) - 1).bit_length()) - len(slots)
     return F.pad(torch.stack(slots, 1), (0, 0, 0, 0, 0, empty))
 
 
-def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """(partial, full) blocks, `[rows, 1, Sq/128, Sk/128]` bool each."""
-    rows, count = intervals.shape[:2]
-    missing = -queries % BLOCK
-    padded = torch.cat([intervals, intervals.new_zeros(rows, count, missing, 2)], 2)
-    lower, upper = padded.unflatten(2, (-1, BLOCK)).unbind(-1)  # [rows, n, blocks, 128]
-    filled = upper > lower
-    big = torch.iinfo(torch.int32).max
-    reach = (torch.where(filled, lower, big).amin(-1), torch.where(filled, upper, 0).amax(-1))
-    every = filled.all(-1)
-    whole = (torch.where(every, lower.amax(-1), big), torch.where(every, upper.amin(-1), 0))
+def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(intervals, partial blocks, full blocks); of blocks `[rows, 1, Sq/128, Sk/128]` bool each."""
+    padded = F.pad(intervals, (0, 0, 0, -queries % BLOCK)).unflatten(2, (-1, BLOCK)).unsqueeze(4)
+    lower, upper = padded.unbind(-1)  # [rows, n, blocks of queries, 128, 1]
     starts = torch.arange(0, keys, BLOCK)
-    touched = ((reach[0].unsqueeze(-1) < starts + BLOCK) & (reach[1].unsqueeze(-1) > starts)).any(1)
-    inside = (whole[0].unsqueeze(-1) <= starts) & (whole[1].unsqueeze(-1) >= starts + BLOCK)
-    full = inside.any(1)
-    return (touched & ~full).unsqueeze(1), full.unsqueeze(1)
-
-
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many, which) blocks of keys for each block of queries, as BlockMask wants them."""
-    counts = blocks.sum(-1).to(torch.int32)
-    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts, order.contiguous()
+    first = lower.masked_fill(upper <= lower, keys).amin(3)  # an empty interval begins nowhere
+    touched = ((first < starts + BLOCK) & (upper.amax(3) > starts)).any(1)
+    full = ((lower.amax(3) <= starts) & (upper.amin(3) >= starts + BLOCK)).any(1)
+    return intervals, (touched & ~full).unsqueeze(1), full.unsqueeze(1)
 
 
 TAKEN = (*HALF, torch.float32)

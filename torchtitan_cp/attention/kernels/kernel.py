@@ -13,7 +13,6 @@ from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import Tile, dense_parts
 
 HALF = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float64, torch.float32, *HALF)
 WIDEST = 1 << 16  # head dim; no model comes near
 
 
@@ -75,16 +74,12 @@ class Scores(NamedTuple):
         return self._replace(alibi=Alibi(slopes, queries[tile.q_start : tile.q_stop], keys[tile.k_start : tile.k_stop]))
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A local attention kernel.
 
     Attributes:
-        forward: (q, k, v, band, scores) -> (out, lse).
+        forward: (q, k, v, band, scores) -> (out, lse); out in q's dtype or a wider one.
         backward: (dout, q, k, v, out, lse, band, scores) -> (dq, dk, dv), where out and lse are those of
             the whole row, merged over all its tiles; gradients come in the inputs' dtype or a wider one.
         device: the type it runs on; None: any.
@@ -96,46 +91,41 @@ class Kernel:
             takes a single tile.
         whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
             rows that no tile reaches have out 0 and lse -inf.
-        wide_forward: forward with out in fp32 (fp64 for fp64), for outputs that are merged with others; None if it
-            returns q's dtype only.
         any_scores: whether it takes a soft-cap or linear biases.
         deterministic: whether its backward gives the same bits in every run.
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
     """
 
-    forward: Forward
-    backward: Backward
+    forward: Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
     device: str | None = None
-    dtypes: tuple[torch.dtype, ...] = FLOATS
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALF)
     head_dims: range = range(1, WIDEST)
     pads_dims: bool = False
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     kind: Callable[[int, int, Band], Hashable] | None = None
     whole_steps: bool = False
-    wide_forward: Forward | None = None
     any_scores: bool = False
     deterministic: bool = True
     prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
-        if not self.deterministic and torch.are_deterministic_algorithms_enabled():
-            return "its backward is not deterministic"
-        if case.softcap and not self.any_scores:
-            return "it has no logit soft-cap"
-        if case.alibi and not self.any_scores:
-            return "it has no ALiBi"
-        if case.alibi and case.softcap:
-            return "it has no ALiBi under a logit soft-cap"
-        if self.device not in (None, case.device):
-            return f"it runs on {self.device}, not {case.device}"
-        if case.dtype not in self.dtypes:
-            return f"it does not take {case.dtype}"
+        must_repeat = torch.are_deterministic_algorithms_enabled()
         dims = [max(case.qk_dim, case.v_dim)] if self.pads_dims else [case.qk_dim, case.v_dim]
-        if not all(dim in self.head_dims for dim in dims):
-            first, last, step = self.head_dims[0], self.head_dims[-1], self.head_dims.step
-            return f"it takes head dims from {first} to {last} in steps of {step}, not {' and '.join(map(str, dims))}"
-        return None
+        taken = f"from {self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
+        refusals = {
+            "its backward is not deterministic": must_repeat and not self.deterministic,
+            "it has no logit soft-cap": case.softcap and not self.any_scores,
+            "it has no ALiBi": case.alibi and not self.any_scores,
+            "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,
+            f"it runs on {self.device}, not {case.device}": self.device not in (None, case.device),
+            f"it does not take {case.dtype}": case.dtype not in self.dtypes,
+            f"it takes head dims {taken}, not {' and '.join(map(str, dims))}": any(
+                dim not in self.head_dims for dim in dims
+            ),
+        }
+        return next((why for why, holds in refusals.items() if holds), None)
 
     def plain_tiles(self, tiles: tuple[Tile, ...]) -> list[Tile]:
         """Tiles as the kernel takes them."""
@@ -149,27 +139,22 @@ class Kernel:
                 plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
         return plain
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (kernels live as long as the process)
     def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
         """(kind, tiles) of each call; the tiles of one ascend and share no row of queries or keys."""
-        return _group_tiles(self, tiles)
-
-
-@lru_cache(maxsize=1024)
-def _group_tiles(kernel: Kernel, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
-    if kernel.whole_steps:
-        return ((None, tiles),) if tiles else ()
-    groups: dict[Any, list[list[Tile]]] = {}
-    for number, tile in enumerate(kernel.plain_tiles(tiles)):
-        kind: Any = number  # like no other
-        if kernel.kind and not tile.flipped:
-            kind = kernel.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
-        alike = groups.setdefault(kind, [])
-        group = next((group for group in alike if group[-1].precedes(tile)), None)
-        if group is None:
-            alike.append([tile])
-        else:
+        if self.whole_steps:
+            return ((None, tiles),) if tiles else ()
+        groups: dict[Any, list[list[Tile]]] = {}
+        for number, tile in enumerate(self.plain_tiles(tiles)):
+            kind: Any = number  # like no other
+            if self.kind and not tile.flipped:
+                kind = self.kind(tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.band)
+            alike = groups.setdefault(kind, [])
+            group = next((group for group in alike if group[-1].precedes(tile)), [])
+            if not group:
+                alike.append(group)
             group.append(tile)
-    return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
+        return tuple((kind, tuple(group)) for kind, alike in groups.items() for group in alike)
 
 
 def same_dims(*tensors: Tensor) -> list[Tensor]:

@@ -49,16 +49,12 @@ def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, 
     def make() -> tuple[Rows, Rows, Packed]:
         sides = [[(t.row, t.q_start, t.q_stop) for t in tiles], [(t.row, t.k_start, t.k_stop) for t in tiles]]
         copies = like.shape[0] if tiles[0].row == ALL_ROWS else 1
-        (cu_q, max_q), (cu_k, max_k) = (_cumulative(spans, copies, like) for spans in sides)
+        lengths = [[stop - start for _, start, stop in spans] * copies for spans in sides]
+        cu_seqlens = [torch.tensor([0, *accumulate(of_side)], dtype=torch.int32) for of_side in lengths]
         queries, keys = _indices(sides, like)
-        return queries, keys, Packed(kind, cu_q, cu_k, max_q, max_k)
+        return queries, keys, Packed(kind, *(to_device(x, like) for x in cu_seqlens), *map(max, lengths))
 
     return _calls.get((tiles, kind, like.shape[0]), like, make)
-
-
-def _cumulative(spans: list[tuple[int, int, int]], copies: int, like: Tensor) -> tuple[Tensor, int]:
-    lengths = [stop - start for _, start, stop in spans] * copies
-    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), like), max(lengths)
 
 
 def _indices(sides: list[list[tuple[int, int, int]]], like: Tensor) -> list[Rows]:
