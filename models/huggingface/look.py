@@ -271,6 +271,7 @@ class _Probe:
         if self.output is None or not lists:
             raise _Refusal(f"{type(model).__name__} has no output layer, or no list of {count} layers")
         self.layers = list(lists[0])
+        self.kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * count
         self.tied = self.output.weight is model.get_input_embeddings().weight
         self.parameters = sum(p.numel() for p in model.parameters())
         self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
@@ -281,10 +282,10 @@ class _Probe:
     def _check_modules(self) -> None:
         if self.output.bias is not None:
             raise _Refusal(f"{_name(self.output, self.names)} has a bias, which the loss here does not add")
-        for layer, kind in zip(self.layers, getattr(self.model.config, "layer_types", None) or (), strict=False):
+        for layer, kind in zip(self.layers, self.kinds, strict=False):
             if kind not in ("full_attention", "sliding_attention"):
                 raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is not built here")
-        for module in (module for layer in self.layers for module in layer.modules()):
+        for module in nn.ModuleList(self.layers).modules():
             if isinstance(module, nn.Conv1d):
                 raise _Refusal(f"{_name(module, self.names)} mixes tokens: it is a convolution")
 
@@ -396,8 +397,8 @@ class _Probe:
 
     def _rotaries(self, whole: _Run, moved: list[str], turned: list[str]) -> list[str]:
         """LayerLook.rotary of each layer, from what changes with positions, and with frequencies."""
-        kinds, found = getattr(self.model.config, "layer_types", None) or [""] * len(self.layers), []
-        for layer, kind, (module, _) in zip(self.layers, kinds, whole.calls, strict=True):
+        found = []
+        for layer, kind, (module, _) in zip(self.layers, self.kinds, whole.calls, strict=True):
             key = f"k of {_name(module, self.names)}"
             own = [name for name in self.frequencies if name.startswith(self.names[layer] + ".")]
             own = own or [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,12 @@ class Shared:
 
     Attributes:
         plans: of the forward that runs now, also while backward recomputes it.
-        head: of that forward; heading: it runs; result: what it returned.
+        head: of that forward; result: what it returned.
         router_logits: of that forward, `[B S/cp, X]` from each layer with experts.
     """
 
     plans: Any = None
     head: Any = None
-    heading = False
     result: Any = None
     router_logits: Any = None
 
@@ -155,21 +155,18 @@ class HuggingFaceModel(nn.Module):
 
         A head that calls the output layer gets logits, finished as the model finishes them.
         """
-        project, args = output.forward, self.args
+        project, args, shared = output.forward, self.args, self.shared
+
+        def finish(hidden: Tensor) -> Tensor:
+            logits = project(hidden) * args.logit_scale
+            cap = args.logit_softcap
+            return cap * torch.tanh(logits / cap) if cap else logits
 
         def run(hidden: Tensor) -> Tensor:
-            shared, head = self.shared, self.shared.head
-            if shared.heading:
-                logits = project(hidden) * args.logit_scale
-                cap = args.logit_softcap
-                return cap * torch.tanh(logits / cap) if cap else logits
-            if head is None:
+            if shared.head is None:
                 return project(hidden)
-            shared.heading = True
-            try:
-                shared.result = head(hidden, output)
-            finally:
-                shared.heading = False
+            with patch.object(output, "forward", finish):
+                shared.result = shared.head(hidden, output)
             return hidden[..., :1]  # what follows turns logits into logits
 
         return run
@@ -213,11 +210,10 @@ class HuggingFaceModel(nn.Module):
             return masks.eager_mask(mask_function=masks.and_masks(mask_function, apart), **options)
 
         self.causal.set_attn_implementation("eager")
-        masks.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
         try:
-            yield
+            with patch.dict(masks.AttentionMaskInterface._global_mapping, eager=mask):
+                yield
         finally:
-            masks.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = masks.eager_mask
             self.causal.set_attn_implementation(ATTENTION)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:

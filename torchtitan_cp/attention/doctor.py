@@ -270,8 +270,7 @@ def louder(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         own, loud = local_tensor(p), LOUDNESS * p.shape[-1] ** -0.5
         rms = max(own.float().norm().item(), 1e-9) / max(own.numel(), 1) ** 0.5
         raised.append((own, 2.0 ** max(0, round(math.log2(loud / rms)))))
-    for weight, factor in raised:
-        weight.mul_(factor)
+        own.mul_(raised[-1][1])
     try:
         yield
     finally:

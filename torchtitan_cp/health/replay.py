@@ -140,16 +140,8 @@ def _whole_arguments(
     """The arguments of a module as JSON; their tensors and the gradients of its outputs, as on one rank."""
     mesh = diagnoser.tp_mesh
     rows, tokens = batch.tokens.shape
-    inputs = list(trace.inputs)
-    vocabulary = None
-    if module is diagnoser.loss:
-        # A tensor-parallel rank has some rows of the output matrix.
-        vocabulary = diagnoser.parts[-1][1].output.weight.full_tensor().to(inputs[0].dtype)  # type: ignore[union-attr, operator]
-        inputs[1] = vocabulary
 
     def whole(x: Tensor) -> Tensor:
-        if x is vocabulary:
-            return x
         if isinstance(x, DTensor):
             x = x.full_tensor()
         elif mesh and x.shape[:2] == (rows, tokens // mesh.size()):
@@ -160,7 +152,11 @@ def _whole_arguments(
             return batch.plan.unshard(x.unflatten(0, (rows, tokens)), 1).flatten(0, 1)
         return batch.plan.unshard(x, 0) if x.shape[:1] == (tokens,) else x
 
-    described, tensors = pack_arguments((inputs, trace.named), whole)
+    described, tensors = pack_arguments((trace.inputs, trace.named), whole)
+    if module is diagnoser.loss:
+        # A tensor-parallel rank has some rows of the output matrix.
+        output: Any = diagnoser.parts[-1][1].output
+        tensors["input.1"] = output.weight.full_tensor().to(trace.inputs[0].dtype)
     weight = getattr(module, "weight", None)
     # A linear layer split by its outputs has all tokens of some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
@@ -219,8 +215,8 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
             fix="read its report.json; a step that is healthy when repeated points to the hardware, or to a race",
         )
     module = build(bundle)
-    if event := find_nonfinite_weight([module]):
-        return replace(event, module=".".join(filter(None, (unit, event.module))))
+    if event := find_nonfinite_weight([(0, unit, module)]):
+        return event
     arguments = [_argument(bundle, entry) for entry in report["arguments"]]
     named = {name: _argument(bundle, entry) for name, entry in report.get("named", {}).items()}
     for x in (*arguments, *named.values()):

@@ -362,11 +362,11 @@ class ParallelModel:
 
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
-        weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
+        weights = sum(local_tensor(parameter).nbytes for parameter in self.parts.parameters())
         states = [
             value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
         ]
-        kept = sum(_local_bytes(value) for value in states if isinstance(value, Tensor))
+        kept = sum(local_tensor(value).nbytes for value in states if isinstance(value, Tensor))
         return {"weights": weights, "gradients": weights, "optimizer": kept}
 
     def zero_grad(self) -> None:
@@ -409,8 +409,3 @@ class ParallelModel:
         bubble = bubble_fraction(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
         return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
-
-
-def _local_bytes(x: Tensor) -> int:
-    own = local_tensor(x)
-    return own.numel() * own.element_size()

@@ -8,10 +8,12 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -244,25 +246,18 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
 def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Record the attention outputs of the next forward by module name, `[B, S/cp, Hq, D]`."""
     outputs: dict[str, Tensor] = {}
-    entries = (entry for part in parts for entry in part.named_modules())
-    modules: list[tuple[str, Any]] = [(name, module) for name, module in entries if hasattr(module, "attend")]
-    before = [module.attend for _, module in modules]
 
-    def watch(name: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attended(*arguments: Any, **options: Any) -> Tensor:
-            out = attend(*arguments, **options)
-            outputs.setdefault(name, out.detach())
-            return out
+    def record(name: str, attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+        out = attend(*arguments, **options)
+        outputs.setdefault(name, out.detach())
+        return out
 
-        return attended
-
-    for (name, module), attend in zip(modules, before, strict=True):
-        module.attend = watch(name, attend)
-    try:
+    with ExitStack() as stack:
+        for part in parts:
+            for name, module in part.named_modules():
+                if hasattr(module, "attend"):
+                    stack.enter_context(patch.object(module, "attend", partial(record, name, module.attend)))
         yield outputs
-    finally:
-        for (_, module), attend in zip(modules, before, strict=True):
-            module.attend = attend
 
 
 def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
