@@ -21,15 +21,13 @@ HUB = Hub(
     writer=_later("hub", "writer"),
 )
 
-_OWN_LAYERS = "its layers are transformers' own"
-
 ARCHITECTURE = Architecture(
     name="huggingface",
     flavors={},
     build=_later("model", "HuggingFaceModel"),
     sharding={},
     hub=HUB,
-    lacks=dict.fromkeys(("parallel.tp", "parallel.pp", "activation.mlp_tiles"), _OWN_LAYERS),
+    lacks=dict.fromkeys(("parallel.tp", "parallel.pp", "activation.mlp_tiles"), "its layers are transformers' own"),
     args_of=_later("args", "args_from_config"),
     args_type=lambda: import_module("models.huggingface.args").HuggingFaceArgs,
     needs="transformers",

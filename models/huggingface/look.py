@@ -276,10 +276,6 @@ class _Probe:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
         self.ramp[0] = 1e-3
-        self._check_modules()
-        self._fill()
-
-    def _check_modules(self) -> None:
         if self.output.bias is not None:
             raise _Refusal(f"{_name(self.output, self.names)} has a bias, which the loss here does not add")
         for layer, kind in zip(self.layers, self.kinds, strict=False):
@@ -288,6 +284,7 @@ class _Probe:
         for module in nn.ModuleList(self.layers).modules():
             if isinstance(module, nn.Conv1d):
                 raise _Refusal(f"{_name(module, self.names)} mixes tokens: it is a convolution")
+        self._fill()
 
     def _fill(self) -> None:
         """Give numbers to what is small, and to buffers."""

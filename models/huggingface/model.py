@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,21 +20,6 @@ FULL = "full_attention"  # the layer type whose frequencies a stage changes
 BIASES = ("e_score_correction_bias", "expert_bias")  # names of buffers
 
 
-class Shared:
-    """What a forward hands to modules that its arguments do not reach.
-
-    Attributes:
-        plans: of the forward that runs now, also while backward recomputes it.
-        head: of that forward; result: what it returned.
-        router_logits: of that forward, `[B S/cp, X]` from each layer with experts.
-    """
-
-    plans: Any = None
-    head: Any = None
-    result: Any = None
-    router_logits: Any = None
-
-
 class HuggingFaceModel(nn.Module):
     """Parameters and modules have the names that transformers gives them.
 
@@ -47,11 +33,16 @@ class HuggingFaceModel(nn.Module):
         args: of the model.
         attend: (q `[B, S/cp, Hq, Dqk]`, k, v, plans, window, scale, softcap, and with sinks `sinks=`)
             -> `[B, S/cp, Hq, Dv]`.
+
+    Attributes:
+        shared: what a forward hands to modules that its arguments do not reach: its `plans`, also while backward
+            recomputes it, its `head`, the `result` of that, and `router_logits`, `[B S/cp, X]` of each layer with
+            experts.
     """
 
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.args, self.shared = args, Shared()
+        self.args, self.shared = args, SimpleNamespace(plans=None, head=None, result=None, router_logits=None)
         config = transformers_config(args)
         config.output_router_logits = False
         causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)

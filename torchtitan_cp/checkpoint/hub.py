@@ -131,17 +131,15 @@ def _copy(stored: Any, shape: list[int], local: Tensor, where: tuple[slice, ...]
         local.copy_(stored[where])
 
 
-def save_hub_weights(
-    folder: Path, tensors: Iterable[tuple[str, int]], read: Callable[[list[str]], dict[str, Tensor]]
-) -> None:
+def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]]) -> None:
     """Write tensors one file after the other.
 
     Args:
         folder: exists and is empty.
-        tensors: (hub name, bytes), in order.
+        sizes: hub name -> bytes, in order.
         read: names -> {name: tensor} on the host; called once for each file, so that memory holds one file at a time.
     """
-    sizes, groups, filled = dict(tensors), list[list[str]](), math.inf
+    groups, filled = list[list[str]](), math.inf
     for name, size in sizes.items():
         if filled + size > MAX_FILE_BYTES:
             groups.append([])

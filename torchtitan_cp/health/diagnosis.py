@@ -207,9 +207,9 @@ def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ..
     return size, str(value) if bad else f"{size:.3g}", tuple(own.shape), index
 
 
-def find_nonfinite_weight(parts: Iterable[tuple[int, str, nn.Module]]) -> Event | None:
-    """The first weight of which this rank's shard has a non-finite value; parts as of ModuleTrace."""
-    for _, prefix, part in parts:
+def find_nonfinite_weight(parts: Iterable[nn.Module], prefix: str = "") -> Event | None:
+    """The first weight of which this rank's shard has a non-finite value; the prefix is that of the parts' names."""
+    for part in parts:
         for place, (name, parameter) in enumerate(part.named_parameters(prefix=prefix)):
             found = largest_value(parameter)
             if found and math.isinf(found[0]):
@@ -329,7 +329,8 @@ class Diagnoser:
         again = self.run_step(step, micro_batches, trace.watching())
         reproduces = bool(again.findings or (again.spikes and not report.findings))
         ids = [{"tokens": batch.tokens, "labels": batch.labels} for batch in micro_batches]
-        event = find_nonfinite_weight(self.watched) or find_invalid_tokens(ids, self.vocabulary)
+        event = find_nonfinite_weight(part for _, part in self.parts)
+        event = event or find_invalid_tokens(ids, self.vocabulary)
         outgrown = [(math.inf, event)] if event else trace.outgrown(usual) if reproduces else []
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, outgrown)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,6 @@ from torchtitan_cp.health.diagnosis import (
     ModuleTrace,
     find_invalid_tokens,
     find_nonfinite_weight,
-    find_origin,
 )
 from torchtitan_cp.health.inject import fault_in
 
@@ -101,12 +101,13 @@ def save_bundle(
     event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
     plan = batch.plan
+    unit = event.culprit_module if event and event.order[0] != DATA else ""
     tensors = {name: plan.unshard(getattr(batch, name).to(diagnoser.device)) for name in ("tokens", "labels")}
     report = {
         **about,
         **found.as_json(),
         "step": step,
-        "unit": None,
+        "unit": unit or None,
         "arguments": [],
         "named": {},
         "seq_len": plan.sequence_length,
@@ -114,10 +115,9 @@ def save_bundle(
         "windows": sorted(batch.plans),
         "torch": torch.__version__,
     }
-    if event and event.order[0] != DATA and event.culprit_module:
-        report["unit"] = event.culprit_module
+    if event and unit:
         modules = dict(pair for _, prefix, part in diagnoser.watched for pair in part.named_modules(prefix=prefix))
-        module = modules.get(event.culprit_module)
+        module = modules.get(unit)
         if event.order[0] == STEP:
             trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
             diagnoser.run_step(step, micro_batches, trace.watching())
@@ -215,7 +215,7 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
             fix="read its report.json; a step that is healthy when repeated points to the hardware, or to a race",
         )
     module = build(bundle)
-    if event := find_nonfinite_weight([(0, unit, module)]):
+    if event := find_nonfinite_weight([module], unit):
         return event
     arguments = [_argument(bundle, entry) for entry in report["arguments"]]
     named = {name: _argument(bundle, entry) for name, entry in report.get("named", {}).items()}
@@ -229,12 +229,9 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
         if report["culprit"]["direction"] == BACKWARD:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
-    if not report["times"]:
-        origin = find_origin([trace.outgrown(ModuleTrace([]))])
-        return origin and origin[1]
-    place = Event(**report["culprit"]).place
-    least = MIN_FRACTION * float(report["culprit"]["value"])
-    return next((event for value, event in trace.seen if event.place == place and value >= least), None)
+    spike, place = report["times"], Event(**report["culprit"]).place
+    least = MIN_FRACTION * float(report["culprit"]["value"]) if spike else math.inf
+    return next((event for value, event in trace.seen if value >= least and (event.place == place or not spike)), None)
 
 
 def _argument(bundle: Bundle, entry: Any) -> Any:

@@ -45,14 +45,12 @@ def exported_stages(folder: Path, dtype: str, tokenizer: Tokenizer) -> Iterator[
         An event; once it is set, leaving does not wait for the thread: the next start exports what is missing.
     """
     hurry, ended = threading.Event(), threading.Event()
-    if dtype == "no":
-        yield hurry
-        return
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
-    thread.start()
+    if dtype != "no":
+        thread.start()
     yield hurry
     ended.set()
-    if not hurry.is_set():
+    if thread.is_alive() and not hurry.is_set():
         set_activity("writing the last stage in Hugging Face's format", 0, float("inf"))
         thread.join()
 
@@ -132,7 +130,7 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
             found |= {hub_name: tensors[hub_name].clone() for hub_name in hub_names if hub_name in tensors}
         return found
 
-    save_hub_weights(out, sizes.items(), read)
+    save_hub_weights(out, sizes, read)
 
 
 def _write_settings(

@@ -43,7 +43,6 @@ from torchtitan_cp.training.resolve import ResolvedRun
 
 # (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
 Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
-Observe = Callable[[MicroBatch, Tensor], None]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
@@ -176,7 +175,7 @@ class ParallelModel:
         self.token_loss = ChunkedCrossEntropy(
             config.training.loss_chunk_tokens, config.training.z_loss, args.logit_scale, args.logit_softcap
         )
-        self.observe: Observe | None = None
+        self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
         watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
         self.pipeline = None

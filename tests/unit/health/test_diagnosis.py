@@ -124,9 +124,9 @@ def test_the_smallest_place_in_the_order_wins_and_ranks_that_share_it_are_all_na
 
 def test_a_weight_and_an_id_that_is_no_token_are_found() -> None:
     net = Net()
-    assert find_nonfinite_weight([(0, "", net)]) is None
+    assert find_nonfinite_weight([net]) is None
     net.inner.down.weight.data[3, 5] = -math.inf
-    event = find_nonfinite_weight([(0, "", net)])
+    event = find_nonfinite_weight([net])
     assert event is not None
     assert (event.module, event.what, event.value, event.index) == ("inner.down", "parameter weight", "-inf", (3, 5))
     tokens = torch.tensor([[1, 2, 3]])
