@@ -170,8 +170,7 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
 
     def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         ours = {} if name in tied else {name: tensor.to(dtype) if name in parameters else tensor}
-        hub_tensors: dict[str, Tensor] = loading.revert_weight_conversion(shadow, ours)
-        return hub_tensors
+        return dict(loading.revert_weight_conversion(shadow, ours))
 
     return to_hub
 

@@ -83,14 +83,12 @@ class HuggingFaceModel(nn.Module):
         return {number: self.get_submodule(name) for number, name in names.items() if name}
 
     @property
-    def tok_embeddings(self) -> nn.Module:
-        module: nn.Module = self.causal.get_input_embeddings()
-        return module
+    def tok_embeddings(self) -> Any:
+        return self.causal.get_input_embeddings()
 
     @property
-    def output(self) -> nn.Module:
-        module: nn.Module = self.causal.get_output_embeddings()
-        return module
+    def output(self) -> Any:
+        return self.causal.get_output_embeddings()
 
     @property
     def router_biases(self) -> dict[int, Tensor]:
