@@ -3,9 +3,9 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map, tree_map_only
 
-from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.health.diagnosis import (
@@ -48,7 +49,7 @@ class Bundle:
     """
 
     report: dict[str, Any]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor]
 
     def write(self, folder: Path) -> None:
         """Write both files; the folder is made."""
@@ -180,14 +181,16 @@ def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[A
             name = f"input.{len(tensors)}"
             tensors[name] = whole(x)
             return name
-        if isinstance(x, Mapping):  # of arguments by name, or of plans by window
-            by_name = all(isinstance(name, str) for name in x)
-            return {name: describe(each) for name, each in x.items()} if by_name else PLANS
-        if isinstance(x, (list, tuple)):
-            return [describe(each) for each in x]
+        if _are_plans(x):
+            return PLANS
         return x if isinstance(x, (bool, int, float)) else None
 
-    return describe(arguments), tensors
+    return tree_map(describe, arguments, is_leaf=_are_plans), tensors
+
+
+def _are_plans(x: Any) -> bool:
+    """Whether this is a layer's plans by window."""
+    return isinstance(x, dict) and any(isinstance(key, int) for key in x)
 
 
 # Running one again -------------------------------------------------------------------------------------------
@@ -217,8 +220,8 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     module = build(bundle)
     if event := find_nonfinite_weight([module], unit):
         return event
-    arguments = [_argument(bundle, entry) for entry in report["arguments"]]
-    named = {name: _argument(bundle, entry) for name, entry in report.get("named", {}).items()}
+    values = {**bundle.tensors, PLANS: _make_plans(report)}
+    arguments, named = tree_map_only(str, values.__getitem__, (report["arguments"], report.get("named", {})))
     for x in (*arguments, *named.values()):
         if isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_()
@@ -234,13 +237,8 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     return next((event for value, event in trace.seen if value >= least and (event.place == place or not spike)), None)
 
 
-def _argument(bundle: Bundle, entry: Any) -> Any:
-    """The argument that an entry of the report stands for."""
-    if isinstance(entry, list):
-        return tuple(_argument(bundle, each) for each in entry)
-    if entry != PLANS:
-        return bundle.tensors[entry] if isinstance(entry, str) else entry
-    report = bundle.report
+def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
+    """The plans of the block's sequences by window, on one rank."""
     lengths = report["document_lengths"]
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)
     mask = AttentionMask(document_lengths=rows)
