@@ -35,10 +35,15 @@ class HuggingFaceModel(nn.Module):
             -> `[B, S/cp, Hq, Dv]`.
 
     Attributes:
+        causal: the model of transformers, whose modules are this one's.
+        layers: decoder layers by number.
         shared: what a forward hands to modules that its arguments do not reach: its `plans`, also while backward
             recomputes it, its `head`, the `result` of that, and `router_logits`, `[B S/cp, X]` of each layer with
             experts.
     """
+
+    causal: Any
+    layers: nn.ModuleDict
 
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -49,9 +54,9 @@ class HuggingFaceModel(nn.Module):
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
-        # In a tuple, so that nothing is registered twice.
-        self._causal, self._layers = (causal,), (nn.ModuleDict(layers),)
-        self._initializer = (Initializer(causal.config),)
+        # Not as nn.Module sets them, so that nothing is registered twice.
+        vars(self).update(causal=causal, layers=nn.ModuleDict(layers))
+        self._initializer = Initializer(causal.config)
         for layer in args.look.layers:
             module = self.get_submodule(layer.attention)
             module.attend, module.shared = attend, self.shared  # type: ignore[assignment]
@@ -65,16 +70,6 @@ class HuggingFaceModel(nn.Module):
         self.sum_ranks = getattr(attend, "sum_ranks", None)
         for name in args.look.routers if self.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
-
-    @property
-    def causal(self) -> Any:
-        """The model of transformers, whose modules are this one's."""
-        return self._causal[0]
-
-    @property
-    def layers(self) -> nn.ModuleDict:
-        """Decoder layers by number."""
-        return self._layers[0]
 
     @property
     def experts(self) -> dict[int, nn.Module]:
@@ -207,7 +202,7 @@ class HuggingFaceModel(nn.Module):
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
         """First value of a parameter, whole, fp32; it depends on name and seed alone."""
-        return self._initializer[0].parameter(name, seed, device)
+        return self._initializer.parameter(name, seed, device)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "HuggingFaceModel":
         """As of any module; tied weights stay one parameter, and buffers get their values."""
@@ -218,7 +213,7 @@ class HuggingFaceModel(nn.Module):
 
     def restore_buffers(self, device: torch.device) -> None:
         """Give all buffers the values that a model which was never on the meta device has."""
-        for name, value in self._initializer[0].buffers(device).items():
+        for name, value in self._initializer.buffers(device).items():
             owner, _, own = name.rpartition(".")
             setattr(self.get_submodule(owner), own, value)
 

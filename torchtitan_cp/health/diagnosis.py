@@ -337,9 +337,8 @@ class Diagnoser:
         origin = find_origin(gathered)
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
         if origin is None and reproduces:
-            what = "every number that enters or leaves a module is finite"
-            if not report.findings:
-                what = "no module's numbers stand out, so look at its text"
+            finite = "every number that enters or leaves a module is finite"
+            what = finite if report.findings else "no module's numbers stand out, so look at its text"
             return Diagnosis(what + repeated, True)
         if origin is None:
             what = "is finite" if report.findings else "has no spike"
