@@ -17,7 +17,7 @@ HUB = Hub(
     names={},
     sizes=dict,
     config=_later("hub", "settings"),
-    load=lambda part, stored: _later("hub", "load_weights")(part.causal, stored),
+    load=lambda part, stored, read: _later("hub", "load_weights")(part.causal, stored, read),
     writer=_later("hub", "writer"),
 )
 
