@@ -71,7 +71,7 @@ class HuggingFaceArgs:
     @property
     def ffn_dim(self) -> int:
         """Of a gated feed-forward with as many weights for a token as the mean layer has outside attention."""
-        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.dim * self.n_layers)
+        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.look.dim * self.n_layers)
 
     token_ffn_dim = ffn_dim
 
@@ -110,11 +110,11 @@ class HuggingFaceArgs:
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.token_matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+        return sum(layer.token_matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
 
     def matrix_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+        return sum(layer.matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
 
     def small_parameters(self, tp: int) -> int:
         """See LlamaArgs; the mean over layers, which no tp divides."""
@@ -123,7 +123,7 @@ class HuggingFaceArgs:
     def embedding_parameters(self, tp: int) -> int:
         """See LlamaArgs; with all else that is in no layer, but for the output layer and one norm."""
         outside = self.look.parameters - sum(layer.parameters for layer in self.look.layers)
-        return outside - self.dim - (0 if self.tie_embeddings else self.dim * self.look.vocab_size)
+        return outside - self.look.dim - (0 if self.look.tie_embeddings else self.look.dim * self.look.vocab_size)
 
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""

@@ -147,7 +147,7 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
 
     def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         ours = {} if name in tied else {name: tensor.to(dtype) if name in parameters else tensor}
-        return dict(loading.revert_weight_conversion(shadow, ours))
+        return loading.revert_weight_conversion(shadow, ours)
 
     return to_hub
 

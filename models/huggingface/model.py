@@ -78,11 +78,11 @@ class HuggingFaceModel(nn.Module):
         return {number: self.get_submodule(name) for number, name in names.items() if name}
 
     @property
-    def tok_embeddings(self) -> Any:
+    def tok_embeddings(self) -> nn.Module:
         return self.causal.get_input_embeddings()
 
     @property
-    def output(self) -> Any:
+    def output(self) -> nn.Module:
         return self.causal.get_output_embeddings()
 
     @property

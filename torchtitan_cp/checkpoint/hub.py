@@ -205,8 +205,7 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
         )
     keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
     table = {"theta": values["rope_theta"], "kind": kind, **keys}
-    rope: Rope = build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
-    return rope
+    return build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
 
 
 def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

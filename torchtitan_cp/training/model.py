@@ -86,8 +86,7 @@ class LayerAttention:
 
         So a part of the model before the last adds losses, which do not travel to the head.
         """
-        added: Tensor = _AddLoss.apply(hidden, loss_sum, self)
-        return added
+        return _AddLoss.apply(hidden, loss_sum, self)
 
 
 class _AddLoss(torch.autograd.Function):

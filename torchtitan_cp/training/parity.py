@@ -251,8 +251,8 @@ def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]
     """Record the attention outputs of the next forward by module name, `[B, S/cp, Hq, D]`."""
     outputs: dict[str, Tensor] = {}
 
-    def record(name: str, attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-        out = attend(*arguments, **options)
+    def record(name: str, attend: Any, *arguments: Any, **options: Any) -> Tensor:
+        out: Tensor = attend(*arguments, **options)
         outputs.setdefault(name, out.detach())
         return out
 
