@@ -18,9 +18,10 @@ class Hub:
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
         text_prefix: stands for "model." in checkpoints of models that see pictures too.
-        load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file) fills the part;
-            ValueError says what the files lack. `config` then also takes the trained length and `rope_parameters`
-            (None: the model's own), and gives all but the tokens.
+        load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file, read) fills the
+            part with what `read`, `checkpoint.hub.read_shard`, gives this rank of a slice; ValueError says what the
+            files lack. `config` then also takes the trained length and `rope_parameters` (None: the model's own), and
+            gives all but the tokens.
         writer: with `load`: args -> a function of a name, a tensor of ours (maybe on the meta device) and a dtype that
             gives the hub's.
     """
@@ -29,7 +30,7 @@ class Hub:
     sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[..., dict[str, Any]]
     text_prefix: str = ""
-    load: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
+    load: Callable[[nn.Module, Mapping[str, Any], Callable[..., bool]], None] | None = None
     writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
 
 

@@ -17,11 +17,9 @@ HUB = Hub(
     names={},
     sizes=dict,
     config=_later("hub", "settings"),
-    load=lambda part, stored: _later("hub", "load_weights")(part.causal, stored),
+    load=lambda part, stored, read: _later("hub", "load_weights")(part.causal, stored, read),
     writer=_later("hub", "writer"),
 )
-
-_OWN_LAYERS = "its layers are transformers' own"
 
 ARCHITECTURE = Architecture(
     name="huggingface",
@@ -29,7 +27,7 @@ ARCHITECTURE = Architecture(
     build=_later("model", "HuggingFaceModel"),
     sharding={},
     hub=HUB,
-    lacks=dict.fromkeys(("parallel.tp", "parallel.pp", "activation.mlp_tiles"), _OWN_LAYERS),
+    lacks=dict.fromkeys(("parallel.tp", "parallel.pp", "activation.mlp_tiles"), "its layers are transformers' own"),
     args_of=_later("args", "args_from_config"),
     args_type=lambda: import_module("models.huggingface.args").HuggingFaceArgs,
     needs="transformers",

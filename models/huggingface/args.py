@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,27 +35,16 @@ class HuggingFaceArgs:
     @cached_property
     def look(self) -> Look:
         """Raises ValueError: the model cannot be trained as it is."""
-        return _look(json.dumps(self.config, sort_keys=True), self.vocab_size)
+        return _look(self)
 
-    @property
-    def dim(self) -> int:
-        return self.look.dim
+    dim = property(attrgetter("look.dim"))
+    tie_embeddings = property(attrgetter("look.tie_embeddings"))
+    logit_scale = property(attrgetter("look.logit_scale"))
+    logit_softcap = property(attrgetter("look.logit_softcap"))
 
     @property
     def n_layers(self) -> int:
         return len(self.look.layers)
-
-    @property
-    def tie_embeddings(self) -> bool:
-        return self.look.tie_embeddings
-
-    @property
-    def logit_scale(self) -> float:
-        return self.look.logit_scale
-
-    @property
-    def logit_softcap(self) -> float:
-        return self.look.logit_softcap
 
     @property
     def shares_keys(self) -> bool:
@@ -81,11 +71,9 @@ class HuggingFaceArgs:
     @property
     def ffn_dim(self) -> int:
         """Of a gated feed-forward with as many weights for a token as the mean layer has outside attention."""
-        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.dim * self.n_layers)
+        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.look.dim * self.n_layers)
 
-    @property
-    def token_ffn_dim(self) -> int:
-        return self.ffn_dim
+    token_ffn_dim = ffn_dim
 
     @property
     def token_copies(self) -> int:
@@ -114,9 +102,7 @@ class HuggingFaceArgs:
     def state_sizes(self) -> tuple[int, ...]:
         return (0,) * self.n_layers
 
-    @property
-    def state_widths(self) -> tuple[int, int]:
-        return 0, 0
+    state_widths = (0, 0)
 
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
@@ -124,11 +110,11 @@ class HuggingFaceArgs:
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.token_matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+        return sum(layer.token_matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
 
     def matrix_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.matrices for layer in self.look.layers) + self.dim * self.look.vocab_size
+        return sum(layer.matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
 
     def small_parameters(self, tp: int) -> int:
         """See LlamaArgs; the mean over layers, which no tp divides."""
@@ -137,7 +123,7 @@ class HuggingFaceArgs:
     def embedding_parameters(self, tp: int) -> int:
         """See LlamaArgs; with all else that is in no layer, but for the output layer and one norm."""
         outside = self.look.parameters - sum(layer.parameters for layer in self.look.layers)
-        return outside - self.dim - (0 if self.tie_embeddings else self.dim * self.look.vocab_size)
+        return outside - self.look.dim - (0 if self.look.tie_embeddings else self.look.dim * self.look.vocab_size)
 
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""
@@ -165,9 +151,9 @@ def _heads(layer: LayerLook) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=8)
-def _look(config: str, vocab_size: int) -> Look:
+def _look(args: HuggingFaceArgs) -> Look:
     with torch.device("cpu"):  # the caller may be building on meta
-        return look_at(transformers_config(HuggingFaceArgs(json.loads(config), vocab_size)))
+        return look_at(transformers_config(args))
 
 
 def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:

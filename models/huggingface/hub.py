@@ -9,14 +9,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from operator import add, ge, sub
 from typing import Any
 
 import torch
 import transformers.core_model_loading as loading
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -34,12 +31,14 @@ SIDE_BY_SIDE: tuple[list[type], ...] = ([], [loading.MergeModulelist], [loading.
 
 
 @torch.no_grad()
-def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any]) -> None:
+def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Callable[..., bool]) -> None:
     """Fill parameters and persistent buffers in place, each rank reading its own share.
 
     Args:
         causal: plain, or sharded in any way; tied weights are one parameter.
         stored: hub name -> tensor in a file, as `safe_open(...).get_slice` gives it.
+        read: (stored tensor, where it begins in ours, ours, compare=) reads this rank's share of it, or says whether it
+            is equal to what is there.
 
     Raises:
         ValueError: tensors are missing, of another shape or quantized, or the model has no place for them.
@@ -71,7 +70,7 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any]) -> None:
         if len(shape) != whole.ndim or beyond or (pattern is None and shape != list(whole.shape)):
             raise ValueError(f"has {hub_name} of {tensor.get_shape()}, and the model's {name} is {list(whole.shape)}")
         tied = counts[whole] == whole.numel()
-        if not _copy(tensor, start, shape, whole, compare=tied):
+        if not read(tensor, start, whole, compare=tied):
             raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
         counts[whole] += 0 if tied else math.prod(shape)
     _check_unknown(causal, unknown)
@@ -135,28 +134,6 @@ def _box(converters: list[Any], pattern: str | None, number: int, shape: list[in
     return start, shape
 
 
-def _copy(tensor: Any, start: list[int], shape: list[int], whole: Tensor, *, compare: bool) -> bool:
-    """Read what this rank has of a stored tensor that lies in ours at `start`.
-
-    Returns:
-        whether it is equal to what is there, if `compare`; otherwise it is copied there.
-    """
-    local, first = whole.detach(), (0,) * whole.ndim
-    if isinstance(local, DTensor):
-        _, first = compute_local_shape_and_global_offset(whole.shape, local.device_mesh, local.placements)
-        local = local.to_local()
-    low = list(map(max, first, start))
-    high = list(map(min, map(add, first, local.shape), map(add, start, shape)))
-    if any(map(ge, low, high)):
-        return True
-    ours, theirs = (tuple(map(slice, map(sub, low, begin), map(sub, high, begin))) for begin in (first, start))
-    place, values = local[ours], tensor[theirs[len(shape) - len(tensor.get_shape()) :]]
-    if compare:
-        return torch.equal(place, values.to(place).view_as(place))
-    place.copy_(values)
-    return True
-
-
 def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]:
     """A function that turns a tensor of ours into the hub's: a parameter in this dtype, a buffer as it is.
 
@@ -170,8 +147,7 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
 
     def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         ours = {} if name in tied else {name: tensor.to(dtype) if name in parameters else tensor}
-        hub_tensors: dict[str, Tensor] = loading.revert_weight_conversion(shadow, ours)
-        return hub_tensors
+        return loading.revert_weight_conversion(shadow, ours)
 
     return to_hub
 

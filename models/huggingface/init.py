@@ -12,10 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal LM without memory, in fp32."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
-        )
-    return model
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
 
 
 class Initializer:

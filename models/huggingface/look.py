@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +23,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from models.huggingface.attention import HARMLESS
+from models.huggingface.attention import attention
 from models.huggingface.init import Initializer
-
-# What this attention takes; of other keywords each must be harmless or None.
-TAKEN = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "plans"}
 
 _NAME = "torchtitan_cp_look"
 _TOKENS, _SHARD = 29, [*range(6), *range(22, 29)]  # 13 of them: primes, which no other dim is
@@ -151,6 +149,8 @@ class _Run(TorchFunctionMode):
         active: modules that are running.
     """
 
+    plans = None  # which attention asks for where a family drops its keyword
+
     def __init__(self, names: Mapping[nn.Module, str], tokens: int, masks: bool, shift: int) -> None:
         super().__init__()
         self.names, self.tokens, self.masks, self.shift = names, tokens, masks, shift
@@ -174,26 +174,27 @@ class _Run(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def attention(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **given: Any) -> Any:
-        """The registered function: refuses what ours would lose."""
-        name, given = _name(module, self.names), {key: x for key, x in given.items() if x is not None}
-        for which, x in {"q": q, "k": k, "v": v}.items():
-            self.see(f"{which} of {name}", x)
-        scale, sinks = given.get("scaling", q.shape[3] ** -0.5), given.get("s_aux")
-        window = given.get("sliding_window", 0)
+        """The registered function: ours, which refuses what it would lose, with an `attend` that takes notes."""
+        name, window = _name(module, self.names), given.get("sliding_window") or 0
         mask = (0 if self.masks else window) if attention_mask is None else _window_of(attention_mask)
-        if lost := given.keys() - TAKEN - HARMLESS:
-            raise _Refusal(f"{name} hands attention {', '.join(sorted(lost))}, which is not known here")
         if mask != window:
             what = f"a window of {mask}" if mask > 0 else "not a window" if mask else "causal only"
             raise _Refusal(f"{name} has a mask that is {what}, and hands attention sliding_window = {window}")
-        if given.get("is_causal") is False or given.get("dropout") or isinstance(scale, Tensor):
-            raise _Refusal(f"{name} is not causal, or has dropout, or a scale for each token")
-        if {k.shape[2], v.shape[2]} != {self.tokens} or (sinks is not None and sinks.dim() != 1):
-            raise _Refusal(f"{name} has sinks for each token, or keys that are not one a token")
-        facts = {"n_heads": q.shape[1], "n_kv_heads": k.shape[1], "qk_dim": q.shape[3], "v_dim": v.shape[3]}
-        own = {"scale": float(scale), "softcap": float(given.get("softcap", 0.0)), "sinks": sinks is not None}
-        self.calls.append((module, {**facts, **own, "window": window}))
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous(), None
+        if given.get("is_causal") is False or isinstance(given.get("scaling"), Tensor):
+            raise _Refusal(f"{name} is not causal, or has a scale for each token")
+        if {k.shape[2], v.shape[2]} != {self.tokens}:
+            raise _Refusal(f"{name} has keys that are not one a token")
+        module.attend, module.shared = partial(self.attend, module), self  # type: ignore[assignment]
+        return attention(module, q, k, v, None, **given)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _: Any, window: int, **options: Any) -> Tensor:
+        """Attention that returns its own values, `[1, tokens, H, D]`."""
+        for which, x in {"q": q, "k": k, "v": v}.items():
+            self.see(f"{which} of {_name(module, self.names)}", x)
+        facts = {"n_heads": q.shape[2], "n_kv_heads": k.shape[2], "qk_dim": q.shape[3], "v_dim": v.shape[3]}
+        own = {"scale": float(options["scale"] or q.shape[3] ** -0.5), "softcap": float(options["softcap"])}
+        self.calls.append((module, {**facts, **own, "sinks": "sinks" in options, "window": window}))
+        return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
 
     def run_experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The registered function of experts."""
@@ -271,22 +272,20 @@ class _Probe:
         if self.output is None or not lists:
             raise _Refusal(f"{type(model).__name__} has no output layer, or no list of {count} layers")
         self.layers = list(lists[0])
+        self.kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * count
         self.tied = self.output.weight is model.get_input_embeddings().weight
         self.parameters = sum(p.numel() for p in model.parameters())
         self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
         self.ramp[0] = 1e-3
-        self._check_modules()
-        self._fill()
-
-    def _check_modules(self) -> None:
         if self.output.bias is not None:
             raise _Refusal(f"{_name(self.output, self.names)} has a bias, which the loss here does not add")
-        for layer, kind in zip(self.layers, getattr(self.model.config, "layer_types", None) or (), strict=False):
+        for layer, kind in zip(self.layers, self.kinds, strict=False):
             if kind not in ("full_attention", "sliding_attention"):
                 raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is not built here")
-        for module in (module for layer in self.layers for module in layer.modules()):
+        for module in nn.ModuleList(self.layers).modules():
             if isinstance(module, nn.Conv1d):
                 raise _Refusal(f"{_name(module, self.names)} mixes tokens: it is a convolution")
+        self._fill()
 
     def _fill(self) -> None:
         """Give numbers to what is small, and to buffers."""
@@ -396,8 +395,8 @@ class _Probe:
 
     def _rotaries(self, whole: _Run, moved: list[str], turned: list[str]) -> list[str]:
         """LayerLook.rotary of each layer, from what changes with positions, and with frequencies."""
-        kinds, found = getattr(self.model.config, "layer_types", None) or [""] * len(self.layers), []
-        for layer, kind, (module, _) in zip(self.layers, kinds, whole.calls, strict=True):
+        found = []
+        for layer, kind, (module, _) in zip(self.layers, self.kinds, whole.calls, strict=True):
             key = f"k of {_name(module, self.names)}"
             own = [name for name in self.frequencies if name.startswith(self.names[layer] + ".")]
             own = own or [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]

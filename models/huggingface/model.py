@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +20,6 @@ FULL = "full_attention"  # the layer type whose frequencies a stage changes
 BIASES = ("e_score_correction_bias", "expert_bias")  # names of buffers
 
 
-class Shared:
-    """What a forward hands to modules that its arguments do not reach.
-
-    Attributes:
-        plans: of the forward that runs now, also while backward recomputes it.
-        head: of that forward; heading: it runs; result: what it returned.
-        router_logits: of that forward, `[B S/cp, X]` from each layer with experts.
-    """
-
-    plans: Any = None
-    head: Any = None
-    heading = False
-    result: Any = None
-    router_logits: Any = None
-
-
 class HuggingFaceModel(nn.Module):
     """Parameters and modules have the names that transformers gives them.
 
@@ -47,20 +33,30 @@ class HuggingFaceModel(nn.Module):
         args: of the model.
         attend: (q `[B, S/cp, Hq, Dqk]`, k, v, plans, window, scale, softcap, and with sinks `sinks=`)
             -> `[B, S/cp, Hq, Dv]`.
+
+    Attributes:
+        causal: the model of transformers, whose modules are this one's.
+        layers: decoder layers by number.
+        shared: what a forward hands to modules that its arguments do not reach: its `plans`, also while backward
+            recomputes it, its `head`, the `result` of that, and `router_logits`, `[B S/cp, X]` of each layer with
+            experts.
     """
+
+    causal: Any
+    layers: nn.ModuleDict
 
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.args, self.shared = args, Shared()
+        self.args, self.shared = args, SimpleNamespace(plans=None, head=None, result=None, router_logits=None)
         config = transformers_config(args)
         config.output_router_logits = False
         causal = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
-        # In a tuple, so that nothing is registered twice.
-        self._causal, self._layers = (causal,), (nn.ModuleDict(layers),)
-        self._initializer = (Initializer(causal.config),)
+        # Not as nn.Module sets them, so that nothing is registered twice.
+        vars(self).update(causal=causal, layers=nn.ModuleDict(layers))
+        self._initializer = Initializer(causal.config)
         for layer in args.look.layers:
             module = self.get_submodule(layer.attention)
             module.attend, module.shared = attend, self.shared  # type: ignore[assignment]
@@ -76,16 +72,6 @@ class HuggingFaceModel(nn.Module):
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
     @property
-    def causal(self) -> Any:
-        """The model of transformers, whose modules are this one's."""
-        return self._causal[0]
-
-    @property
-    def layers(self) -> nn.ModuleDict:
-        """Decoder layers by number."""
-        return self._layers[0]
-
-    @property
     def experts(self) -> dict[int, nn.Module]:
         """Experts by the number of their layer."""
         names = {number: layer.experts for number, layer in enumerate(self.args.look.layers)}
@@ -93,13 +79,11 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def tok_embeddings(self) -> nn.Module:
-        module: nn.Module = self.causal.get_input_embeddings()
-        return module
+        return self.causal.get_input_embeddings()
 
     @property
     def output(self) -> nn.Module:
-        module: nn.Module = self.causal.get_output_embeddings()
-        return module
+        return self.causal.get_output_embeddings()
 
     @property
     def router_biases(self) -> dict[int, Tensor]:
@@ -155,21 +139,18 @@ class HuggingFaceModel(nn.Module):
 
         A head that calls the output layer gets logits, finished as the model finishes them.
         """
-        project, args = output.forward, self.args
+        project, args, shared = output.forward, self.args, self.shared
+
+        def finish(hidden: Tensor) -> Tensor:
+            logits = project(hidden) * args.logit_scale
+            cap = args.logit_softcap
+            return cap * torch.tanh(logits / cap) if cap else logits
 
         def run(hidden: Tensor) -> Tensor:
-            shared, head = self.shared, self.shared.head
-            if shared.heading:
-                logits = project(hidden) * args.logit_scale
-                cap = args.logit_softcap
-                return cap * torch.tanh(logits / cap) if cap else logits
-            if head is None:
+            if shared.head is None:
                 return project(hidden)
-            shared.heading = True
-            try:
-                shared.result = head(hidden, output)
-            finally:
-                shared.heading = False
+            with patch.object(output, "forward", finish):
+                shared.result = shared.head(hidden, output)
             return hidden[..., :1]  # what follows turns logits into logits
 
         return run
@@ -213,16 +194,15 @@ class HuggingFaceModel(nn.Module):
             return masks.eager_mask(mask_function=masks.and_masks(mask_function, apart), **options)
 
         self.causal.set_attn_implementation("eager")
-        masks.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
         try:
-            yield
+            with patch.dict(masks.AttentionMaskInterface._global_mapping, eager=mask):
+                yield
         finally:
-            masks.ALL_MASK_ATTENTION_FUNCTIONS["eager"] = masks.eager_mask
             self.causal.set_attn_implementation(ATTENTION)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
         """First value of a parameter, whole, fp32; it depends on name and seed alone."""
-        return self._initializer[0].parameter(name, seed, device)
+        return self._initializer.parameter(name, seed, device)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "HuggingFaceModel":
         """As of any module; tied weights stay one parameter, and buffers get their values."""
@@ -233,7 +213,7 @@ class HuggingFaceModel(nn.Module):
 
     def restore_buffers(self, device: torch.device) -> None:
         """Give all buffers the values that a model which was never on the meta device has."""
-        for name, value in self._initializer[0].buffers(device).items():
+        for name, value in self._initializer.buffers(device).items():
             owner, _, own = name.rpartition(".")
             setattr(self.get_submodule(owner), own, value)
 

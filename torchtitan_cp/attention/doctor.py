@@ -69,26 +69,26 @@ def examine(
             traces |= {f"ranks, {token}": on_ranks(changed=token) for token in changes}
     if dist.get_rank() == 0:
         plain, alone = single()
-        traces["plain"], want = record(plain, sequences, length), plain.gradients()
+        traces["plain"], vectors = record(plain, sequences, length), by_layer(gradients)
+        off = {layer: difference(vectors.get(layer), want) for layer, want in by_layer(plain.gradients()).items()}
         with torch.no_grad():
             traces["alone"] = record(alone, sequences, length, own_values=True)
             traces["alone, changed"] = record(alone, sequences, length, start, own_values=True)
             traces |= {f"plain, {token}": record(plain, sequences, length, token) for token in changes}
-        found = [_Comparison(plan, plain.model, traces, changes, gradients, want).report()]
+        found = [_Comparison(plan, plain.model, traces, changes, off).report()]
     dist.broadcast_object_list(found)
     return found[0]
 
 
 @dataclass
 class _Comparison:
-    """The traces of all runs by name, and what follows from them."""
+    """The traces of all runs by name and the differences of gradients by layer, and what follows from them."""
 
     plan: Plan
     model: nn.Module
     traces: dict[str, Trace]
     changes: list[int]
-    gradients: dict[str, Tensor]
-    want: dict[str, Tensor]
+    off: dict[str, float]
 
     def report(self) -> Report:
         """The table, the probes and the verdict."""
@@ -100,8 +100,7 @@ class _Comparison:
         for token in self.changes:
             one, many = (_describe(self._changed(side, token)) for side in ("plain", "ranks"))
             lines += [f"token {token} changed: with it {one} on one process, {many} on the ranks"]
-        rows = difference_by_layer(self.gradients, self.want)
-        lines += [f"gradients, {layer}: relative difference {off:.1e}" for layer, off in rows]
+        lines += [f"gradients, {layer}: relative difference {off:.1e}" for layer, off in self.off.items()]
         lines += [f"loss: {plain.loss:.6f} on one process, {ranks.loss:.6f} on the ranks"]
         peaks = [f"{trace.peak_bytes / 2**20:,.0f} MiB" for trace in (plain, ranks)]
         lines += [f"peak memory of the step: {peaks[0]} on one process, {peaks[1]} a rank"]
@@ -147,7 +146,7 @@ class _Comparison:
             sums = f"the ranks' shares sum to {ranks.loss:.6f} and one process has {plain.loss:.6f}"
             how = f"no layer differs, but {sums}: divide each rank's sum by the tokens of all ranks"
             yield "a loss averaged by shard", "", how
-        for layer, off in difference_by_layer(self.gradients, self.want):
+        for layer, off in self.off.items():
             if off > OFF:
                 yield OTHER, layer, f"its gradients differ by {off:.1e}"
         for token in self.changes:
@@ -232,12 +231,6 @@ def by_layer(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {layer: torch.cat(parts) for layer, parts in layers.items()}
 
 
-def difference_by_layer(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[tuple[str, float]]:
-    """Relative differences of gradients."""
-    vectors = by_layer(got)
-    return [(layer, difference(vectors.get(layer), vector)) for layer, vector in by_layer(want).items()]
-
-
 def _changed_rows(got: Tensor | None, base: Tensor) -> Tensor:
     """Which positions of the first sequence differ, `[S]`."""
     if got is None or got.shape != base.shape:
@@ -270,8 +263,7 @@ def louder(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         own, loud = local_tensor(p), LOUDNESS * p.shape[-1] ** -0.5
         rms = max(own.float().norm().item(), 1e-9) / max(own.numel(), 1) ** 0.5
         raised.append((own, 2.0 ** max(0, round(math.log2(loud / rms)))))
-    for weight, factor in raised:
-        weight.mul_(factor)
+        own.mul_(raised[-1][1])
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -237,8 +238,8 @@ class _Block(TorchFunctionMode):
             raise _mixes_neighbours(name)
         out = func(*args, **kwargs)
         self.read_positions |= any(id(x) in self.positions for x in (*args, *kwargs.values()))
-        if func in _COUNTERS and out.shape[-1:] == (local,):
-            if local > 1 and bool((out[..., -1] - out[..., 0] == local - 1).all()):
+        if func in _COUNTERS and local > 1 and out.shape[-1:] == (local,):
+            if (out[..., -1] - out[..., 0] == local - 1).all():
                 self.counted = name
         elif func in _SHIFTS and args and id(args[0]) in self.dims:
             dim = self.dims[id(args[0])]
@@ -279,10 +280,7 @@ class _Block(TorchFunctionMode):
 
 def _in_reentrant_checkpoint() -> bool:
     """Whether a caller is the forward of a reentrant checkpoint, whose backward may run after the block."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(sys._getframe()))
 
 
 def _is_sequence_layer(module: nn.Module) -> bool:

@@ -8,8 +8,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from operator import add, ge, sub
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,18 @@ def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[st
         raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for part in parts:
         for name, parameter in part.named_parameters():
-            for hub_name, shape, local, where in _pieces(parameter, hub_names(name, parameter.shape, names)):
+            for hub_name, entry in hub_names(name, parameter.shape, names):
                 if hub_name not in stored:
                     raise _broken(folder, f"has no tensor {hub_name}, which is our {name}")
                 path = folder / files[stored[hub_name]]
-                _copy(open_once(path).get_slice(stored[hub_name]), shape, local, where, f"{path}: {hub_name}")
+                tensor, shape = open_once(path).get_slice(stored[hub_name]), list(parameter.shape)
+                theirs, ours = tensor.get_shape(), shape if entry is None else shape[1:]
+                if theirs != ours:
+                    raise ConfigError(
+                        f"{path}: {hub_name} has the shape {theirs}, and the model's is {ours}",
+                        fix="use the flavor and overrides of that checkpoint",
+                    )
+                read_shard(tensor, [entry or 0] + [0] * (len(shape) - 1), parameter)
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
@@ -81,16 +89,30 @@ def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list
     return [(hub_name.replace("*", str(entry)), entry) for entry in range(shape[0])]
 
 
-def _pieces(
-    parameter: Tensor, hub_names: Iterable[tuple[str, int | None]]
-) -> Iterator[tuple[str, list[int], Tensor, tuple[slice, ...]]]:
-    """(hub name, shape there, its place in this rank's shard, the slices to read) of all that this rank holds."""
-    local, shape, where = local_tensor(parameter), list(parameter.shape), shard_slices(parameter)
-    for name, entry in hub_names:
-        if entry is None:
-            yield name, shape, local, where
-        elif where[0].start <= entry < where[0].stop:
-            yield name, shape[1:], local[entry - where[0].start], where[1:]
+def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
+    """Read what this rank has of a stored tensor, which may be a part of ours.
+
+    Args:
+        stored: a slice of a file.
+        start: where it begins in ours; it may lack first dims, of which it is one entry.
+        whole: ours, sharded in any way.
+        compare: leave ours as it is.
+
+    Returns:
+        whether it is equal to what is there, if `compare`; otherwise it is copied there.
+    """
+    local, first, size = local_tensor(whole.detach()), [own.start for own in shard_slices(whole)], stored.get_shape()
+    missing = whole.ndim - len(size)
+    low = list(map(max, first, start))
+    high = list(map(min, map(add, first, local.shape), map(add, start, [1] * missing + size)))
+    if any(map(ge, low, high)):
+        return True
+    ours, theirs = (tuple(map(slice, map(sub, low, begin), map(sub, high, begin))) for begin in (first, start))
+    place, values = local[ours], stored[theirs[missing:]]
+    if compare:
+        return torch.equal(place, values.to(place).view_as(place))
+    place.copy_(values)
+    return True
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
@@ -120,28 +142,15 @@ def _broken(where: Path, what: str) -> ConfigError:
     )
 
 
-def _copy(stored: Any, shape: list[int], local: Tensor, where: tuple[slice, ...], label: str) -> None:
-    """Read a slice of a tensor in a file into this rank's memory."""
-    if list(stored.get_shape()) != shape:
-        raise ConfigError(
-            f"{label} has the shape {list(stored.get_shape())}, and the model's is {shape}",
-            fix="use the flavor and overrides of that checkpoint",
-        )
-    if local.numel():
-        local.copy_(stored[where])
-
-
-def save_hub_weights(
-    folder: Path, tensors: Iterable[tuple[str, int]], read: Callable[[list[str]], dict[str, Tensor]]
-) -> None:
+def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[list[str]], dict[str, Tensor]]) -> None:
     """Write tensors one file after the other.
 
     Args:
         folder: exists and is empty.
-        tensors: (hub name, bytes), in order.
+        sizes: hub name -> bytes, in order.
         read: names -> {name: tensor} on the host; called once for each file, so that memory holds one file at a time.
     """
-    sizes, groups, filled = dict(tensors), list[list[str]](), math.inf
+    groups, filled = list[list[str]](), math.inf
     for name, size in sizes.items():
         if filled + size > MAX_FILE_BYTES:
             groups.append([])
@@ -196,8 +205,7 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
         )
     keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
     table = {"theta": values["rope_theta"], "kind": kind, **keys}
-    rope: Rope = build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
-    return rope
+    return build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
 
 
 def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +231,7 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rop
         stored = {name: open_once(folder / file).get_slice(name) for name, file in files.items()}
         try:
             for part in parts:
-                hub.load(part, stored)
+                hub.load(part, stored, read_shard)
         except ValueError as error:
             raise _broken(folder, str(error)) from None
     else:

@@ -207,10 +207,10 @@ def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ..
     return size, str(value) if bad else f"{size:.3g}", tuple(own.shape), index
 
 
-def find_nonfinite_weight(parts: Iterable[nn.Module]) -> Event | None:
-    """The first weight of which this rank's shard has a non-finite value."""
+def find_nonfinite_weight(parts: Iterable[nn.Module], prefix: str = "") -> Event | None:
+    """The first weight of which this rank's shard has a non-finite value; the prefix is that of the parts' names."""
     for part in parts:
-        for place, (name, parameter) in enumerate(part.named_parameters()):
+        for place, (name, parameter) in enumerate(part.named_parameters(prefix=prefix)):
             found = largest_value(parameter)
             if found and math.isinf(found[0]):
                 module, _, own = name.rpartition(".")
@@ -337,9 +337,8 @@ class Diagnoser:
         origin = find_origin(gathered)
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
         if origin is None and reproduces:
-            what = "every number that enters or leaves a module is finite"
-            if not report.findings:
-                what = "no module's numbers stand out, so look at its text"
+            finite = "every number that enters or leaves a module is finite"
+            what = finite if report.findings else "no module's numbers stand out, so look at its text"
             return Diagnosis(what + repeated, True)
         if origin is None:
             what = "is finite" if report.findings else "has no spike"
@@ -364,14 +363,13 @@ class Diagnoser:
         batch = micro_batches[event.micro_batch]
         rows, tokens = batch.tokens.shape
         tp, tp_rank = (self.tp_mesh.size(), self.tp_mesh.get_local_rank()) if self.tp_mesh else (1, 0)
-        if event.shape[:2] == (rows, tokens):
-            row, token = event.index[:2]
-        elif event.shape[:2] == (rows, tokens // tp):
-            row, token = event.index[0], event.index[1] + tp_rank * event.shape[1]
-        elif event.shape[:1] == (rows * tokens,):
-            row, token = divmod(event.index[0], tokens)
-        else:
+        # Numbers of the tokens as the tensor may have them: all, those of this tensor-parallel rank, in one dim.
+        numbers = torch.arange(rows * tokens).view(rows, tokens)
+        layouts = (numbers, numbers.chunk(tp, 1)[tp_rank], numbers.flatten())
+        own = next((x for x in layouts if x.shape == event.shape[: x.ndim]), None)
+        if own is None:
             return {}
+        row, token = divmod(int(own[event.index[: own.ndim]]), tokens)
         position = int(batch.plan.positions[token])
         documents = batch.plan.mask.documents(batch.plan.sequence_length)
         spans = documents[row if len(documents) > 1 else 0]

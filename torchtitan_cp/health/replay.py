@@ -2,9 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map, tree_map_only
 
-from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.health.diagnosis import (
@@ -27,7 +29,6 @@ from torchtitan_cp.health.diagnosis import (
     ModuleTrace,
     find_invalid_tokens,
     find_nonfinite_weight,
-    find_origin,
 )
 from torchtitan_cp.health.inject import fault_in
 
@@ -48,7 +49,7 @@ class Bundle:
     """
 
     report: dict[str, Any]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor]
 
     def write(self, folder: Path) -> None:
         """Write both files; the folder is made."""
@@ -101,12 +102,13 @@ def save_bundle(
     event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
     plan = batch.plan
+    unit = event.culprit_module if event and event.order[0] != DATA else ""
     tensors = {name: plan.unshard(getattr(batch, name).to(diagnoser.device)) for name in ("tokens", "labels")}
     report = {
         **about,
         **found.as_json(),
         "step": step,
-        "unit": None,
+        "unit": unit or None,
         "arguments": [],
         "named": {},
         "seq_len": plan.sequence_length,
@@ -114,10 +116,9 @@ def save_bundle(
         "windows": sorted(batch.plans),
         "torch": torch.__version__,
     }
-    if event and event.order[0] != DATA and event.culprit_module:
-        report["unit"] = event.culprit_module
+    if event and unit:
         modules = dict(pair for _, prefix, part in diagnoser.watched for pair in part.named_modules(prefix=prefix))
-        module = modules.get(event.culprit_module)
+        module = modules.get(unit)
         if event.order[0] == STEP:
             trace = ModuleTrace(diagnoser.watched, keep=(module, event.micro_batch) if module else None)
             diagnoser.run_step(step, micro_batches, trace.watching())
@@ -140,16 +141,8 @@ def _whole_arguments(
     """The arguments of a module as JSON; their tensors and the gradients of its outputs, as on one rank."""
     mesh = diagnoser.tp_mesh
     rows, tokens = batch.tokens.shape
-    inputs = list(trace.inputs)
-    vocabulary = None
-    if module is diagnoser.loss:
-        # A tensor-parallel rank has some rows of the output matrix.
-        vocabulary = diagnoser.parts[-1][1].output.weight.full_tensor().to(inputs[0].dtype)  # type: ignore[union-attr, operator]
-        inputs[1] = vocabulary
 
     def whole(x: Tensor) -> Tensor:
-        if x is vocabulary:
-            return x
         if isinstance(x, DTensor):
             x = x.full_tensor()
         elif mesh and x.shape[:2] == (rows, tokens // mesh.size()):
@@ -160,7 +153,11 @@ def _whole_arguments(
             return batch.plan.unshard(x.unflatten(0, (rows, tokens)), 1).flatten(0, 1)
         return batch.plan.unshard(x, 0) if x.shape[:1] == (tokens,) else x
 
-    described, tensors = pack_arguments((inputs, trace.named), whole)
+    described, tensors = pack_arguments((trace.inputs, trace.named), whole)
+    if module is diagnoser.loss:
+        # A tensor-parallel rank has some rows of the output matrix.
+        output: Any = diagnoser.parts[-1][1].output
+        tensors["input.1"] = output.weight.full_tensor().to(trace.inputs[0].dtype)
     weight = getattr(module, "weight", None)
     # A linear layer split by its outputs has all tokens of some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
@@ -184,14 +181,16 @@ def pack_arguments(arguments: Any, whole: Callable[[Tensor], Tensor]) -> tuple[A
             name = f"input.{len(tensors)}"
             tensors[name] = whole(x)
             return name
-        if isinstance(x, Mapping):  # of arguments by name, or of plans by window
-            by_name = all(isinstance(name, str) for name in x)
-            return {name: describe(each) for name, each in x.items()} if by_name else PLANS
-        if isinstance(x, (list, tuple)):
-            return [describe(each) for each in x]
+        if _are_plans(x):
+            return PLANS
         return x if isinstance(x, (bool, int, float)) else None
 
-    return describe(arguments), tensors
+    return tree_map(describe, arguments, is_leaf=_are_plans), tensors
+
+
+def _are_plans(x: Any) -> bool:
+    """Whether this is a layer's plans by window."""
+    return isinstance(x, dict) and any(isinstance(key, int) for key in x)
 
 
 # Running one again -------------------------------------------------------------------------------------------
@@ -219,10 +218,10 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
             fix="read its report.json; a step that is healthy when repeated points to the hardware, or to a race",
         )
     module = build(bundle)
-    if event := find_nonfinite_weight([module]):
-        return replace(event, module=".".join(filter(None, (unit, event.module))))
-    arguments = [_argument(bundle, entry) for entry in report["arguments"]]
-    named = {name: _argument(bundle, entry) for name, entry in report.get("named", {}).items()}
+    if event := find_nonfinite_weight([module], unit):
+        return event
+    values = {**bundle.tensors, PLANS: _make_plans(report)}
+    arguments, named = tree_map_only(str, values.__getitem__, (report["arguments"], report.get("named", {})))
     for x in (*arguments, *named.values()):
         if isinstance(x, Tensor) and x.is_floating_point():
             x.requires_grad_()
@@ -233,21 +232,13 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
         if report["culprit"]["direction"] == BACKWARD:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
-    if not report["times"]:
-        origin = find_origin([trace.outgrown(ModuleTrace([]))])
-        return origin and origin[1]
-    place = Event(**report["culprit"]).place
-    least = MIN_FRACTION * float(report["culprit"]["value"])
-    return next((event for value, event in trace.seen if event.place == place and value >= least), None)
+    spike, place = report["times"], Event(**report["culprit"]).place
+    least = MIN_FRACTION * float(report["culprit"]["value"]) if spike else math.inf
+    return next((event for value, event in trace.seen if value >= least and (event.place == place or not spike)), None)
 
 
-def _argument(bundle: Bundle, entry: Any) -> Any:
-    """The argument that an entry of the report stands for."""
-    if isinstance(entry, list):
-        return tuple(_argument(bundle, each) for each in entry)
-    if entry != PLANS:
-        return bundle.tensors[entry] if isinstance(entry, str) else entry
-    report = bundle.report
+def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
+    """The plans of the block's sequences by window, on one rank."""
     lengths = report["document_lengths"]
     rows = None if lengths is None else tuple(tuple(row) for row in lengths)
     mask = AttentionMask(document_lengths=rows)

@@ -1,11 +1,11 @@
 """Checkpoints in Hugging Face's format: one on request, or every stage's end while a run trains."""
 
-import json
 import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.chat import chat_template_of, end_tokens
-from torchtitan_cp.training.registry import args_from, config_for_hub, hub_of, start_folder
+from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, start_folder
 
 logger = logging.getLogger(__name__)
 
-PARTIAL = ".partial"
 POLL_SECONDS = 1.0
 
 # (our name, tensor, dtype) -> tensors by hub name
@@ -46,14 +45,12 @@ def exported_stages(folder: Path, dtype: str, tokenizer: Tokenizer) -> Iterator[
         An event; once it is set, leaving does not wait for the thread: the next start exports what is missing.
     """
     hurry, ended = threading.Event(), threading.Event()
-    if dtype == "no":
-        yield hurry
-        return
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
-    thread.start()
+    if dtype != "no":
+        thread.start()
     yield hurry
     ended.set()
-    if not hurry.is_set():
+    if thread.is_alive() and not hurry.is_set():
         set_activity("writing the last stage in Hugging Face's format", 0, float("inf"))
         thread.join()
 
@@ -96,30 +93,26 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     config = config_for_hub(saved.config.model, args)
     tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
     hub = hub_of(saved.config.model)
-    to_hub = hub.writer(args) if hub.writer else _by_names(args, hub.names)
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    to_hub = hub.writer(args) if hub.writer else partial(_by_names, args, hub.names)
+    unfinished = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     try:
-        _write_weights(saved, to_hub, partial, getattr(torch, dtype))
-        _write_settings(saved, config, args, tokenizer, dtype, partial)
-        partial.rename(out)
+        _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
+        _write_settings(saved, config, args, tokenizer, dtype, unfinished)
+        unfinished.rename(out)
     except BaseException:
         # Checkpoints may need the space.
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def _by_names(args: Any, names: Mapping[str, str]) -> ToHub:
+def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """For an architecture that says what its parameters are called there. A tied output is stored as the embedding."""
-
-    def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        if args.tie_embeddings and name == "output.weight":
-            return {}
-        entries = hub_names(name, tensor.shape, names)
-        return {hub_name: (tensor if entry is None else tensor[entry]).to(dtype) for hub_name, entry in entries}
-
-    return to_hub
+    if args.tie_embeddings and name == "output.weight":
+        return {}
+    entries = hub_names(name, tensor.shape, names)
+    return {hub_name: (tensor if entry is None else tensor[entry]).to(dtype) for hub_name, entry in entries}
 
 
 def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dtype) -> None:
@@ -137,7 +130,7 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
             found |= {hub_name: tensors[hub_name].clone() for hub_name in hub_names if hub_name in tensors}
         return found
 
-    save_hub_weights(out, sizes.items(), read)
+    save_hub_weights(out, sizes, read)
 
 
 def _write_settings(
@@ -155,7 +148,7 @@ def _write_settings(
         values = {**config, **({} if start else own), "dtype": dtype}
     else:
         if start:
-            before = json.loads((start / "config.json").read_text(encoding="utf-8"))
+            before = hub_config(saved.config.model)
             before = before.get("text_config", before)  # of a model that sees pictures too
             own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
         theirs = rope_parameters(rope or Rope(), args.rotary_dim)

@@ -43,7 +43,6 @@ from torchtitan_cp.training.resolve import ResolvedRun
 
 # (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
 Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
-Observe = Callable[[MicroBatch, Tensor], None]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
@@ -87,8 +86,7 @@ class LayerAttention:
 
         So a part of the model before the last adds losses, which do not travel to the head.
         """
-        added: Tensor = _AddLoss.apply(hidden, loss_sum, self)
-        return added
+        return _AddLoss.apply(hidden, loss_sum, self)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -176,7 +174,7 @@ class ParallelModel:
         self.token_loss = ChunkedCrossEntropy(
             config.training.loss_chunk_tokens, config.training.z_loss, args.logit_scale, args.logit_softcap
         )
-        self.observe: Observe | None = None
+        self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}
         watch_messages(self.watches["cp_wait"].running, self.watches["cp_flight"].running)
         self.pipeline = None
@@ -362,11 +360,11 @@ class ParallelModel:
 
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
-        weights = sum(_local_bytes(parameter) for parameter in self.parts.parameters())
+        weights = sum(local_tensor(parameter).nbytes for parameter in self.parts.parameters())
         states = [
             value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
         ]
-        kept = sum(_local_bytes(value) for value in states if isinstance(value, Tensor))
+        kept = sum(local_tensor(value).nbytes for value in states if isinstance(value, Tensor))
         return {"weights": weights, "gradients": weights, "optimizer": kept}
 
     def zero_grad(self) -> None:
@@ -409,8 +407,3 @@ class ParallelModel:
         bubble = bubble_fraction(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
         return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
-
-
-def _local_bytes(x: Tensor) -> int:
-    own = local_tensor(x)
-    return own.numel() * own.element_size()

@@ -1,18 +1,20 @@
-"""Parity of a config: a short first step with parallelism beside the same step on one rank.
+"""A config's ranks beside one: parity of a short first step, and the doctor, which says whether the model is safe.
 
 The one rank runs the plain model without sharding, with torch's scaled_dot_product_attention: another implementation,
-not ours on fewer ranks.
+not ours on fewer ranks. For the doctor all ranks share each sequence, in fp32.
 """
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,22 +23,26 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan_cp.attention import make_plan
-from torchtitan_cp.attention.doctor import by_layer, difference
+from torchtitan_cp.attention import AttentionMask, make_plan
+from torchtitan_cp.attention.doctor import by_layer, difference, examine, louder
+from torchtitan_cp.attention.recording import Side
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_rows, read_step
+from torchtitan_cp.data.batches.loader import BatchLayout, Samples, assign_sequences, read_rows, read_step
+from torchtitan_cp.data.batches.samples import PackedSequence
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.model import set_rope
+from torchtitan_cp.training.model import LayerAttention, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
+from torchtitan_cp.training.resolve import examined_config
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 SHORT_TOKENS = 512
+DOCTOR_TOKENS = 256
 FP32_TOLERANCE = 1e-5
 # A bf16 run is compared with fp32. It may differ 1.5 times as much as the plain model in bf16 does.
 BF16_ALLOWANCE = 1.5
@@ -104,7 +110,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
-        found = [dataclasses.asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
+        found = [asdict(comparison) | {"holds": comparison.holds} for comparison in comparisons]
         (Path(config.job.dump_folder) / "parity.json").write_text(json.dumps(found, indent=1))
     return all(comparison.holds for comparison in comparisons)
 
@@ -120,7 +126,7 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
     seq_len = length or min(-(-default // unit) * unit, stage.seq_len)
     micro_batches = trainer.meshes.pp.size()
     tokens = seq_len * stage.dp * stage.micro_batch_sequences * micro_batches
-    return dataclasses.replace(stage, seq_len=seq_len, micro_batches=micro_batches, global_batch_tokens=tokens)
+    return replace(stage, seq_len=seq_len, micro_batches=micro_batches, global_batch_tokens=tokens)
 
 
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
@@ -232,7 +238,7 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     """
     samples, normalization = trainer.data_pipeline.samples, trainer.config.training.loss_normalization
     numbers = assign_sequences(samples, 0, batch_layout).flatten().tolist()
-    alone = dataclasses.replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
+    alone = replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
     batch = read_rows(samples.sequence, alone, numbers)
     documents = [torch.repeat_interleave(torch.tensor(samples.document_lengths(number))) for number in numbers]
     weights = (batch.labels != IGNORED).float() if batch.weights is None else batch.weights
@@ -244,25 +250,18 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
 def _record_attention(parts: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Record the attention outputs of the next forward by module name, `[B, S/cp, Hq, D]`."""
     outputs: dict[str, Tensor] = {}
-    entries = (entry for part in parts for entry in part.named_modules())
-    modules: list[tuple[str, Any]] = [(name, module) for name, module in entries if hasattr(module, "attend")]
-    before = [module.attend for _, module in modules]
 
-    def watch(name: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attended(*arguments: Any, **options: Any) -> Tensor:
-            out = attend(*arguments, **options)
-            outputs.setdefault(name, out.detach())
-            return out
+    def record(name: str, attend: Any, *arguments: Any, **options: Any) -> Tensor:
+        out: Tensor = attend(*arguments, **options)
+        outputs.setdefault(name, out.detach())
+        return out
 
-        return attended
-
-    for (name, module), attend in zip(modules, before, strict=True):
-        module.attend = watch(name, attend)
-    try:
+    with ExitStack() as stack:
+        for part in parts:
+            for name, module in part.named_modules():
+                if hasattr(module, "attend"):
+                    stack.enter_context(patch.object(module, "attend", partial(record, name, module.attend)))
         yield outputs
-    finally:
-        for (_, module), attend in zip(modules, before, strict=True):
-            module.attend = attend
 
 
 def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
@@ -336,3 +335,83 @@ def _print(comparisons: list[Comparison], dtype: str, ranks: int) -> None:
         )
     broken = [f"{c.layout}: {row.what}" for c in comparisons for row in c.rows if not row.holds]
     console.print("parity holds" if not broken else f"PARITY BROKEN, first at {broken[0]} ({len(broken)} in all)")
+
+
+# The doctor ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ProbeSamples:
+    """A stage's sequences cut into documents, the last two thirds of their tokens learned, and a token changed."""
+
+    samples: Samples
+    lengths: tuple[int, ...]
+    changed: int | None = None
+
+    def sequence(self, number: int) -> PackedSequence:
+        row = self.samples.sequence(number)
+        tokens, labels = row.tokens.copy(), np.roll(row.tokens, -1)  # in conversations few tokens are learned, or none
+        if self.changed is not None:
+            tokens[self.changed] = (tokens[self.changed] + 1) % (tokens.max() + 1)
+        labels[: len(labels) // 3] = IGNORED
+        positions = np.concatenate([np.arange(length) for length in self.lengths])
+        return replace(row, tokens=tokens, labels=labels, positions=positions, document_lengths=self.lengths)
+
+    def document_lengths(self, number: int) -> tuple[int, ...]:
+        return self.lengths
+
+
+def run_doctor(config: Config, world: World, length: int) -> bool:
+    """Examine the model on all ranks, and print what was found.
+
+    Args:
+        length: tokens of the sequence; 0: at least 256, and more than the largest window.
+
+    Returns:
+        whether the model is safe.
+
+    Raises:
+        ConfigError: the unsharded model does not fit on one rank.
+    """
+    trainer = Trainer(examined_config(config, world.size), world)
+    check_fits(trainer)
+    largest = max([0, *trainer.model.args.layer_windows])
+    stage = shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
+    layout, peak = trainer.enter_stage(stage), partial(measure_peak, trainer.device)
+    parts = (7, stage.seq_len // 8, 1)
+    lengths = (*parts, stage.seq_len - sum(parts))
+    mask = AttentionMask(document_lengths=(lengths,))
+    samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
+    trainer.data_pipeline.samples = samples  # type: ignore[assignment]
+
+    def step(changed: int | None) -> float:
+        samples.changed = changed
+        (batch,) = read_step(samples, layout, 0)
+        if torch.is_grad_enabled():
+            return trainer.forward_backward((batch,)).loss / world.size
+        trainer.model.measure(batch, trainer.model.token_loss)
+        return 0.0
+
+    def single(plans: Any = None) -> Side:
+        model = single_model(trainer, stage, weights, LayerAttention() if plans else PlainAttention())
+        own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
+
+        def step(changed: int | None) -> float:
+            samples.changed = changed
+            tokens, labels, shares, positions, documents = map(trainer.device.move, all_sequences(trainer, layout))
+            with own_attention(documents):
+                return single_loss(model, tokens, labels, shares, positions, plans or documents)
+
+        return Side(model, step, lambda: gradients_of(model), peak)
+
+    with louder(trainer.model.parts.parameters()):
+        weights = gather(trainer, lambda p: p)
+        ranks = Side(trainer.model.parts[0], step, lambda: gather(trainer, lambda p: p.grad), peak)
+        sides = lambda: (single(), single(replace(layout, make_plan=make_plan).plans(mask)))  # noqa: E731
+        report = examine(layout.plans(mask)[0], ranks, sides, 1, list(range(world.size)))
+    if world.rank == 0:
+        if look := getattr(trainer.model.args, "look", None):
+            print(f"{look.model_class}: {len(look.layers)} layers, rotary embeddings {dict(look.rotaries)}, routers "
+                  f"{len(look.routers)}, logits x {look.logit_scale:g}, soft cap {look.logit_softcap:g}")  # fmt: skip
+        print(report.text)
+    return not report.fault

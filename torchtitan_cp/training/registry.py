@@ -180,8 +180,7 @@ def _args_of_config(model: Model) -> Any:
     except (ValueError, TypeError, KeyError) as error:
         problem = str(error)
     if problem:
-        where = f"model.{_config_key(model)}: {_config_path(model)}"
-        raise ConfigError(f"{where}: {problem}", fix="use another model, or change model.overrides")
+        raise _config_error(model, f": {problem}", "use another model, or change model.overrides")
     return args
 
 
@@ -190,10 +189,9 @@ def _hub_sizes(model: Model) -> dict[str, Any]:
     try:
         return hub_of(model).sizes(hub_config(model))
     except KeyError as error:
-        problem, fix = f" has no {error}", "give a complete config.json"
+        raise _config_error(model, f" has no {error}", "give a complete config.json") from None
     except (ValueError, TypeError) as error:
-        problem, fix = f": {error}", "use another checkpoint"
-    raise ConfigError(f"model.{_config_key(model)}: {_config_path(model)}{problem}", fix=fix)
+        raise _config_error(model, f": {error}", "use another checkpoint") from None
 
 
 def hub_config(model: Model) -> dict[str, Any]:
@@ -202,18 +200,16 @@ def hub_config(model: Model) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read.
     """
-    path = _config_path(model)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(_config_path(model).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"model.{_config_key(model)}: {path} cannot be read: {getattr(error, 'strerror', error)}",
-            fix="give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it",
-        ) from None
+        fix = "give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it"
+        raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
 
 
-def _config_key(model: Model) -> str:
-    return "hub_checkpoint" if model.hub_checkpoint else "config"
+def _config_error(model: Model, problem: str, fix: str) -> ConfigError:
+    key = "hub_checkpoint" if model.hub_checkpoint else "config"
+    return ConfigError(f"model.{key}: {_config_path(model)}{problem}", fix=fix)
 
 
 def _config_path(model: Model) -> Path:

@@ -18,6 +18,7 @@ from models.huggingface.hub import load_weights, settings, writer
 from models.huggingface.init import Initializer, on_meta
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
+from torchtitan_cp.checkpoint.hub import read_shard
 
 CPU = torch.device("cpu")
 # transformers itself does not read its embedding back: it draws the tied output again.
@@ -57,7 +58,7 @@ def test_all_tensors_of_a_family_go_in_and_out_unchanged(tmp_path: Path, family:
             buffer.uniform_(0.5, 0.6)
     theirs.save_pretrained(tmp_path / "in", max_shard_size="100KB")
     ours = empty_model(config)
-    load_weights(ours, stored_in(tmp_path / "in"))
+    load_weights(ours, stored_in(tmp_path / "in"), read_shard)
     for name, values in state.items():
         assert torch.equal(ours.state_dict()[name], values), name
 
@@ -117,17 +118,23 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, damage: str) 
     eager_model(FAMILIES["Qwen3-MoE"]).save_pretrained(tmp_path)
     stored = edited(tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        load_weights(empty_model(FAMILIES["Qwen3-MoE"]), stored)
+        load_weights(empty_model(FAMILIES["Qwen3-MoE"]), stored, read_shard)
 
 
 def test_a_tied_output_that_differs_is_refused_and_one_that_is_equal_is_taken(tmp_path: Path) -> None:
     config = FAMILIES["Llama, tied"]
     eager_model(config).save_pretrained(tmp_path)
     embedding = "model.embed_tokens.weight"
-    load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding].clone()})))
-    load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x.pop(embedding)})))
+    load_weights(
+        empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding].clone()})), read_shard
+    )
+    load_weights(
+        empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x.pop(embedding)})), read_shard
+    )
     with pytest.raises(ValueError, match=r"has other values in model.embed_tokens.weight than in the weight"):
-        load_weights(empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding] + 1})))
+        load_weights(
+            empty_model(config), edited(tmp_path, lambda x: x.update({"lm_head.weight": x[embedding] + 1})), read_shard
+        )
 
 
 def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,7 +145,7 @@ def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, cap
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
     }
     with caplog.at_level(logging.WARNING):
-        load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)))
+        load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)), read_shard)
     assert "1 weights of heads that predict further tokens are left out, as model.layers.2.eh_proj" in caplog.text
 
 
@@ -150,7 +157,7 @@ def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path) -> None:
     model = Gemma3ForConditionalGeneration(described)
     model.save_pretrained(tmp_path)
     ours = empty_model(json.loads((tmp_path / "config.json").read_text()))
-    load_weights(ours, stored_in(tmp_path))
+    load_weights(ours, stored_in(tmp_path), read_shard)
     theirs = model.model.language_model.state_dict()
     for name, values in ours.model.state_dict().items():
         assert torch.equal(values, theirs[name]), name
