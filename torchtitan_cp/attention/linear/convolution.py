@@ -87,9 +87,8 @@ def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) 
     """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
     given, placed = _moved_rows(plan, width, x.device)[:: -1 if back else 1]
     parts = [x.index_select(1, rows).flatten() for rows in given]
-    received = find_group(plan.groups, plan.ranks).exchange(
-        parts, [len(rows) * len(x) * x.shape[-1] for rows in placed]
-    )
+    sizes = [len(rows) * len(x) * x.shape[-1] for rows in placed]
+    received = find_group(plan.groups, plan.ranks).exchange(parts, sizes)
     for flat, rows in zip(received, placed, strict=True):
         values = flat.view(len(x), len(rows), x.shape[-1])
         # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.
@@ -147,10 +146,6 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     return [dx, *dparameters]
 
 
-def _new_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[list[Tensor], Tensor, bool], output: Tensor) -> None:
     tensors, handle, ctx.silu = inputs
     ctx.save_for_backward(handle, *tensors)
@@ -161,8 +156,8 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, None]:
     return torch.ops.torchtitan_cp.causal_conv_backward(dout, tensors, handle, ctx.silu), None, None
 
 
-convolve.register_fake(lambda inputs, *_: _new_like(inputs[0]))
-convolve_backward.register_fake(lambda dout, inputs, *_: [_new_like(x) for x in inputs])
+convolve.register_fake(lambda inputs, *_: inputs[0].new_empty(inputs[0].shape))
+convolve_backward.register_fake(lambda dout, inputs, *_: [x.new_empty(x.shape) for x in inputs])
 convolve.register_autograd(_backward, setup_context=_save_for_backward)
 
 CONVOLUTION = torch.ops.torchtitan_cp.causal_conv.default

@@ -45,8 +45,7 @@ class FlashKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        self.key_dim, self.tokens = inputs.q.shape[-1], plan.local_tokens
-        self.segments = self._by_row(own_stretches(plan))
+        self.key_dim, self.segments = inputs.q.shape[-1], self._by_row(own_stretches(plan))
 
     def summarize(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
@@ -99,7 +98,7 @@ class FlashKernel:
         return [one._replace(row=row) for one in segments for row in rows[one.rows]]
 
     def _index(self, segments: list[Stretch]) -> Tensor:
-        rows = [torch.arange(s.tokens) + s.row * self.tokens + s.local for s in segments]
+        rows = [torch.arange(s.tokens) + s.row * self.inputs.q.shape[1] + s.local for s in segments]
         return torch.cat(rows).to(self.inputs.q.device)
 
     def _rows(self, x: Tensor | None, segments: list[Stretch]) -> Tensor:

@@ -24,8 +24,6 @@ from torchtitan_cp.attention.strategies import all_to_all
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = ("auto", "state", "all_to_all")
-
 
 def gated_delta_rule(
     q: Tensor,
@@ -97,7 +95,7 @@ def selective_scan(
 
 
 def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
-    check_name("strategy of linear attention", strategy, STRATEGIES)
+    check_name("strategy of linear attention", strategy, ("auto", "state", "all_to_all"))
     check_mask(plan, len(inputs.q))
     _check_shapes(inputs, plan)
     # Gates travel beside the queries as columns of their dtype.
@@ -232,7 +230,7 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     rule, ranks, trades, most_runs = options[1:]
     q, _, v, *_ = inputs
     (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out = v.new_empty(v.shape)
     if trades:
         shares = all_to_all.share_heads(heads, key_heads, ranks)
         held = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3

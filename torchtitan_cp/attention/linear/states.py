@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import find_group
-from torchtitan_cp.attention.layout import contiguous
+from torchtitan_cp.attention.layout import contiguous, documents_of
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
@@ -74,16 +74,14 @@ class Stretch(NamedTuple):
 @lru_cache(maxsize=KEPT)
 def stretches(plan: Plan) -> tuple[tuple[Stretch, ...], ...]:
     """Those of each document, in the order of the sequence."""
-    result = []
-    for row, documents in enumerate(plan.segments):
-        for segments in documents:
-            document, first, last = [], segments[0].start, segments[-1].stop
-            for rank, local, start, stop in segments:
-                spans = plan.layout.spans[rank]
-                run = bisect_right(spans, (start, plan.sequence_length)) - 1
-                place = run, ALL_ROWS if len(plan.segments) == 1 else row, local
-                document.append(Stretch(rank, *place, stop - start, start - spans[run][0], start - first, stop < last))
-            result.append(tuple(document))
+    spans, result = plan.layout.spans, []
+    for row, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
+        document, first, last = [], segments[0].start, segments[-1].stop
+        for rank, local, start, stop in segments:
+            run = bisect_right(spans[rank], (start, plan.sequence_length)) - 1
+            begin = start - spans[rank][run][0]
+            document.append(Stretch(rank, run, row, local, stop - start, begin, start - first, stop < last))
+        result.append(tuple(document))
     return tuple(result)
 
 
