@@ -183,9 +183,11 @@ class FeedForward(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D/2) of `[.., S/cp, H, D]` by their angles, in fp32.
+    """Turn the pairs (i, i + R/2) of the first R entries of `[.., S/cp, H, D]` by their R/2 angles, in fp32.
 
     Pairs are halves apart, as in Hugging Face checkpoints (Meta's files interleave them).
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    turned, kept = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+    first, second = turned.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, kept], dim=-1) if kept.shape[-1] else turned

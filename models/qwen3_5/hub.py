@@ -28,7 +28,6 @@ KEYS = {
     "linear_value_dim": "linear_value_head_dim",
     "conv_width": "linear_conv_kernel_dim",
 }
-TEXT = "model.language_model."  # where the text model is in a checkpoint that sees pictures too
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,13 +48,13 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_every": every,
         "rotary_share": {**text, **(text.get("rope_parameters") or {})}.get("partial_rotary_factor", 0.25),
     }
-    if kinds and kinds != _kinds(found["n_layers"], every):
+    if kinds and kinds != _layer_types(HybridArgs(**found)):
         raise ValueError("layer_types is not full attention in the last of every few layers")
     return found
 
 
-def _kinds(layers: int, every: int) -> list[str]:
-    return ["linear_attention" if (number + 1) % every else "full_attention" for number in range(layers)]
+def _layer_types(args: HybridArgs) -> list[str]:
+    return ["linear_attention" if linear else "full_attention" for linear in args.linear_layers]
 
 
 def config(args: HybridArgs) -> dict[str, Any]:
@@ -66,9 +65,9 @@ def config(args: HybridArgs) -> dict[str, Any]:
         "model_type": "qwen3_5_text",
         "hidden_act": "silu",
         "attention_bias": False,
-        "layer_types": _kinds(args.n_layers, args.attention_every),
+        "layer_types": _layer_types(args),
         "partial_rotary_factor": args.rotary_share,
     }
 
 
-HUB = Hub(NAMES, sizes, config, text_prefix=TEXT)
+HUB = Hub(NAMES, sizes, config, text_prefix="model.language_model.")

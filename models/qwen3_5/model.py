@@ -62,20 +62,15 @@ class GatedAttention(Attention):
 
     def __init__(self, args: HybridArgs, attend: Attend, window: int) -> None:
         super().__init__(args, attend, window)
-        self.rotary_dim = args.rotary_dim
         self.wq = nn.Linear(args.dim, 2 * args.n_heads * args.head_dim, bias=False)  # of each head, the query, its gate
         self.q_norm, self.k_norm = (CenteredRMSNorm(args.head_dim, args.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
-        q, k = (self._rotate(y, cos, sin) for y in (self.q_norm(q), self.k_norm(k)))  # type: ignore[misc]
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)  # type: ignore[misc]
         out = self.attend(q, k, v, plan, self.window)
         return self.wo((out * gate.sigmoid()).flatten(-2))
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, kept = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], -1)
-        return torch.cat([rotate(turned, cos, sin), kept], -1)
 
 
 class GatedDeltaNet(nn.Module):

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torchtitan_cp.attention.linear.chunks import CHUNK
-from torchtitan_cp.attention.linear.kernel import PART
+from torchtitan_cp.attention.linear.kernel import CHUNK, PART
 from torchtitan_cp.planner.exchange import FP32_BYTES, find_exchange
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 

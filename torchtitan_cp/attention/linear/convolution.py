@@ -4,9 +4,8 @@ The first positions of a run want the W - 1 before them, wherever these are: on 
 there, and backward their gradients travel home.
 """
 
-from bisect import bisect_right
+from collections import deque
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.linear.operator import check_mask
-from torchtitan_cp.attention.linear.rows import KEPT, document_offsets
+from torchtitan_cp.attention.linear.states import KEPT, document_offsets, stretches
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
@@ -64,27 +63,23 @@ def causal_conv(
 def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], ...]:
     """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
 
-    Of batch rows that are packed differently, the one that reads most decides.
-
     Returns:
         per rank, (the local rows that it gets, the rows of halos here that it fills).
     """
-    first_read: dict[int, int] = {}  # start of a run -> the first position that its tokens read
-    for documents in plan.segments:
-        for segments in documents:
-            for segment in segments[1:]:
-                first = max(segments[0].start, segment.start - width + 1)
-                first_read[segment.start] = min(first, first_read.get(segment.start, first))
-    held, halo_end = plan.layout.segments, 0  # of this rank's run
+    moves: dict[tuple[int, int], tuple[int, int]] = {}  # (rank, row of its halos) <- (rank, local row)
+    for document in stretches(plan):
+        before: deque[tuple[int, int]] = deque(maxlen=width - 1)
+        for one in document:
+            halo_end = (one.run + 1) * (width - 1)
+            moves |= {(one.rank, halo_end - distance): row for distance, row in enumerate(reversed(before), 1)}
+            first = one.local + max(0, one.tokens - width)
+            before.extend((one.rank, row) for row in range(first, one.local + one.tokens))
     given, placed = ([list[int]() for _ in range(plan.ranks)] for _ in range(2))
-    for target, _, start, _ in held:
-        halo_end += (width - 1) * (target == plan.rank)
-        for position in range(first_read.get(start, start), start):
-            source = held[bisect_right(held, position, key=attrgetter("start")) - 1]
-            if source.rank == plan.rank:
-                given[target].append(source.local + position - source.start)
-            if target == plan.rank:
-                placed[source.rank].append(halo_end + position - start)
+    for (target, halo_row), (source, row) in moves.items():
+        if source == plan.rank:
+            given[target].append(row)
+        if target == plan.rank:
+            placed[source].append(halo_row)
     return tuple([torch.tensor(rows, dtype=torch.int64).to(device) for rows in side] for side in (given, placed))
 
 
@@ -92,9 +87,8 @@ def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) 
     """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
     given, placed = _moved_rows(plan, width, x.device)[:: -1 if back else 1]
     parts = [x.index_select(1, rows).flatten() for rows in given]
-    received = find_group(plan.groups, plan.ranks).exchange(
-        parts, [len(rows) * len(x) * x.shape[-1] for rows in placed]
-    )
+    sizes = [len(rows) * len(x) * x.shape[-1] for rows in placed]
+    received = find_group(plan.groups, plan.ranks).exchange(parts, sizes)
     for flat, rows in zip(received, placed, strict=True):
         values = flat.view(len(x), len(rows), x.shape[-1])
         # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.
@@ -127,8 +121,7 @@ def _convolve(plan: Plan, silu: bool, x: Tensor, halos: Tensor, weight: Tensor, 
         read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
         total = total + read * weight[:, width - 1 - distance].to(dtype)
     total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0).to(x.dtype)
-    first, *rest = runs
-    pieces = total.split([first, *(length for run in rest for length in (width - 1, run))], 1)
+    pieces = total.split([length for run in runs for length in (run, width - 1)][:-1], 1)
     return torch.cat(pieces[::2], 1)
 
 
@@ -137,11 +130,6 @@ def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` of x, weight and perhaps bias."""
     plan, (x, *parameters) = find_plan(handle), inputs
     return _convolve(plan, silu, x, _halos(x, plan, parameters[0].shape[1]), *parameters)
-
-
-@convolve.register_fake
-def _(inputs: list[Tensor], *_: Any) -> Tensor:
-    return torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
 
 
 @operator("causal_conv_backward")
@@ -158,11 +146,6 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     return [dx, *dparameters]
 
 
-@convolve_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_: Any) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[list[Tensor], Tensor, bool], output: Tensor) -> None:
     tensors, handle, ctx.silu = inputs
     ctx.save_for_backward(handle, *tensors)
@@ -173,6 +156,8 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[list[Tensor], None, None]:
     return torch.ops.torchtitan_cp.causal_conv_backward(dout, tensors, handle, ctx.silu), None, None
 
 
+convolve.register_fake(lambda inputs, *_: inputs[0].new_empty(inputs[0].shape))
+convolve_backward.register_fake(lambda dout, inputs, *_: [x.new_empty(x.shape) for x in inputs])
 convolve.register_autograd(_backward, setup_context=_save_for_backward)
 
 CONVOLUTION = torch.ops.torchtitan_cp.causal_conv.default

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
-from torchtitan_cp.attention.linear.chunks import Inputs
-from torchtitan_cp.attention.linear.rows import Stretch, own_stretches
+from torchtitan_cp.attention.linear.states import Inputs, Stretch, own_stretches
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.tiles import ALL_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -47,51 +45,44 @@ class FlashKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        self.segments = [
-            one._replace(row=row)
-            for one in own_stretches(plan)
-            for row in (range(len(inputs.q)) if one.row == ALL_ROWS else [one.row])
-        ]
-        self.key_dim, self.tokens = inputs.q.shape[-1], plan.local_tokens
-        self.every = list(range(len(self.segments)))
+        self.key_dim, self.segments = inputs.q.shape[-1], self._by_row(own_stretches(plan))
 
-    def summarize(self, segment: Stretch, transition: bool) -> Tensor:
+    def summarize(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
-        numbers, (_, _, heads, value_dim) = self._numbers(segment), self.inputs.v.shape
-        start, inputs = self._zeros(len(numbers), value_dim), self.inputs
-        if transition:
+        segments, inputs, start = self._by_row([segment]), self.inputs, self._zeros(segment)
+        if segment.offset:
             identity = torch.eye(self.key_dim, dtype=start.dtype, device=start.device)
-            start = torch.cat([identity.expand(len(numbers), heads, -1, -1), start], -1)
+            start = torch.cat([identity.expand(*start.shape[:2], -1, -1), start], -1)
             inputs = inputs._replace(v=F.pad(inputs.v, (self.key_dim, 0)))
-        return self._run(inputs, numbers, start)[1]
+        return self._run(inputs, segments, start)[1]
 
     def outputs(self, entering: Tensor) -> Tensor:
         """See TorchKernel."""
-        rows, _ = self._run(self.inputs, self.every, self._at([s.offset > 0 for s in self.segments], entering))
+        rows, _ = self._run(self.inputs, self.segments, self._at([s.offset > 0 for s in self.segments], entering))
         whole = torch.zeros_like(self.inputs.v)
-        return whole.flatten(0, 1).index_copy(0, self._index(self.every), rows[0].to(whole.dtype)).view_as(whole)
+        return whole.flatten(0, 1).index_copy(0, self._index(self.segments), rows[0].to(whole.dtype)).view_as(whole)
 
     def gradient_inside(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
-        numbers = self._numbers(segment)
+        segments = self._by_row([segment])
         with above_autograd(), torch.enable_grad():
-            start = self._zeros(len(numbers), self.inputs.v.shape[-1]).requires_grad_()
-            out, _ = self._run(self.inputs, numbers, start)
-            return torch.autograd.grad(out, start, self._rows(self.dout, numbers))[0]
+            start = self._zeros(segment).requires_grad_()
+            out, _ = self._run(self.inputs, segments, start)
+            return torch.autograd.grad(out, start, self._rows(self.dout, segments))[0]
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """See TorchKernel."""
         with above_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
-            ends = self._run(leaves, self.every, self._at([s.offset > 0 for s in self.segments], entering))
-            dends = self._rows(self.dout, self.every), self._at([s.leaves for s in self.segments], leaving)
+            ends = self._run(leaves, self.segments, self._at([s.offset > 0 for s in self.segments], entering))
+            dends = self._rows(self.dout, self.segments), self._at([s.leaves for s in self.segments], leaving)
             return list(torch.autograd.grad(ends, leaves, dends))
 
-    def _run(self, inputs: Inputs, numbers: list[int], start: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: Inputs, segments: list[Stretch], start: Tensor) -> tuple[Tensor, Tensor]:
         """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
-        q, k, v, g, beta = (self._rows(x, numbers) for x in inputs)
+        q, k, v, g, beta = (self._rows(x, segments) for x in inputs)
         rule = (find_rules() or ())[g.shape[-1] > 1]
-        lengths = [0, *(self.segments[number].tokens for number in numbers)]
+        lengths = [0, *(segment.tokens for segment in segments)]
         return rule(
             *(q, k, v, g if g.shape[-1] > 1 else g.squeeze(-1), beta.squeeze(-1)),
             scale=self.scale,
@@ -101,24 +92,25 @@ class FlashKernel:
             cu_seqlens=torch.tensor(lengths, device=q.device).cumsum(0),
         )
 
-    def _numbers(self, one: Stretch) -> list[int]:
-        """Which of this rank's segments it is, one in each of its batch rows."""
-        return [n for n, s in enumerate(self.segments) if s.start == one.start and one.row in (ALL_ROWS, s.row)]
+    def _by_row(self, segments: list[Stretch]) -> list[Stretch]:
+        """One for each batch row."""
+        rows = range(len(self.inputs.q))
+        return [one._replace(row=row) for one in segments for row in rows[one.rows]]
 
-    def _index(self, numbers: list[int]) -> Tensor:
-        held = (self.segments[number] for number in numbers)
-        rows = [torch.arange(s.tokens) + s.row * self.tokens + s.local for s in held]
+    def _index(self, segments: list[Stretch]) -> Tensor:
+        rows = [torch.arange(s.tokens) + s.row * self.inputs.q.shape[1] + s.local for s in segments]
         return torch.cat(rows).to(self.inputs.q.device)
 
-    def _rows(self, x: Tensor | None, numbers: list[int]) -> Tensor:
+    def _rows(self, x: Tensor | None, segments: list[Stretch]) -> Tensor:
         assert x is not None
-        return x.flatten(0, 1).index_select(0, self._index(numbers)).unsqueeze(0)
+        return x.flatten(0, 1).index_select(0, self._index(segments)).unsqueeze(0)
 
     def _at(self, places: list[bool], states: Tensor) -> Tensor:
         """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
         found = states[[s.run for s in self.segments], [s.row for s in self.segments]]
         return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)
 
-    def _zeros(self, count: int, columns: int) -> Tensor:
-        shape = (count, self.inputs.v.shape[2], self.key_dim, columns)
-        return self.inputs.q.new_zeros(shape, dtype=accumulation_dtype(self.inputs.q.dtype))
+    def _zeros(self, segment: Stretch) -> Tensor:
+        (_, _, heads, value_dim), rows = self.inputs.v.shape, len(self._by_row([segment]))
+        dtype = accumulation_dtype(self.inputs.q.dtype)
+        return self.inputs.q.new_zeros((rows, heads, self.key_dim, value_dim), dtype=dtype)

@@ -1,22 +1,74 @@
-"""One rank's part of the rule in torch, some heads at a time, and the choice of flash-linear-attention's instead.
+"""The gated delta rule of one rank, 64 tokens at a time, in torch; or by flash-linear-attention where that can.
 
-Both kernels have the same four methods: what a segment does to the state that enters it, the outputs, and backward what
-a segment asks of that state, and the gradients.
+With a state S `[K, V]`, a log gate g and a step size beta, a token does
+
+    S <- Diag(e^g) S;  v' = beta (v - k^T S);  S <- S + k v'^T;  out = scale q^T S
+
+where g is one number (gated delta net, GDN) or one for each of the K rows (Kimi delta attention, KDA). Within a chunk
+the values v' are the solution of one triangular system, so that a chunk is an affine map of the state S that enters:
+
+    v' = u - w S;  out = q_in S + attn v';  S <- gamma S + k_out^T v'
+
+Only sums of log gates over the tokens between two others are exponentiated, so that no exponent is above 0: a quotient
+of cumulative decays would overflow, and a difference of cumulative sums would lose its digits. A document's first
+token has a log gate of -inf, which is all that keeps documents apart.
+
+Sources: Yang et al., Gated Delta Networks, 2024; Kimi Linear, 2025; the WY form of Bischof and Van Loan, 1987.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
-from torchtitan_cp.attention.linear import chunks, flash_linear
-from torchtitan_cp.attention.linear.chunks import Factors, Inputs
-from torchtitan_cp.attention.linear.rows import Stretch, chunk_rows
+from torchtitan_cp.attention.linear import flash_linear
+from torchtitan_cp.attention.linear.states import KEPT, Inputs, Stretch, document_offsets
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
+CHUNK = 64  # tokens; a power of two
 PART = 2**25  # values, [tokens, heads, V], that a kernel works on at a time; its working memory is about 20 times that
+NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys, as in the published models
+
+
+class Factors(NamedTuple):
+    """What each of N chunks does to a state, `[N, B, Hk, R, ..]`: R value heads to a key head, C tokens a chunk.
+
+    Attributes:
+        u: `[.., C, V]`; w, q_in, k_out: `[.., C, K]`; attn: `[.., C, C]`, as above.
+        gamma: `[.., 1, 1]`, or `[.., K, 1]` for KDA.
+    """
+
+    u: Tensor
+    w: Tensor
+    attn: Tensor
+    q_in: Tensor
+    k_out: Tensor
+    gamma: Tensor
+
+
+@lru_cache(maxsize=KEPT)
+def _chunk_rows(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+    """Put a rank's rows in chunks. Each run, of consecutive positions, begins one; what is left of its last is filled.
+
+    Returns:
+        `[N * C]` the local row in each place, any where there is none; `[1 or B, N * C]` bool, whether there is a
+        token; `[S/P]` the place of each local row; the first and the last chunk of each run.
+    """
+    lengths = [stop - start for start, stop in plan.layout.spans[plan.rank]]
+    firsts = [*accumulate((-(-length // CHUNK) for length in lengths), initial=0)]
+    runs = zip(lengths, firsts, strict=False)
+    places = torch.cat([torch.arange(length) + first * CHUNK for length, first in runs])
+    rows = torch.zeros(firsts[-1] * CHUNK, dtype=torch.int64)
+    rows[places] = torch.arange(len(places))
+    held = torch.zeros(len(plan.segments), len(rows), dtype=torch.bool)
+    held[:, places] = document_offsets(plan, torch.device("cpu")) >= 0
+    return rows.to(device), held.to(device), places.to(device), firsts[:-1], [first - 1 for first in firsts[1:]]
 
 
 class TorchKernel:
@@ -24,35 +76,47 @@ class TorchKernel:
 
     Args:
         inputs: rows `[B, S/P, H, ..]`.
+        rule: see `make_factors`.
         dout: `[B, S/P, Hv, V]`, for a backward.
     """
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
-        self.rows, self.rule, key_heads = chunk_rows(plan, inputs.q.device), rule, inputs.q.shape[2]
-        dtype = accumulation_dtype(inputs.q.dtype)
-        q, k, v, g, beta = (self.rows.split(x.to(dtype), key_heads) for x in inputs)
-        begins = self.rows.begins.unflatten(1, (-1, chunks.CHUNK)).transpose(0, 1)[:, :, None, None, :, None]
-        self.leaves = Inputs(q, k, v, g.masked_fill(begins, float("-inf")), beta)
+        self.rule, self.key_heads, device = rule, inputs.q.shape[2], inputs.q.device
+        self.dtype = accumulation_dtype(inputs.q.dtype)
+        self.rows, self.held, self.places, self.firsts, self.lasts = _chunk_rows(plan, device)
+        begins = document_offsets(plan, device)[:, :, None, None] == 0
+        leaves = [self._split(x) for x in inputs._replace(g=inputs.g.masked_fill(begins, float("-inf")))]
+        if dout is not None:
+            self.dout = self._split(dout)
         with above_autograd(), torch.set_grad_enabled(dout is not None):
-            if dout is not None:
-                self.dout = self.rows.split(dout.to(dtype), key_heads)
-                self.leaves = Inputs(*(x.requires_grad_() for x in self.leaves))
-            self.made = chunks.make_factors(self.leaves, scale, rule)
+            self.leaves = Inputs(*(x.requires_grad_(dout is not None) for x in leaves))
+            self.made = make_factors(self.leaves, scale, rule)
         self.factors = Factors(*(x.detach() for x in self.made))
 
-    def summarize(self, segment: Stretch, transition: bool) -> Tensor:
-        """A and B side by side, or B alone, `[b, H, K, columns]`."""
-        return chunks.summarize(self._of(segment), transition, self.rule).flatten(1, 2)
+    def summarize(self, segment: Stretch) -> Tensor:
+        """Of the map S -> A S + B over a segment, B `[b, H, K, V]`; unless its document begins in it, A and B side by
+        side, `[b, H, K, K + V]`. A scan's A is diagonal: a column."""
+        factors = self._of(segment)
+        added = factors.k_out.mT @ factors.u
+        key_dim, value_dim = added.shape[-2:]
+        starts = {}
+        if segment.offset and self.rule != "scan":
+            identity = torch.eye(key_dim, key_dim + value_dim, dtype=added.dtype, device=added.device)
+            starts, added = {0: identity.expand(*added.shape[1:-1], -1)}, F.pad(added, (key_dim, 0))
+        last = scan(factors, added, starts)[1]
+        if segment.offset and self.rule == "scan":
+            last = torch.cat([factors.gamma.prod(0).expand_as(last[..., :1]), last], -1)
+        return last.flatten(1, 2)
 
     def outputs(self, entering: Tensor) -> Tensor:
         """`[B, S/P, Hv, V]` of the states that enter the runs, `[runs, B, H, K, V]`."""
-        states = chunks.chunk_states(self.factors, dict(zip(self.rows.firsts, entering, strict=False)))
-        return self.rows.join(chunks.chunk_outputs(self.factors, states))
+        factors, states = self.factors, self._chunk_states(entering)
+        return self._join(factors.q_in @ states + factors.attn @ (factors.u - factors.w @ states))
 
     def gradient_inside(self, segment: Stretch) -> Tensor:
         """G, what a segment's own outputs ask of the state that enters it, `[b, H, K, V]`."""
-        dout = self.dout[self.rows.chunks_of(segment), segment.rows]
-        return chunks.chunk_gradients(self._of(segment), dout, {})[1].flatten(1, 2)
+        dout = self.dout[self._chunks(segment)]
+        return scan_back(self._of(segment), dout, {})[1].flatten(1, 2)
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """The gradients of the inputs.
@@ -60,37 +124,160 @@ class TorchKernel:
         Args:
             entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
         """
-        states = chunks.chunk_states(self.factors, dict(zip(self.rows.firsts, entering, strict=False)))
-        dstates, _ = chunks.chunk_gradients(self.factors, self.dout, dict(zip(self.rows.lasts, leaving, strict=False)))
-        dfactors = chunks.factor_gradients(self.factors, states, self.dout, dstates)
+        states = self._chunk_states(entering)
+        dstates, _ = scan_back(self.factors, self.dout, dict(zip(self.lasts, leaving, strict=False)))
+        dfactors = factor_gradients(self.factors, states, self.dout, dstates)
         with above_autograd():
-            return [self.rows.join(x) for x in torch.autograd.grad(self.made, self.leaves, dfactors)]
+            return [self._join(x) for x in torch.autograd.grad(self.made, self.leaves, dfactors)]
+
+    def _chunk_states(self, entering: Tensor) -> Tensor:
+        """The states that enter the chunks, `[N, B, Hk, R, K, V]`."""
+        starts = dict(zip(self.firsts, entering, strict=False))
+        return scan(self.factors, self.factors.k_out.mT @ self.factors.u, starts)[0]
+
+    def _split(self, x: Tensor) -> Tensor:
+        """`[B, S/P, H, D] -> [N, B, Hk, H/Hk, C, D]`, zeros where there is no token."""
+        rows = x.to(self.dtype).index_select(1, self.rows)
+        chunks = torch.where(self.held[:, :, None, None], rows, 0.0)
+        split = chunks.unflatten(2, (self.key_heads, -1)).unflatten(1, (-1, CHUNK))
+        return split.permute(1, 0, 3, 4, 2, 5).contiguous()
+
+    def _join(self, chunks: Tensor) -> Tensor:
+        """The inverse of `_split`."""
+        return chunks.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2).index_select(1, self.places)
+
+    def _chunks(self, segment: Stretch) -> tuple[slice, slice]:
+        """The chunks and batch rows of a segment."""
+        first, end = self.firsts[segment.run], segment.begin + segment.tokens
+        return slice(first + segment.begin // CHUNK, first - (-end // CHUNK)), segment.rows
 
     def _of(self, segment: Stretch) -> Factors:
-        return Factors(*(x[self.rows.chunks_of(segment), segment.rows] for x in self.factors))
+        return Factors(*(x[self._chunks(segment)] for x in self.factors))
 
 
 Kernel = TorchKernel | flash_linear.FlashKernel
+EachPart = Callable[..., list[Tensor]]
 
 
-def kernels(
-    inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None = None
-) -> tuple[list[int], Callable[[int], Kernel]]:
-    """(the value heads of each part, a function that makes a part's kernel and keeps the last one)."""
+def in_parts(inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None = None) -> EachPart:
+    """Cut the heads into parts that fit the working memory.
+
+    Returns:
+        (dim, call, states `[.., .., H, K, V]`): the tensors that `call` makes of each part's kernel and states, joined
+        along a dim.
+    """
     key_heads, copies = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
     fused = rule != "scan" and flash_linear.is_available(inputs, plan)
     cls: type[Kernel] = flash_linear.FlashKernel if fused else TorchKernel
-    size = key_heads if fused else max(1, PART * key_heads // max(1, inputs.v.numel()))
-    keys, values = ([min(size, key_heads - start) * n for start in range(0, key_heads, size)] for n in (1, copies))
-    parts = [x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)]
-    douts = [None] * len(keys) if dout is None else dout.split(values, 2)
-
-    kept: dict[int, Kernel] = {}
+    keys = key_heads if fused else max(1, PART * key_heads // max(1, inputs.v.numel()))
+    values = keys * copies
+    split = zip(*(x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)), strict=True)
+    parts = [Inputs(*part) for part in split]
+    douts = [None] * len(parts) if dout is None else dout.split(values, 2)
 
     def make(part: int) -> Kernel:
-        if part not in kept:
-            kept.clear()
-            kept[part] = cls(Inputs(*(x[part] for x in parts)), plan, scale, rule, douts[part])
-        return kept[part]
+        return cls(parts[part], plan, scale, rule, douts[part])
 
-    return values, make
+    kernel = cache(make) if len(parts) == 1 else make
+
+    def each(dim: int, call: Callable[..., list[Tensor]], *states: Tensor) -> list[Tensor]:
+        held = [x.split(values, 2) for x in states]
+        made = [call(kernel(part), *(x[part] for x in held)) for part in range(len(parts))]
+        return [torch.cat(x, dim) for x in zip(*made, strict=True)]
+
+    return each
+
+
+def make_factors(inputs: Inputs, scale: float, rule: str) -> Factors:
+    """The factors of chunks; differentiable.
+
+    Args:
+        inputs: in chunks.
+        rule: "delta"; "normalized_delta", with queries and keys divided by their norms first; "scan", with
+            v' = beta v, as in Mamba-2.
+    """
+    q, k, v, g, beta = inputs
+    if rule == "normalized_delta":
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
+    q = q * scale
+    decay_in, decay_out = g.cumsum(-2).exp(), _sum_after(g).exp()
+    scores, overlaps = _decayed_products(q, k, g) if g.shape[-1] > 1 else _products(q, k, g)
+    q_in, k_out, gamma = decay_in * q, decay_out * k, decay_in[..., -1, :].unsqueeze(-1)
+    if rule == "scan":
+        return Factors(beta * v, 0.0 * beta * k, scores, q_in, k_out, gamma)
+    system = beta * overlaps + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
+    right = beta * torch.cat([v, decay_in * k], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+    return Factors(u, w, scores, q_in, k_out, gamma)
+
+
+def _sum_after(g: Tensor) -> Tensor:
+    """The sum of the log gates of all later tokens of a chunk."""
+    return F.pad(g, (0, 0, 0, 1))[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
+
+
+def _products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """(q . k up to each token, k . k before each token), decayed by one gate a token in between, `[.., C, C]`."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril(-1)
+    between = g.expand(*g.shape[:-1], CHUNK).where(later, 0.0).cumsum(-2)
+    decay = between.exp().tril()
+    return q @ k.mT * decay, (k @ k.mT * decay).tril(-1)
+
+
+def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a gate a token and key dim.
+
+    Of the tokens of two neighbouring halves, the later ones decay from the middle on and the earlier ones up to it: a
+    matrix product. The halves themselves are halved.
+    """
+    if (tokens := g.shape[-2]) == 1:
+        return (q * k).sum(-1, keepdim=True) * torch.ones_like(g[..., :1]), torch.zeros_like(g[..., :1])
+    halves = [x.unflatten(-2, (2, tokens // 2)) for x in (q, k, g)]
+    early, late = ([x.select(-3, half) for x in halves] for half in (0, 1))
+    decay_late, keys = late[2].cumsum(-2).exp(), _sum_after(early[2]).exp() * early[1]
+    joined = []
+    for inside, x in zip(_decayed_products(*halves), late, strict=False):
+        first, last = inside.unbind(-3)
+        across = (decay_late * x) @ keys.mT
+        joined.append(torch.cat([F.pad(first, (0, tokens // 2)), torch.cat([across, last], -1)], -2))
+    return joined[0], joined[1]
+
+
+def factor_gradients(factors: Factors, states: Tensor, dout: Tensor, dstates: Tensor) -> Factors:
+    """The gradients of the factors.
+
+    Args:
+        states: that enter the chunks.
+        dstates: gradients of those that leave them.
+    """
+    values = factors.u - factors.w @ states
+    dvalues = factors.attn.mT @ dout + factors.k_out @ dstates
+    dgamma = (states * dstates).sum(-1, keepdim=True).sum_to_size(factors.gamma.shape)
+    return Factors(dvalues, -dvalues @ states.mT, dout @ values.mT, dout @ states.mT, values @ dstates.mT, dgamma)
+
+
+def scan(factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bool = False) -> tuple[Tensor, Tensor]:
+    """S <- gamma S + added - k_out^T (w S), chunk by chunk: (every chunk's S before it, the last S).
+
+    Args:
+        added: `[N, B, Hk, R, K, ..]`.
+        starts: by chunk, S that does not come from the chunk before; the first's, where it is not among them, is zeros.
+        back: from the last chunk on, with the transposed map: gradients of what leaves a chunk.
+    """
+    shape, (left, right) = added.shape, (factors.w, factors.k_out) if back else (factors.k_out, factors.w)
+    gamma, left, right, added = (x.flatten(1, 3) for x in (factors.gamma, left, right, added))
+    before, x = torch.empty_like(added), torch.zeros_like(added[0])
+    for chunk in range(len(added))[:: -1 if back else 1]:
+        before[chunk] = x = starts[chunk].reshape(x.shape) if chunk in starts else x
+        x = torch.baddbmm(torch.addcmul(added[chunk], gamma[chunk], x), left[chunk].mT, right[chunk] @ x, alpha=-1)
+    return before.view(shape), x.view(shape[1:])
+
+
+def scan_back(factors: Factors, dout: Tensor, leaving: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+    """(gradients of the states that leave the chunks, that of the state that enters the first).
+
+    Args:
+        leaving: gradients that do not come from the chunk after; the last chunk's, where not among them, is zeros.
+    """
+    return scan(factors, factors.q_in.mT @ dout - factors.w.mT @ (factors.attn.mT @ dout), leaving, back=True)

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.errors import PlanError, check_name
-from torchtitan_cp.attention.linear.chunks import Inputs
-from torchtitan_cp.attention.linear.kernel import kernels
-from torchtitan_cp.attention.linear.rows import whole_sequence
-from torchtitan_cp.attention.linear.states import Segments, StateExchange, map_columns, most_maps
+from torchtitan_cp.attention.linear.kernel import in_parts
+from torchtitan_cp.attention.linear.states import Inputs, StateExchange, map_columns, most_maps, whole_sequence
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
@@ -25,8 +23,6 @@ from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import all_to_all
 
 logger = logging.getLogger(__name__)
-
-STRATEGIES = ("auto", "state", "all_to_all")
 
 
 def gated_delta_rule(
@@ -99,7 +95,7 @@ def selective_scan(
 
 
 def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
-    check_name("strategy of linear attention", strategy, STRATEGIES)
+    check_name("strategy of linear attention", strategy, ("auto", "state", "all_to_all"))
     check_mask(plan, len(inputs.q))
     _check_shapes(inputs, plan)
     # Gates travel beside the queries as columns of their dtype.
@@ -160,14 +156,12 @@ def _log_choice(strategy: str, ranks: int, heads: tuple[int, int], states: int, 
 
 def _forward(inputs: Inputs, plan: Plan, scale: float, rule: str) -> tuple[Tensor, list[Tensor]]:
     """(out, [the states that enter the runs, the maps that were composed]) of this rank's rows."""
-    heads, kernel = kernels(inputs, plan, scale, rule)
-
-    def summarize(segments: Segments) -> list[list[Tensor]]:
-        return [[kernel(part).summarize(*segment) for segment in segments] for part in range(len(heads))]
-
-    entering, maps = StateExchange(inputs, plan, rule).enter(summarize)
-    outs = [kernel(part).outputs(states) for part, states in enumerate(entering.split(heads, 2))]
-    return torch.cat(outs, 2).to(inputs.v.dtype), [entering, maps]
+    each_part = in_parts(inputs, plan, scale, rule)
+    entering, maps = StateExchange(inputs, plan, rule).enter(
+        lambda segments: each_part(1, lambda kernel: [kernel.summarize(segment) for segment in segments])
+    )
+    (out,) = each_part(2, lambda kernel, states: [kernel.outputs(states)], entering)
+    return out.to(inputs.v.dtype), [entering, maps]
 
 
 def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, rule: str) -> list[Tensor]:
@@ -177,16 +171,13 @@ def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, rule: 
         kept: the inputs, and what `_forward` returned, unless no state enters.
     """
     inputs, (entering, maps) = Inputs(*kept[:5]), kept[5:] or [dout.new_empty(0)] * 2
-    heads, kernel = kernels(inputs, plan, scale, rule, dout)
-
-    def inside(segments: Segments) -> list[list[Tensor]]:
-        return [[kernel(part).gradient_inside(segment) for segment, _ in segments] for part in range(len(heads))]
-
-    leaving = StateExchange(inputs, plan, rule).leave(inside, maps)
+    each_part = in_parts(inputs, plan, scale, rule, dout)
+    leaving = StateExchange(inputs, plan, rule).leave(
+        lambda segments: each_part(1, lambda kernel: [kernel.gradient_inside(segment) for segment in segments]), maps
+    )
     entering = entering if entering.numel() else torch.zeros_like(leaving)
-    states = enumerate(zip(entering.split(heads, 2), leaving.split(heads, 2), strict=True))
-    gradients = zip(*(kernel(part).gradients(*ends) for part, ends in states), strict=True)
-    return [torch.cat(x, 2).to(y.dtype) for x, y in zip(gradients, inputs, strict=True)]
+    gradients = each_part(2, lambda kernel, *states: kernel.gradients(*states), entering, leaving)
+    return [x.to(y.dtype) for x, y in zip(gradients, inputs, strict=True)]
 
 
 class _HeadTrade:
@@ -239,7 +230,7 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     rule, ranks, trades, most_runs = options[1:]
     q, _, v, *_ = inputs
     (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out = v.new_empty(v.shape)
     if trades:
         shares = all_to_all.share_heads(heads, key_heads, ranks)
         held = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3

@@ -1,29 +1,113 @@
-"""States across ranks. Over its rows of a document a rank maps the state S that enters to A S + B.
+"""A document's stretches on the ranks, and the states that cross between them.
 
-Every rank computes A and B of its segments. Those of one head all go to one rank, which takes the state of every
-document from segment to segment and gives each rank the states that enter its segments. Backward, what a segment's
-own outputs ask of the state that enters, G, goes the same way in the opposite order: dS <- A^T dS + G. A document's
-first segment needs no A, and its last neither A nor B.
+Over its rows of a document a rank maps the state S that enters to A S + B. Every rank computes A and B of its segments.
+Those of one head all go to one rank, which takes the state of every document from segment to segment and gives each
+rank the states that enter its segments. Backward, what a segment's own outputs ask of the state that enters, G, goes
+the same way in the opposite order: dS <- A^T dS + G. A document's first segment needs no A, and its last neither A nor
+B.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import find_group
-from torchtitan_cp.attention.linear.chunks import Inputs
-from torchtitan_cp.attention.linear.rows import Stretch, stretches
+from torchtitan_cp.attention.layout import contiguous, documents_of
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
 
+KEPT = 64  # plans whose rows are kept on the device
+
+
+class Inputs(NamedTuple):
+    """What the rule takes: rows, or these in chunks.
+
+    Attributes:
+        q, k: `[N, B, Hk, 1, C, K]`, or `[B, s, Hk, K]`.
+        v: `[N, B, Hk, R, C, V]`, or `[B, s, Hv, V]`.
+        g: `[N, B, Hk, R, C, 1]`, or `[.., C, K]` for KDA; `[B, s, Hv, 1 or K]`; at most 0.
+        beta: `[N, B, Hk, R, C, 1]`, or `[B, s, Hv, 1]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+class Stretch(NamedTuple):
+    """The rows of a document that lie side by side on one rank.
+
+    Attributes:
+        rank, run: who holds it, and in which of its runs; a run has at most one that began elsewhere, at its start,
+            and one that goes on elsewhere, at its end.
+        row: batch row, or ALL_ROWS.
+        local: its first local row; tokens: how many it has.
+        begin: how far its first token is from the run's; offset: from the document's.
+        leaves: whether its document goes on after it.
+    """
+
+    rank: int
+    run: int
+    row: int
+    local: int
+    tokens: int
+    begin: int
+    offset: int
+    leaves: bool
+
+    @property
+    def rows(self) -> slice:
+        """The batch rows."""
+        return slice(None) if self.row == ALL_ROWS else slice(self.row, self.row + 1)
+
+
+@lru_cache(maxsize=KEPT)
+def stretches(plan: Plan) -> tuple[tuple[Stretch, ...], ...]:
+    """Those of each document, in the order of the sequence."""
+    spans, result = plan.layout.spans, []
+    for row, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
+        document, first, last = [], segments[0].start, segments[-1].stop
+        for rank, local, start, stop in segments:
+            run = bisect_right(spans[rank], (start, plan.sequence_length)) - 1
+            begin = start - spans[rank][run][0]
+            document.append(Stretch(rank, run, row, local, stop - start, begin, start - first, stop < last))
+        result.append(tuple(document))
+    return tuple(result)
+
+
+def own_stretches(plan: Plan) -> list[Stretch]:
+    """Those of this rank."""
+    return [one for document in stretches(plan) for one in document if one.rank == plan.rank]
+
+
+@lru_cache(maxsize=KEPT)
+def document_offsets(plan: Plan, device: torch.device) -> Tensor:
+    """How far each local token is from its document's first, `[1 or B, S/P]` int64; -1 for padding."""
+    offsets = torch.full((len(plan.segments), plan.local_tokens), -1)
+    for one in own_stretches(plan):
+        offsets[one.rows, one.local : one.local + one.tokens] = torch.arange(one.offset, one.offset + one.tokens)
+    return offsets.to(device)
+
+
+@lru_cache(maxsize=KEPT)
+def whole_sequence(plan: Plan) -> Plan:
+    """The plan of one rank alone for the same documents."""
+    return Plan(plan.sequence_length, plan.mask, contiguous(plan.sequence_length, 1), 0)
+
+
 Shape = tuple[int, ...]
-States = dict[Stretch, Tensor]  # `[b, H, K, columns]` each
-Segments = list[tuple[Stretch, bool]]  # with whether A is wanted
+States = dict[Stretch, Tensor]  # `[b, h, K, columns]` each
+Summarize = Callable[[list[Stretch]], list[Tensor]]
 
 
 def most_maps(ranks: int, most_runs: int, heads: int) -> int:
@@ -48,101 +132,86 @@ class StateExchange:
     def __init__(self, inputs: Inputs, plan: Plan, rule: str) -> None:
         self.plan, self.group = plan, find_group(plan.groups, plan.ranks)
         self.documents = [document for document in stretches(plan) if len(document) > 1]
+        self.inner = [segment for document in self.documents for segment in document[1:-1]]
         self.batch, _, self.heads, self.value_dim = inputs.v.shape
+        self.rows = self.batch if len(plan.segments) == 1 else 1  # of a segment
         self.key_dim = inputs.q.shape[-1]
         self.map_dim = map_columns(self.key_dim, rule)
         self.empty = inputs.q.new_empty(0, dtype=accumulation_dtype(inputs.q.dtype))
-        self.bounds = [rank * self.heads // self.group.ranks for rank in range(self.group.ranks + 1)]
+        bounds = [rank * self.heads // plan.ranks for rank in range(plan.ranks + 1)]
+        self.shares = [stop - first for first, stop in pairwise(bounds)]  # of the heads, what each rank composes
 
-    def enter(self, summarize: Callable[[Segments], list[list[Tensor]]]) -> tuple[Tensor, Tensor]:
+    def enter(self, summarize: Summarize) -> tuple[Tensor, Tensor]:
         """(the states that enter this rank's runs, the maps A of the heads that this rank composed).
 
         Args:
-            summarize: gives A and B of segments side by side, or B alone; per part of the heads, per segment.
+            summarize: gives A and B of segments side by side, or B alone of one in which its document begins.
 
         Returns:
             `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Their sizes do not
             depend on the documents.
         """
-        columns: dict[Stretch, int] = {}
-        for document in self.documents:
-            columns[document[0]] = self.value_dim
-            columns |= dict.fromkeys(document[1:-1], self.map_dim + self.value_dim)
-        maps = [self.empty]
+        added, maps = self._to_composers([document[:-1] for document in self.documents], summarize, self.map_dim), {}
+        for segment in self.inner:
+            maps[segment], added[segment] = added[segment].split([self.map_dim, self.value_dim], -1)
+        kept = torch.cat([self.empty, *(x.flatten() for x in maps.values())])
+        most = self.batch * most_maps(self.plan.ranks, self.plan.most_runs, self.heads) * self.key_dim * self.map_dim
+        return self._to_runs(self._compose(self.documents, maps, added)), F.pad(kept, (0, most - len(kept)))
 
-        def compose(received: States) -> States:
-            entering = {}
-            for first, *inner, last in self.documents:
-                state = received[first]
-                for segment in inner:
-                    entering[segment] = state
-                    transition, added = received[segment].split([self.map_dim, self.value_dim], -1)
-                    maps.append(transition.flatten())
-                    state = self._apply(transition, state) + added
-                entering[last] = state
-            return entering
-
-        entering = self._by_heads(columns, summarize, compose)
-        kept, most = torch.cat(maps), self.batch * most_maps(self.group.ranks, self.plan.most_runs, self.heads)
-        return entering, F.pad(kept, (0, most * self.key_dim * self.map_dim - len(kept)))
-
-    def leave(self, gradients_inside: Callable[[Segments], list[list[Tensor]]], maps: Tensor) -> Tensor:
+    def leave(self, gradients_inside: Summarize, maps: Tensor) -> Tensor:
         """The gradients of the states that leave this rank's runs, `[runs, B, H, K, V]`, zeros where a document ends.
 
         Args:
-            gradients_inside: gives G of segments; per part of the heads, per segment.
+            gradients_inside: gives G of segments.
             maps: of `enter`.
         """
-        columns = {segment: self.value_dim for document in self.documents for segment in document[1:]}
+        backward = [document[::-1] for document in self.documents]
+        added = self._to_composers([document[:-1] for document in backward], gradients_inside)
+        transposed = [x.mT for x in _unpack(maps, [self._shape(self.plan.rank, self.map_dim)] * len(self.inner))]
+        return self._to_runs(self._compose(backward, dict(zip(self.inner, transposed, strict=True)), added))
 
-        def compose(received: States) -> States:
-            leaving, all_inner = {}, [segment for document in self.documents for segment in document[1:-1]]
-            shapes = [self._shape(segment, self.map_dim, self.plan.rank) for segment in all_inner]
-            transitions = dict(zip(all_inner, _unpack(maps, shapes), strict=True))
-            for first, *inner, last in self.documents:
-                gradient = received[last]
-                for segment in reversed(inner):
-                    leaving[segment] = gradient
-                    gradient = self._apply(transitions[segment].mT, gradient) + received[segment]
-                leaving[first] = gradient
-            return leaving
-
-        return self._by_heads(columns, gradients_inside, compose)
+    def _compose(self, documents: Sequence[Sequence[Stretch]], maps: States, added: States) -> States:
+        """What reaches the segments of each document from those before them in this order."""
+        reaching = {}
+        for first, *inner, last in documents:
+            state = added[first]
+            for segment in inner:
+                reaching[segment] = state
+                state = self._apply(maps[segment], state) + added[segment]
+            reaching[last] = state
+        return reaching
 
     def _apply(self, transition: Tensor, state: Tensor) -> Tensor:
         return transition @ state if self.map_dim == self.key_dim else transition.view_as(state[..., :1]) * state
 
-    def _by_heads(
-        self,
-        columns: dict[Stretch, int],
-        make: Callable[[Segments], list[list[Tensor]]],
-        compose: Callable[[States], States],
-    ) -> Tensor:
-        """Make this rank's states, compose those of this rank's heads, and return what that gives for its runs.
+    def _to_composers(self, senders: Sequence[Sequence[Stretch]], make: Summarize, map_dim: int = 0) -> States:
+        """Make this rank's states, and get from all ranks those of the heads that this rank composes.
 
         Args:
-            columns: of the states of every rank.
+            senders: the segments that give a state, of each document.
+            map_dim: columns that those of them have on top whose document neither begins nor ends in them.
         """
-        ranks, me = range(self.group.ranks), self.plan.rank
-        own = [(segment, columns[segment] > self.value_dim) for segment in columns if segment.rank == me]
-        made = [torch.cat(x, 1) for x in zip(*make(own), strict=True)]
-        parts = [[x[:, first:stop] for x in made] for first, stop in pairwise(self.bounds)]
-        by_rank = [[segment for segment in columns if segment.rank == rank] for rank in ranks]
-        shapes = [[self._shape(segment, columns[segment], me) for segment in segments] for segments in by_rank]
-        received = zip(by_rank, self._trade(parts, shapes), strict=True)
-        composed = compose({key: x for keys, tensors in received for key, x in zip(keys, tensors, strict=True)})
-        by_rank = [[segment for segment in composed if segment.rank == rank] for rank in ranks]
-        parts = [[composed[segment] for segment in segments] for segments in by_rank]
-        shapes = [[self._shape(segment, self.value_dim, owner) for segment in by_rank[me]] for owner in ranks]
+        ranks, me = range(self.plan.ranks), self.plan.rank
+        by_rank = [[s for document in senders for s in document if s.rank == rank] for rank in ranks]
+        made = [x.split(self.shares, 1) for x in (make(by_rank[me]) if by_rank[me] else [])]
+        columns = [[self.value_dim + map_dim * (s.offset > 0 and s.leaves) for s in held] for held in by_rank]
+        shapes = [[self._shape(me, number) for number in of_rank] for of_rank in columns]
+        received = self._trade([[x[rank] for x in made] for rank in ranks], shapes)
+        return dict(zip(chain(*by_rank), chain(*received), strict=True))
+
+    def _to_runs(self, states: States) -> Tensor:
+        """Give each rank the states of its segments, and put those of this rank, of all heads, at their runs."""
+        parts = [[x for s, x in states.items() if s.rank == rank] for rank in range(self.plan.ranks)]
+        own = [s for s in states if s.rank == self.plan.rank]
+        shapes = [[self._shape(owner, self.value_dim)] * len(own) for owner in range(self.plan.ranks)]
         runs = self.empty.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
-        for segment, *pieces in zip(by_rank[me], *self._trade(parts, shapes), strict=True):
+        for segment, *pieces in zip(own, *self._trade(parts, shapes), strict=True):
             runs[segment.run, segment.rows] = torch.cat(pieces, 1)
         return runs
 
-    def _shape(self, segment: Stretch, columns: int, owner: int) -> Shape:
+    def _shape(self, owner: int, columns: int) -> Shape:
         """Of a segment's state, the heads that `owner` composes."""
-        batch = self.batch if segment.row == ALL_ROWS else 1
-        return batch, self.bounds[owner + 1] - self.bounds[owner], self.key_dim, columns
+        return self.rows, self.shares[owner], self.key_dim, columns
 
     def _trade(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
         """Give the tensors of part i to rank i, and get those of `shapes[i]` from it."""
@@ -154,4 +223,4 @@ class StateExchange:
 def _unpack(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """The tensors that begin a flat one."""
     sizes = [math.prod(shape) for shape in shapes]
-    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)] if sizes else []
+    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
