@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_cp.runtime.gloo import use_one_thread
 
@@ -54,6 +55,10 @@ class Device:
             return torch.cuda.mem_get_info(self.device)[0]
         free = _from_proc("/proc/meminfo", "MemAvailable")
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free is None else free
+
+    def move(self, x: Tensor) -> Tensor:
+        """Copy a host tensor to the device, without waiting for it."""
+        return x.to(self.device, non_blocking=True)
 
 
 def _from_proc(path: str, name: str) -> int | None:
