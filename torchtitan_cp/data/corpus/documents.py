@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchtitan_cp.config.sections import Data, SourceKeys
-from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate, read_conversation, without_none
-from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
+from torchtitan_cp.data.corpus.chat import ChatTemplate, read_conversation
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords
 from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location
 from torchtitan_cp.data.errors import DataError
 
@@ -81,9 +81,14 @@ class Corpus:
 
         def read(indices: list[int]) -> Iterator[Document]:
             for index in indices:
-                for document in kind.read(self.files[index], self.source, skipped):
-                    if self.template and not self._write(document, self.template, self.files[index], skipped):
-                        continue
+                file = self.files[index]
+                for document in kind.read(file, self.source, skipped):
+                    if self.template:
+                        with skipped.skipping(document.key.replace(file.name, str(file.path), 1)):
+                            row = document.content
+                            document.content, document.learned = read_conversation(row, self.source, self.template)
+                        if not document.learned:
+                            continue
                     document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
                     document.read_bytes += starts[index]
                     yield document
@@ -106,20 +111,6 @@ class Corpus:
                 fix=f"check path, source and {field} of {self.source.where}: files are UTF-8 text, or rows with "
                 "that field",
             )
-
-    def _write(self, document: Document, template: ChatTemplate, file: SourceFile, skipped: SkippedRecords) -> bool:
-        """Write a conversation as text. False if its row is a bad one, which is counted."""
-        where = document.key.replace(file.name, str(file.path), 1)
-        row = document.row if self.source.source == "jsonl" else without_none(document.row)
-        try:
-            document.content, document.learned = read_conversation(row, self.source, template)
-        except BadConversationError as error:
-            kind, *details = error.args
-            skipped.add(kind, where + "".join(f" ({detail})" for detail in details))
-        except DataError as error:
-            raise DataError(f"{where}: {error.message}", fix=error.fix) from None
-        document.row = None
-        return document.learned is not None
 
     @contextmanager
     def show_progress(self, title: str) -> Iterator[Callable[[int], None]]:
@@ -157,7 +148,6 @@ def _join(documents: Iterator[Document]) -> Iterator[Document]:
     waiting: dict[bool, list[Document]] = {False: [], True: []}
     sizes = {False: 0, True: 0}
     for document in documents:
-        assert isinstance(document.content, str), "only files are joined"
         document.content += "" if document.content.endswith("\n") else "\n"
         split, size_bytes = document.held_out, len(document.content.encode())
         if waiting[split] and sizes[split] + size_bytes > JOINED_BYTES:
@@ -169,7 +159,7 @@ def _join(documents: Iterator[Document]) -> Iterator[Document]:
 
 
 def _joined(texts: list[Document]) -> Document:
-    content = "".join(str(text.content) for text in texts)
+    content = "".join(text.content for text in texts)
     return replace(texts[0], content=content, read_bytes=texts[-1].read_bytes)
 
 

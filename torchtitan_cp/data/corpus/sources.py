@@ -155,8 +155,8 @@ def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecor
     """A conversation for each documented function and class; all of a file are held out, or none."""
     for text in _read_text(file, source, skipped):
         if text.read_bytes <= DOCSTRING_FILE_BYTES:
-            for messages in docstring_conversations(str(text.content)):
-                yield replace(text, content="", row={"messages": messages})
+            for messages in docstring_conversations(text.content):
+                yield replace(text, content={"messages": messages})
 
 
 TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
