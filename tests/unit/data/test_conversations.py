@@ -24,7 +24,7 @@ from torchtitan_cp.config.sections import Data, DataSource, Stage, StageData
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.curriculum.stages import resolve_stage_data
 from torchtitan_cp.data.corpus.cache import prepare
-from torchtitan_cp.data.corpus.docstrings import docstring_conversations
+from torchtitan_cp.data.corpus.sources import docstring_conversations
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 from torchtitan_cp.data.corpus.tokenization import fit_conversation
 from torchtitan_cp.data.errors import DataError

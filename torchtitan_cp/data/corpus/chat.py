@@ -1,6 +1,5 @@
 """Conversations as text: a chat template writes them, and says which characters are learned."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.records import BadRecordError
+from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import END_NAMES, load_tokenizer
 from torchtitan_cp.data.errors import DataError
@@ -130,14 +129,6 @@ def _read_tools(tools: Any) -> list[Any] | None:
     if not isinstance(tools or [], list):
         raise BadRecordError("tools that are not a list", f"{tools!r:.80}")
     return tools
-
-
-def parse_json(text: str, problem: str) -> Any:
-    """The value of a JSON text. Raises BadRecordError of kind `problem` if it has none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRecordError(problem, str(error)) from error
 
 
 def without_none(value: Any) -> Any:

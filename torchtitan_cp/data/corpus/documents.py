@@ -93,10 +93,8 @@ class Corpus:
                     document.read_bytes += starts[index]
                     yield document
 
-        def unit(index: int) -> object:
-            return self.files[index].folder if joins else index
-
-        for _, group in groupby(range(first_file, len(self.files)), unit):
+        folders = (lambda index: self.files[index].folder) if joins else None
+        for _, group in groupby(range(first_file, len(self.files)), folders):
             indices, skipped_before = list(group), dict(skipped.counts)
             documents = _join(read(indices)) if joins else read(indices)
             for number, document in enumerate(documents, start=1):

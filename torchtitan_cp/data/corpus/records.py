@@ -1,5 +1,6 @@
 """What sources yield: files, the documents in them, and a count of the records that cannot be read."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -63,6 +64,14 @@ class Document:
 
 class BadRecordError(Exception):
     """A record cannot be read, or not be learned from. Args: its kind, for the counts, and details of this one."""
+
+
+def parse_json(text: str, problem: str) -> Any:
+    """The value of a JSON text. Raises BadRecordError of kind `problem` if it has none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(problem, str(error)) from error
 
 
 class SkippedRecords:

@@ -15,8 +15,7 @@ import zstandard
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.chat import parse_json
-from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile
+from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile, parse_json
 from torchtitan_cp.data.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -140,11 +139,13 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
             if missing := [name for name in needed if name not in columns]:
                 skipped.add(f"Parquet file without the column {missing[0]!r}", str(file.path))
                 return
-            for number, row in enumerate(_rows(parquet, columns), start=1):
+            batches = parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
+            rows = ((batch, index) for batch in batches for index in range(batch.num_rows))
+            for number, (batch, index) in enumerate(rows, start=1):
                 position = file.size_bytes * number // parquet.metadata.num_rows
                 with skipped.skipping(f"{file.path}:{number}"):
-                    values = {name: _plain(value, source.conversations) for name, value in row.items()}
-                    yield from read_row(values, number, file, position, source)
+                    row = {name: _plain(batch.column(name)[index], source.conversations) for name in columns}
+                    yield from read_row(row, number, file, position, source)
     except (arrow.ArrowException, OSError) as error:
         kind = "rest of a damaged Parquet file" if number else "no Parquet file"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -160,13 +161,6 @@ def import_pyarrow(source: SourceKeys) -> Any:
     needed_by = f"{source.where}.source = 'parquet'"
     import_extra("pyarrow.parquet", extra="parquet", needed_by=needed_by)
     return import_extra("pyarrow", extra="parquet", needed_by=needed_by)
-
-
-def _rows(parquet: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Each row's arrow scalars by column."""
-    for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-        for index in range(batch.num_rows):
-            yield {name: batch.column(name)[index] for name in columns}
 
 
 def _plain(value: Any, nested: bool) -> Any:

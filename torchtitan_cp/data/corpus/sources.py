@@ -1,9 +1,11 @@
 """Where text comes from: for each value of `source`, how its files are found and read."""
 
+import ast
 import glob
 import os
 import stat
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +13,6 @@ from pathlib import Path
 
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus import rows
-from torchtitan_cp.data.corpus.docstrings import docstring_conversations
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
 from torchtitan_cp.data.errors import DataError
 
@@ -157,6 +158,37 @@ def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecor
         if text.read_bytes <= DOCSTRING_FILE_BYTES:
             for messages in docstring_conversations(text.content):
                 yield replace(text, content={"messages": messages})
+
+
+def docstring_conversations(text: str) -> Iterator[list[dict[str, str]]]:
+    """What each function and class of a file does: asked with the file, answered by its docstring's first line.
+
+    The file is given without the docstring that answers. Text that is no Python yields nothing.
+
+    Yields:
+        the messages.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in the text
+            definitions = list(_definitions(ast.parse(text), ""))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    lines = text.split("\n")
+    for node, name in definitions:
+        answer, docstring = (ast.get_docstring(node) or "").partition("\n")[0].strip(), node.body[0]
+        if answer:
+            rest = "\n".join(lines[: docstring.lineno - 1] + lines[docstring.end_lineno :])
+            question = f"{rest}\n\nWhat does {name} do?"
+            yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, str]]:
+    """Functions and classes in the order of the file, each with its dotted name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield child, prefix + child.name
+            yield from _definitions(child, f"{prefix}{child.name}.")
 
 
 TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
