@@ -75,12 +75,13 @@ class Mixture:
     @cached_property
     def ends(self) -> dict[str, int]:
         """After how many samples of the stage each limited source has given its last."""
-        ends = {}
-        for name, limit, share in zip(self.names, self._limits.tolist(), self._shares, strict=True):
-            if limit < UNLIMITED:
-                last = int(self._counts_at((limit + 1) / share).sum())
-                ends[name] = bisect_left(range(last), limit, key=lambda number, name=name: self.counts(number)[name])
-        return ends
+        limited = [index for index, limit in enumerate(self._limits) if limit < UNLIMITED]
+        return {self.names[index]: self._end(index) for index in limited}
+
+    def _end(self, index: int) -> int:
+        name, limit = self.names[index], int(self._limits[index])
+        last = self._counts_at((limit + 1) / self._shares[index])
+        return bisect_left(range(int(last.sum())), limit, key=lambda number: self.counts(number)[name])
 
     def _make_chunk(self, index: int) -> _Chunk:
         start = index * CHUNK_SAMPLES
