@@ -19,7 +19,8 @@ NAMES = {name: theirs for name, theirs in llama.NAMES.items() if ".feed_forward.
     "layers.*.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
 }
 
-# What the format has no keys for.
+# Keys of the format that here have one value, and what it has no keys for.
+PLAIN = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
 FIXED = {
     "score_function": "softmax",
     "routed_scaling_factor": 1.0,
@@ -37,7 +38,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if config.get("model_type") != "qwen3_moe":
         raise ValueError(f"model_type is {config.get('model_type')!r}, and this architecture is qwen3_moe")
-    for key, wanted in (("mlp_only_layers", []), ("decoder_sparse_step", 1), ("use_sliding_window", False)):
+    for key, wanted in PLAIN.items():
         if (config.get(key) or wanted) != wanted:
             raise ValueError(f"{key} is {config[key]!r}, and here it is {wanted!r}")
     dense = {**config, "model_type": "qwen3", "intermediate_size": config["moe_intermediate_size"]}
@@ -63,6 +64,7 @@ def config(args: MoeArgs) -> dict[str, Any]:
         raise ValueError(f"Qwen3-MoE has no {others[0]} other than {FIXED[others[0]]!r}")
     return {
         **llama.config(args),
+        **PLAIN,
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "moe_intermediate_size": args.ffn_dim,
@@ -70,8 +72,6 @@ def config(args: MoeArgs) -> dict[str, Any]:
         "num_experts_per_tok": args.experts_per_token,
         "norm_topk_prob": args.normalize_shares,
         "router_aux_loss_coef": args.balance,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
 
 

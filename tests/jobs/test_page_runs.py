@@ -22,7 +22,7 @@ from tests.support.hub_models import SIZES
 from tests.support.jobs import PATIENCE_SECONDS, lines_of
 from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
 from tests.support.runs import write_run
-from torchtitan_cp.data.corpus.vocabulary import train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer import train_sentencepiece
 
 pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 

@@ -21,7 +21,6 @@ from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.cache import tokenizer_of
-from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
@@ -31,11 +30,8 @@ from torchtitan_cp.training.registry import architecture, args_from
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
 
 
-class KVCache:
-    """Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees."""
-
-    k: Tensor | None = None
-    v: Tensor | None = None
+# Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees. Empty at first.
+KVCache = list[Tensor]
 
 
 def attend_cached(
@@ -48,16 +44,16 @@ def attend_cached(
         sinks, options: as of `attend`.
     """
     cache = next(caches)
-    if cache.k is None or cache.v is None:
+    if not cache:
         mask = AttentionMask(window=(window - 1, -1)) if window else None
         out = attend(q, k, v, make_plan(q.shape[1], mask=mask), sinks=sinks, **options)
     else:
         assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
-        k, v = (torch.cat(pair, 1)[:, -window:] for pair in ((cache.k, k), (cache.v, v)))  # -0 keeps all
+        k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all
         scores = Scores(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
         out, lse = reference.forward(q, k, v, Band(None, None), scores)
         out = out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
-    cache.k, cache.v = k[:, -window:], v[:, -window:]
+    cache[:] = k[:, -window:], v[:, -window:]
     return out
 
 
@@ -154,22 +150,13 @@ def print_stream(texts: Iterable[str]) -> str:
     return line
 
 
-def chat(
-    lines: Iterable[str],
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    answer: Callable[[list[int]], Iterator[str]],
-    system: str = "",
-) -> None:
+def chat(lines: Iterable[str], answer: Callable[[list[dict[str, str]]], str], system: str = "") -> None:
     """Print an answer to each line. All turns before it are written anew, as some templates shorten older ones.
 
     Args:
         lines: of a user. `/quit` ends the conversation, and `/file PATH` puts the file's text before the next line.
-        answer: gives the text that follows a prompt's tokens, piece by piece.
+        answer: prints what follows the messages, and gives it.
         system: the first message, if there is one.
-
-    Raises:
-        ConfigError: the template does not take the messages.
     """
     messages, before = [{"role": "system", "content": system}] if system else [], ""
     for line in map(str.strip, lines):
@@ -182,8 +169,7 @@ def chat(
                 print(f"not read: {error}", file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": before + line})
-            prompt = encode_turns(template, tokenizer, messages)
-            messages.append({"role": "assistant", "content": print_stream(answer(prompt))})
+            messages.append({"role": "assistant", "content": answer(messages)})
             before = ""
 
 
@@ -225,19 +211,19 @@ def _generate(options: argparse.Namespace) -> int:
     model = load_model(saved, find_device().device)
     generator = torch.Generator().manual_seed(options.seed)
 
-    def continue_text(prompt: list[int]) -> Iterator[str]:
+    def continue_text(prompt: list[int], text: str = "") -> str:
         if len(prompt) + options.max_tokens > saved.stage.seq_len:
             message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on"
             print(message, file=sys.stderr)
         tokens = generate(model, prompt, options.max_tokens, options.temperature, generator, ends)
-        return stream_text(tokens, tokenizer, prompt)
+        return print_stream(chain([text], stream_text(tokens, tokenizer, prompt)))
 
     if template:
-        chat(user_lines(), template, tokenizer, continue_text, options.system)
-        return 0
-    # An empty prompt begins a document, as in training: after the end of another.
-    prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
-    print_stream(chain([options.prompt], continue_text(prompt)))
+        chat(user_lines(), lambda turns: continue_text(encode_turns(template, tokenizer, turns)), options.system)
+    else:
+        # An empty prompt begins a document, as in training: after the end of another.
+        prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
+        continue_text(prompt, options.prompt)
     return 0
 
 

@@ -33,11 +33,9 @@ class IdleExperts:
     def find(self) -> str:
         """A warning that names the experts that have become idle since the last call; empty if none has."""
         idle, unread, self._unread = torch.as_tensor(self._idle_steps), self._unread, 0
-        if not self.steps:
-            return ""
         # One that was idle for longer is named already.
         found = ((idle >= self.steps) & (idle < self.steps + unread)).nonzero().tolist()
-        if not found:
+        if not found or not self.steps:
             return ""
         named = ", ".join(f"expert {expert} of layer {layer}" for layer, expert in found[:MAX_NAMED])
         more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""

@@ -10,11 +10,8 @@ FIRST_BIN_TOKENS = 16
 
 def bin_starts(seq_len: int) -> list[int]:
     """First position of each bin of a sequence of S tokens: 0, 16, 32, 64, … below S."""
-    starts, edge = [0], FIRST_BIN_TOKENS
-    while edge < seq_len:
-        starts.append(edge)
-        edge *= 2
-    return starts
+    edges = (FIRST_BIN_TOKENS << power for power in range(seq_len.bit_length()))
+    return [0, *(edge for edge in edges if edge < seq_len)]
 
 
 def sum_by_bin(losses: Tensor, counted: Tensor, positions: Tensor, seq_len: int) -> Tensor:

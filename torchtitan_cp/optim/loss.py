@@ -1,6 +1,8 @@
 """Output layer and cross-entropy together, a chunk of the sequence at a time: full logits never exist."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,16 +85,41 @@ class ChunkedCrossEntropy(nn.Module):
         weights = (labels != IGNORED).float()
         if token_weights is not None:
             weights *= token_weights
+        given = labels.flatten(), weights.flatten(), vocabulary
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _LinearCrossEntropy.apply(hidden, weight, labels, vocabulary, weights, self)
-        chunk = self.chunk_tokens
-        chunks = zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True)
-        results = [
-            _chunk_loss(self.finish(_logits(rows, weight)), targets, vocabulary, None) for rows, targets in chunks
-        ]
-        losses, squares = map(torch.cat, list(zip(*results, strict=True))[:2])
-        total = ((losses + self.z_loss * squares) * weights.flatten()).sum()
+            total, losses = _LinearCrossEntropy.apply(hidden, weight, partial(self._losses, *given))
+        else:
+            total, losses, *_ = self._losses(*given, hidden, weight, gradients=False)
         return total, losses.view(labels.shape)
+
+    def _losses(
+        self, labels: Tensor, weights: Tensor, vocabulary: Any, hidden: Tensor, weight: Tensor, gradients: bool = True
+    ) -> tuple[Tensor, Tensor, Any, Any]:
+        """As forward, with labels and weights `[B S/cp]`; and the gradients of hidden states and output matrix."""
+        rows = hidden.flatten(0, 1)
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        z_sum = losses.new_zeros(())
+        d_rows: Any = torch.empty_like(rows) if gradients else None
+        d_weight: Any = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
+        for start in range(0, len(labels), self.chunk_tokens):
+            chunk = slice(start, start + self.chunk_tokens)
+            logits = self.finish(_logits(rows[chunk], weight))
+            largest_logit = self.largest_logit if gradients else None
+            losses[chunk], squares, *others = _chunk_loss(logits, labels[chunk], vocabulary, largest_logit)
+            z_sum += (squares * weights[chunk]).sum()
+            if not gradients:
+                continue
+            log_sums, row, is_here = others
+            slope = (1 + 2 * self.z_loss * log_sums) * weights[chunk]
+            capped = logits.clone() if self.softcap else logits
+            d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
+            if len(weight):
+                # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
+                d_logits.scatter_(-1, row, d_logits.gather(-1, row) - (is_here * weights[chunk]).unsqueeze(-1))
+            d_logits = self.finish_backward(d_logits, capped).to(rows.dtype)
+            d_rows[chunk] = d_logits @ weight
+            d_weight += d_logits.t() @ rows[chunk]
+        return (losses * weights).sum() + self.z_loss * z_sum, losses, d_rows, d_weight
 
     def finish(self, products: Tensor) -> Tensor:
         """Logits from the products of hidden states and output matrix, scaled and capped."""
@@ -168,41 +195,15 @@ def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Keeps the gradients that the forward pass has computed."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        vocabulary: Any,
-        token_weights: Tensor,
-        settings: ChunkedCrossEntropy,
-    ) -> tuple[Tensor, Tensor]:
-        rows, targets, weights = hidden.flatten(0, 1), labels.flatten(), token_weights.flatten()
-        losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        z_sum = losses.new_zeros(())
-        d_rows = torch.empty_like(rows)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, len(targets), settings.chunk_tokens):
-            chunk = slice(start, start + settings.chunk_tokens)
-            logits = settings.finish(_logits(rows[chunk], weight))
-            result = _chunk_loss(logits, targets[chunk], vocabulary, settings.largest_logit)
-            losses[chunk], squares, log_sums, row, is_here = result
-            z_sum += (squares * weights[chunk]).sum()
-            slope = (1 + 2 * settings.z_loss * log_sums) * weights[chunk]
-            capped = logits.clone() if settings.softcap else logits
-            d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
-            if len(weight):
-                # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
-                d_logits.scatter_(-1, row, d_logits.gather(-1, row) - (is_here * weights[chunk]).unsqueeze(-1))
-            d_logits = settings.finish_backward(d_logits, capped).to(rows.dtype)
-            d_rows[chunk] = d_logits @ weight
-            d_weight += d_logits.t() @ rows[chunk]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, losses: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        total, per_token, d_rows, d_weight = losses(hidden, weight)
         ctx.save_for_backward(d_rows.view(hidden.shape), d_weight)
         ctx.weight_dtype = weight.dtype
-        per_token = losses.view(labels.shape)
         ctx.mark_non_differentiable(per_token)
-        return (losses * weights).sum() + settings.z_loss * z_sum, per_token
+        return total, per_token
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -210,4 +211,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
-        return scaled, (d_weight * scale).to(ctx.weight_dtype), None, None, None, None
+        return scaled, (d_weight * scale).to(ctx.weight_dtype), None

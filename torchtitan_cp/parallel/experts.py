@@ -4,7 +4,7 @@ Source: GShard (Lepikhin et al., 2020); without dropping tokens, MegaBlocks (Gal
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -145,41 +145,58 @@ class ExpertDispatch:
         Args:
             counts: `[chunks, X]` of the choices.
         """
-        kept, chosen_rows = counts, chosen.numel()
-        if self.capacity:
-            kept = counts.clamp(max=math.ceil(self.capacity * chosen_rows / counts.numel()))
+        choices = chosen.numel()
+        most = math.ceil(self.capacity * choices / counts.numel()) if self.capacity else choices
         # For each chunk and rank, the rows for each of its experts.
-        sent = kept.view(len(kept), self.ranks, -1)
+        sent = counts.clamp(max=most).view(len(counts), self.ranks, -1)
         by_rank = sent.transpose(0, 1).contiguous()
         received = by_rank.clone()
         if self.group:
             dist.all_to_all_single(received, by_rank, group=self.group)
         received = received.transpose(0, 1)
-        rows_sent, rows_received = torch.stack([sent, received]).sum(-1).tolist()  # the host waits
-        parts = [x.tensor_split(len(kept)) for x in (hidden, chosen, shares)]
-        trips, orders = [_Trip(*rows, self.group) for rows in zip(rows_sent, rows_received, strict=True)], []
-        arriving, returning, out = [], [], []
-        for trip, tokens, choices, own, most in zip(trips, parts[0], parts[1], counts, kept, strict=True):
-            numbers = own.to(hidden.device), most.to(hidden.device), sum(trip.sent)
-            orders.append(self._order(choices.flatten(), *numbers))
-            arriving.append(_Start.apply(tokens[orders[-1] // chosen.shape[1]], trip))
-        for trip, rows, of_experts in zip(trips, arriving, received, strict=True):
-            rows = self._compute_rows(_Finish.apply(rows, trip), of_experts)
-            returning.append((back := _Trip(trip.received, trip.sent, self.group), _Start.apply(rows, back)))
-        for (trip, rows), order, weights in zip(returning, orders, parts[2], strict=True):
-            rows = _Finish.apply(rows, trip)
-            spread = rows.new_zeros(weights.numel(), rows.shape[1]).index_put((order,), rows)
-            out.append(torch.einsum("tke,tk->te", spread.view(*weights.shape, rows.shape[1]), weights.to(rows.dtype)))
-        return torch.cat(out), chosen_rows - sum(map(sum, rows_sent))
+        rows = torch.stack([sent, received]).sum(-1).tolist()  # the host waits
+        parts = [x.tensor_split(len(counts)) for x in (hidden, chosen, shares)]
+        chunks = [self._chunk(most, *chunk) for chunk in zip(*parts, received, *rows, strict=True)]
+        _, _, out = ([next(chunk) for chunk in chunks] for _ in range(3))
+        return torch.cat(out), choices - sum(map(sum, rows[0]))
 
-    def _order(self, chosen: Tensor, counts: Tensor, kept: Tensor, rows: int) -> Tensor:
-        """Indices of choices by expert, the first `kept` of each; counts and kept `[X]`, rows their sum."""
-        order = chosen.argsort(stable=True)
+    def _chunk(
+        self, most: int, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor, *rows_by_rank: list[int]
+    ) -> Iterator[Tensor]:
+        """Rows that are on their way to experts, then those on their way back, then the result.
+
+        So other chunks are computed while one travels.
+
+        Args:
+            most: choices of an expert that are sent.
+            counts: `[ranks, X / ep]` rows from each rank for each expert here.
+            rows_by_rank: those sent to each rank, and those received from each.
+        """
+        sent, received = rows_by_rank
+        order = self._order(chosen.flatten(), most)[: sum(sent)]
+        rows = self._send(hidden[order // chosen.shape[1]], sent, received)
+        yield rows
+        rows = self._send(self._compute_rows(_wait(rows), counts), received, sent)
+        yield rows
+        spread = rows.new_zeros(chosen.numel(), rows.shape[1]).index_put((order,), _wait(rows))
+        yield torch.einsum("tke,tk->te", spread.view(*chosen.shape, rows.shape[1]), shares.to(rows.dtype))
+
+    def _order(self, chosen: Tensor, most: int) -> Tensor:
+        """Indices of choices by expert, the first `most` of each before all others."""
+        experts, order = chosen.sort(stable=True)
         if not self.capacity:
             return order
-        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[chosen[order]]
-        # The host knows how many are kept: a mask as an index would make it wait for the device.
-        return order[(place >= kept[chosen[order]]).argsort(stable=True)[:rows]]
+        place = torch.arange(len(order), device=order.device) - torch.searchsorted(experts, experts)
+        # A mask as an index would make the host wait for the device.
+        return order[(place >= most).argsort(stable=True)]
+
+    def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows of other ranks, once `_wait` has been called; backward waits for gradients where it needs them."""
+        if not self.group:
+            return rows
+        if rows.requires_grad:
+            rows.register_hook(_wait)
+        return _AllToAll.apply(rows, sent, received, self.group.group_name)
 
     def _compute_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
         """This rank's experts on rows `[R, E]`, which are ordered by sender and expert; counts `[ranks, X / ep]`."""
@@ -197,64 +214,24 @@ class ExpertDispatch:
         return out[:0] if empty else out
 
 
-class _Trip:
-    """Rows on their way to other ranks.
-
-    Args:
-        sent, received: rows to and from each rank.
-        group: None: they stay.
-
-    Attributes:
-        arriving: their buffer while they travel, and what to wait for.
-    """
-
-    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup | None) -> None:
-        self.sent, self.received, self.group = sent, received, group
-        self.arriving: Any = None
-
-    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send rows, and give the buffer that others fill until `finish`."""
-        buffer, work = rows, None
-        if self.group:
-            buffer = rows.new_empty(sum(received), rows.shape[1])
-            work = dist.all_to_all_single(buffer, rows.contiguous(), received, sent, group=self.group, async_op=True)
-        self.arriving = buffer, work
-        return buffer
-
-    def finish(self) -> Tensor:
-        """Wait for the buffer, and give it; on CUDA the stream waits."""
-        (buffer, work), self.arriving = self.arriving, None
-        if work:
-            work.wait()
-        return buffer
-
-
-class _Start(torch.autograd.Function):
-    """Sends rows; in backward, waits for the gradients that `_Finish` sent back."""
+class _AllToAll(torch.autograd.Function):
+    """Starts to send rows; in backward, their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.start(rows.view_as(rows), trip.sent, trip.received)
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+        ctx.way_back = sent, received, group
+        return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.finish(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        arriving = torch.ops._c10d_functional.all_to_all_single(gradient.contiguous(), *ctx.way_back)
+        return arriving, None, None, None
 
 
-class _Finish(torch.autograd.Function):
-    """Waits for rows; in backward, sends their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.finish()
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.trip.start(gradient, ctx.trip.received, ctx.trip.sent)
-        return gradient, None  # its place is taken by what arrives
+def _wait(rows: Tensor) -> Tensor:
+    """Wait for rows that other ranks send; on CUDA the stream waits."""
+    torch.ops._c10d_functional.wait_tensor(rows.detach())
+    return rows
 
 
 class _Counted(torch.autograd.Function):

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate, find_chat_template
+from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
+from torchtitan_cp.data.corpus.records import BadRecordError
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.evaluation import Frame
@@ -42,7 +43,7 @@ def encode_turns(template: ChatTemplate, tokenizer: Tokenizer, messages: list[An
 def _write(template: ChatTemplate, messages: list[Any], *, add_generation_prompt: bool) -> str:
     try:
         return template.render(messages, add_generation_prompt=add_generation_prompt)
-    except BadConversationError as error:
+    except BadRecordError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"the chat template does not take these messages (of {roles}): {': '.join(error.args)}",

@@ -23,7 +23,8 @@ from tests.support.chats import (
 )
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.chat import BadConversationError, ChatTemplate, find_chat_template
+from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
+from torchtitan_cp.data.corpus.records import BadRecordError
 from torchtitan_cp.data.corpus.tokenization import learned_tokens
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from torchtitan_cp.data.errors import DataError
@@ -190,11 +191,11 @@ def test_several_marks_of_one_message_belong_to_it() -> None:
 
 
 def test_a_template_that_refuses_messages_says_why() -> None:
-    with pytest.raises(BadConversationError, match="user and assistant must take turns"):
+    with pytest.raises(BadRecordError, match="user and assistant must take turns"):
         ChatTemplate(plain("mistral"), VARIABLES).render([*turns("a"), *turns("b")])
-    with pytest.raises(BadConversationError, match="SecurityError"):
+    with pytest.raises(BadRecordError, match="SecurityError"):
         ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(turns("a"))
-    with pytest.raises(BadConversationError, match="TemplateSyntaxError"):
+    with pytest.raises(BadRecordError, match="TemplateSyntaxError"):
         ChatTemplate("{% if %}").render(turns("a"))
 
 

@@ -17,8 +17,14 @@ from hypothesis import strategies as st
 
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from torchtitan_cp.data.corpus.vocabulary import LINE_CHARACTERS, sample_lines, train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer import (
+    LINE_CHARACTERS,
+    Tokenizer,
+    check_tokenizer,
+    load_tokenizer,
+    sample_lines,
+    train_sentencepiece,
+)
 from torchtitan_cp.data.errors import DataError
 
 SAMPLE = [Path(sentencepiece.__file__).read_text(), Path(__file__).read_text()]

@@ -16,6 +16,7 @@ from torchtitan_cp.cli.generate import (
     chat,
     generate,
     main,
+    print_stream,
     sample_token,
     stream_text,
     user_lines,
@@ -23,6 +24,7 @@ from torchtitan_cp.cli.generate import (
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
+from torchtitan_cp.training.chat import encode_turns
 
 SHAPES = {
     "plain": LlamaArgs(48, 3, 4, 2, 16, 96, 97),
@@ -117,7 +119,7 @@ def test_a_conversation_keeps_its_turns_and_reads_files(tmp_path: Path, capsys: 
 
     (tmp_path / "box.txt").write_text("In the box.\n")
     lines = ["What?\n", "", "/file none.txt", f"/file {tmp_path / 'box.txt'}", "And where?", "/quit", "Never asked"]
-    chat(lines, template, tokenizer, answer, system="Be brief.")
+    chat(lines, lambda turns: print_stream(answer(encode_turns(template, tokenizer, turns))), system="Be brief.")
     printed = capsys.readouterr()
     assert printed.out == "it is 1\nit is 2\n"
     assert "none.txt" in printed.err
@@ -130,4 +132,4 @@ def test_a_template_that_refuses_a_role_ends_the_conversation_with_its_reason() 
         "{% if messages and messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
     with pytest.raises(ConfigError, match=r"does not take these messages.*no system"):
-        chat(["Hi"], template, ByteTokenizer(), lambda prompt: iter(()), system="Be brief.")
+        chat(["Hi"], lambda turns: str(encode_turns(template, ByteTokenizer(), turns)), system="Be brief.")

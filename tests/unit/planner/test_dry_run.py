@@ -125,7 +125,9 @@ def test_the_bytes_sent_to_experts_are_those_of_the_formula(
     (planned,) = plan_config(load_config(path, options), make_cluster("cpu", 2))
     # Counts are exchanged too, an int64 for each tile and expert.
     tiles = planned.config.activation.mlp_tiles
-    counted = {m: times for m, times in walked.messages.items() if m.operation == "alltoall_base"}
+    counted = {
+        m: times for m, times in walked.messages.items() if m.operation in ("alltoall_base", "all_to_all_single")
+    }
     rows = sum(m.size_bytes * times for m, times in counted.items() if m.size_bytes > 8 * 8)
     assert rows * planned.stage.micro_batches == planned.dispatch_bytes * walked.micro_batches
     # L T K E, 512 tokens a rank (in tiles), 2 experts a token.

@@ -109,9 +109,8 @@ def _cut(spans: np.ndarray, at: np.ndarray) -> np.ndarray:
 def _cut_long(spans: np.ndarray, seq_len: int) -> np.ndarray:
     """Cut spans longer than S into parts of S tokens and a remainder; `[parts, 4]` in the same order."""
     cuts = (_lengths(spans) - 1) // seq_len
-    begins = np.cumsum(_lengths(spans)) - _lengths(spans)
     earlier = np.repeat(np.cumsum(cuts) - cuts, cuts)  # cuts of the spans before
-    return _cut(spans, np.repeat(begins, cuts) + seq_len * (np.arange(cuts.sum()) - earlier + 1))
+    return _cut(spans, np.repeat(spans[:, OFFSET], cuts) + seq_len * (np.arange(cuts.sum()) - earlier + 1))
 
 
 def _best_fit_decreasing(lengths: np.ndarray, seq_len: int, sequences: int) -> tuple[np.ndarray, list[tuple[int, int]]]:

@@ -24,19 +24,18 @@ import numpy as np
 
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
+from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
 from torchtitan_cp.data.corpus.tokenization import STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, trains_tokenizer
-from torchtitan_cp.data.corpus.vocabulary import RECIPE_VERSION, train_sentencepiece
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece, trains_tokenizer
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION, RECIPE_VERSION = 2, 1  # of tokens, and of how a tokenizer is trained
 LOCK_FILE = ".lock"
 PARTIAL = ".partial"
 KEY_CHARACTERS = 24
@@ -154,14 +153,14 @@ class CacheBuilder:
                 written.
             PreparationStoppedError: a stop was requested.
         """
-        corpora = {name: Corpus(source, self._template(source)) for name, source in self.sources.items()}
+        corpora = {}
+        for name, source in self.sources.items():
+            template = find_chat_template(source, self.settings, self.start) if source.conversations else None
+            corpora[name] = Corpus(source, template)
         trains = trains_tokenizer(self.settings)
         tokenizer = self._train_tokenizer(list(corpora.values())) if trains else load_tokenizer(self.settings)
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
-
-    def _template(self, source: SourceKeys) -> ChatTemplate | None:
-        return find_chat_template(source, self.settings, self.start) if source.conversations else None
 
     def _train_tokenizer(self, corpora: list[Corpus]) -> Tokenizer:
         """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""

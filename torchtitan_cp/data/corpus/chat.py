@@ -1,6 +1,5 @@
 """Conversations as text: a chat template writes them, and says which characters are learned."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json
 from torchtitan_cp.data.corpus.tokenizer import END_NAMES, load_tokenizer
 from torchtitan_cp.data.errors import DataError
@@ -22,10 +22,6 @@ MOST_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one pie
 
 Messages = Sequence[Mapping[str, Any]]
 Ranges = list[tuple[int, int]]  # (start, stop) of characters, in order and apart from each other
-
-
-class BadConversationError(Exception):
-    """A row holds no conversation that can be learned from. Args: its kind, for the counts, and details."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class ChatTemplate:
             add_generation_prompt: it ends where the assistant's turn begins.
 
         Raises:
-            BadConversationError: the template refuses or cannot write them.
+            BadRecordError: the template refuses or cannot write them.
         """
         return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
@@ -58,7 +54,7 @@ class ChatTemplate:
         try:
             [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
         except Exception as error:  # a template raises what its author made it
-            raise BadConversationError("template error", f"{type(error).__name__}: {error}") from error
+            raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
         return text, marks[0] if marks else []
 
     def render_with_mask(self, messages: Messages, tools: Any = None, loss_on: str = "assistant") -> tuple[str, Ranges]:
@@ -72,7 +68,7 @@ class ChatTemplate:
             loss_on: `assistant`, `last_assistant` or `all`.
 
         Raises:
-            BadConversationError: as render.
+            BadRecordError: as render.
             DataError: the template writes a message otherwise when others follow it, so turns cannot be found.
         """
         marked = GENERATION_MARK.search(self.source) is not None
@@ -109,8 +105,9 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     """The conversation in a row of the corpus as text, and what of it is learned.
 
     Raises:
-        BadConversationError, DataError: as render_with_mask; or the row holds none.
+        BadRecordError, DataError: as render_with_mask; or the row holds none.
     """
+    row = row if source.source == "jsonl" else without_none(row)
     messages: Any = row.get(source.messages_field or "messages")
     if source.prompt_field:
         pair = (row[source.prompt_field], "user"), (row.get(source.completion_field), "assistant")
@@ -119,20 +116,18 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     check_messages(messages)
     text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
     if re.search("[\ud800-\udfff]", text):
-        raise BadConversationError("half a surrogate pair")
+        raise BadRecordError("half a surrogate pair")
     if not learned:
-        raise BadConversationError("nothing to learn")
+        raise BadRecordError("nothing to learn")
     return text, learned
 
 
 def _read_tools(tools: Any) -> list[Any] | None:
     """The tools of a row: a list, or its JSON; None if there are none."""
-    try:
-        tools = json.loads(tools or "null") if isinstance(tools, str) else tools
-    except (ValueError, RecursionError) as error:
-        raise BadConversationError("tools that are not JSON", str(error)) from error
+    if isinstance(tools, str):
+        tools = parse_json(tools or "null", "tools that are not JSON")
     if not isinstance(tools or [], list):
-        raise BadConversationError("tools that are not a list", f"{tools!r:.80}")
+        raise BadRecordError("tools that are not a list", f"{tools!r:.80}")
     return tools
 
 
@@ -147,10 +142,10 @@ def check_messages(messages: Any) -> None:
     """Check the messages of a conversation: their roles, contents and weights.
 
     Raises:
-        BadConversationError: the first that is wrong.
+        BadRecordError: the first that is wrong.
     """
     if not isinstance(messages, list) or not messages:
-        raise BadConversationError("no messages", f"{messages!r:.80}")
+        raise BadRecordError("no messages", f"{messages!r:.80}")
     characters = 0
     for number, message in enumerate(messages, start=1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else ("", None)
@@ -166,10 +161,10 @@ def check_messages(messages: Any) -> None:
             problem = "weight that is neither 0 nor 1"
         if problem:
             roles = f"; roles are {', '.join(ROLES)}" * ("role" in problem)
-            raise BadConversationError(problem, f"message {number}: {message!r:.80}{roles}")
+            raise BadRecordError(problem, f"message {number}: {message!r:.80}{roles}")
         characters += sum(map(len, texts))
     if characters >= MOST_CHARACTERS:
-        raise BadConversationError("conversation of 10 MB or more", f"{characters} characters")
+        raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
 
 
 def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, hub_checkpoint: Path | None) -> ChatTemplate:

@@ -1,12 +1,15 @@
 """What sources yield: files, the documents in them, and a count of the records that cannot be read."""
 
+import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from torchtitan_cp.data.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +42,36 @@ class Document:
     """What the model may attend over as a whole: a file, a row, or the joined files of a folder.
 
     Attributes:
-        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative.
+        content: text, not empty, encodable as UTF-8; or token ids `[n]` int64, n > 0, none negative. Readers give the
+            row of a conversation, which the corpus writes as text.
         key: its name in the corpus, whose hash decides whether it is held out; of joined files, that of the first.
         group: name of the folder, repository or other group it belongs to; None: it belongs to none.
         read_bytes: how much of the corpus (as it is on disk) was read up to its end; a reader counts from its file.
         held_out: belongs to the validation split; set by the corpus, as is its place.
         place: where to begin to read it again, a file (the first of a folder's if they are joined); what was skipped
             before that file, by kind; and how many documents come from there to its end.
-        row: of a conversation, until the corpus has written it as text.
         learned: of a conversation, (start, stop) of the characters that are learned, in order; None: of other text.
     """
 
-    content: str | np.ndarray
+    content: Any
     key: str
     group: str | None
     read_bytes: int
     held_out: bool = False
     place: tuple[int, dict[str, int], int] = (0, {}, 0)
-    row: Any = None
     learned: list[tuple[int, int]] | None = None
+
+
+class BadRecordError(Exception):
+    """A record cannot be read, or not be learned from. Args: its kind, for the counts, and details of this one."""
+
+
+def parse_json(text: str, problem: str) -> Any:
+    """The value of a JSON text. Raises BadRecordError of kind `problem` if it has none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(problem, str(error)) from error
 
 
 class SkippedRecords:
@@ -80,6 +94,23 @@ class SkippedRecords:
         self.counts[kind] += 1
         if not self._quiet and self.counts[kind] <= LOGGED_OF_A_KIND:
             logger.warning("%s: %s; skipped", where, kind)
+
+    @contextmanager
+    def skipping(self, where: str) -> Iterator[None]:
+        """Go on after a block that reads the record at `where` and finds that it cannot be read.
+
+        Raises:
+            DataError: as in the block, with the record's place.
+        """
+        try:
+            yield
+        except BadRecordError as error:
+            kind, *details = error.args
+            self.add(kind, where + "".join(f" ({detail})" for detail in details))
+        except UnicodeDecodeError:
+            self.add("not UTF-8", where)
+        except DataError as error:
+            raise DataError(f"{where}: {error.message}", fix=error.fix) from None
 
     def summary(self) -> str:
         """The counts in one line, e.g. `7 x malformed JSON, 2 x not UTF-8`; empty if nothing was skipped."""

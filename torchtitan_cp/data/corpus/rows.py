@@ -1,10 +1,9 @@
-"""Rows of JSON lines, Parquet files and datasets of Hugging Face: each is a document of text or of token ids.
+"""Rows of JSON lines, Parquet files and datasets of Hugging Face: each is text, token ids or a conversation.
 
 What cannot be read is counted, logged and skipped. The packages pyarrow and datasets are extras.
 """
 
 import gzip
-import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ import zstandard
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
-from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
+from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile, parse_json
 from torchtitan_cp.data.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -24,29 +23,27 @@ CHUNK_BYTES = 1 << 17
 PARQUET_ROWS = 256  # in memory at a time
 
 
-def read_row(
-    row: object, number: int, file: SourceFile, read_bytes: int, source: SourceKeys, skipped: SkippedRecords
-) -> Iterator[Document]:
-    """The document of a row (a line of JSONL, a row of Parquet or of a dataset); none if it is empty, or skipped.
+def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: SourceKeys) -> Iterator[Document]:
+    """The document of a row (a line of JSONL, a row of Parquet or of a dataset); none if it is empty.
 
     Args:
-        row: a mapping of fields; anything else is skipped.
+        row: a mapping of fields.
         number: of the row in its file, from 1.
         read_bytes: how much of the file was read up to the row's end.
+
+    Raises:
+        BadRecordError: the row lacks the field, or its text or token ids cannot be read.
     """
-    name, where = wanted_fields(source)[0], f"{file.path}:{number}"
+    name = wanted_fields(source)[0]
     if not isinstance(row, Mapping) or name not in row:
         fields = ", ".join(map(str, row)) if isinstance(row, Mapping) else "none"
-        skipped.add(f"no field {name!r}", f"{where} (its fields: {fields:.80})")
-        return
-    chat = source.conversations
-    content, problem = _tokens(row[name]) if source.token_field else _text("" if chat else row[name])
-    if problem:
-        skipped.add(f"field {name!r} {problem}", where)
-    elif len(content) or chat:
+        raise BadRecordError(f"no field {name!r}", f"its fields: {fields:.80}")
+    content: Any = row
+    if not source.conversations:
+        content = _tokens(row[name], name) if source.token_field else _text(row[name], name)
+    if len(content):
         group = row.get(source.group_field) if source.group_field else None
-        key, group = f"{file.name}:{number}", None if group is None else str(group)
-        yield Document(content, key, group, read_bytes, row=row if chat else None)
+        yield Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
 
 
 def wanted_fields(source: SourceKeys) -> list[str]:
@@ -55,47 +52,40 @@ def wanted_fields(source: SourceKeys) -> list[str]:
     return chat if chat[0] else [source.token_field or source.text_field]
 
 
-def _text(value: Any) -> tuple[str, str]:
-    """(the text, what is wrong with it)."""
-    if not isinstance(value, str):
-        return "", "that is not a string"
+def _text(value: Any, name: str) -> str:
     try:
         value.encode("utf-8")
+    except AttributeError:
+        raise BadRecordError(f"field {name!r} that is not a string") from None
     except UnicodeEncodeError:
-        return "", "with half a surrogate pair"
-    return value, ""
+        raise BadRecordError(f"field {name!r} with half a surrogate pair") from None
+    return value
 
 
-def _tokens(value: Any) -> tuple[np.ndarray, str]:
-    """(the token ids, what is wrong with them)."""
+def _tokens(value: Any, name: str) -> np.ndarray:
     try:
         tokens = np.asarray(value)
     except ValueError:  # lists of unequal length
         tokens = np.asarray(None)
     is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu" and int(tokens.max(initial=0)) < 1 << 63
     if not is_list and tokens.shape != (0,):
-        return tokens, "that is not a list of token ids"
+        raise BadRecordError(f"field {name!r} that is not a list of token ids")
     if tokens.size and tokens.min() < 0:
-        return tokens, "with a negative token id"
-    return tokens.astype(np.int64), ""
+        raise BadRecordError(f"field {name!r} with a negative token id")
+    return tokens.astype(np.int64)
 
 
 def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """The text (or tokens) of each line of a file. Lines before a damaged part of an archive are kept."""
+    """The rows in the lines of a file. Lines before a damaged part of an archive are kept."""
     number = 0
     try:
         with open(file.path, "rb") as raw:
             for number, line in enumerate(_lines(raw, file.path.suffix), start=1):
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # a file may begin with a mark
-                    row = json.loads(text) if text else None
-                except UnicodeDecodeError:
-                    skipped.add("not UTF-8", f"{file.path}:{number}")
-                except (ValueError, RecursionError) as error:
-                    skipped.add("malformed JSON", f"{file.path}:{number} ({error})")
-                else:
-                    if text:
-                        yield from read_row(row, number, file, raw.tell(), source, skipped)
+                with skipped.skipping(f"{file.path}:{number}"):
+                    # A file may begin with a mark.
+                    if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                        row = parse_json(text, "malformed JSON")
+                        yield from read_row(row, number, file, raw.tell(), source)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
     except OSError as error:
@@ -149,14 +139,13 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
             if missing := [name for name in needed if name not in columns]:
                 skipped.add(f"Parquet file without the column {missing[0]!r}", str(file.path))
                 return
-            for number, row in enumerate(_rows(parquet, columns), start=1):
+            batches = parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
+            rows = ((batch, index) for batch in batches for index in range(batch.num_rows))
+            for number, (batch, index) in enumerate(rows, start=1):
                 position = file.size_bytes * number // parquet.metadata.num_rows
-                try:
-                    values = {name: _plain(value, source.conversations) for name, value in row.items()}
-                except UnicodeDecodeError:
-                    skipped.add("not UTF-8", f"{file.path}:{number}")
-                else:
-                    yield from read_row(values, number, file, position, source, skipped)
+                with skipped.skipping(f"{file.path}:{number}"):
+                    row = {name: _plain(batch.column(name)[index], source.conversations) for name in columns}
+                    yield from read_row(row, number, file, position, source)
     except (arrow.ArrowException, OSError) as error:
         kind = "rest of a damaged Parquet file" if number else "no Parquet file"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -172,13 +161,6 @@ def import_pyarrow(source: SourceKeys) -> Any:
     needed_by = f"{source.where}.source = 'parquet'"
     import_extra("pyarrow.parquet", extra="parquet", needed_by=needed_by)
     return import_extra("pyarrow", extra="parquet", needed_by=needed_by)
-
-
-def _rows(parquet: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Each row's arrow scalars by column."""
-    for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-        for index in range(batch.num_rows):
-            yield {name: batch.column(name)[index] for name in columns}
 
 
 def _plain(value: Any, nested: bool) -> Any:
@@ -210,11 +192,12 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
     datasets, number, read_bytes = _import_datasets(source), 0, 0
     try:
         for number, row in enumerate(_open(datasets, file.path, source), start=1):
-            for document in read_row(row, number, file, 0, source, skipped):
-                content = document.content
-                read_bytes += len(content.encode()) if isinstance(content, str) else content.nbytes
-                document.read_bytes = read_bytes
-                yield document
+            with skipped.skipping(f"{file.path}:{number}"):
+                for document in read_row(row, number, file, 0, source):
+                    content = document.content
+                    read_bytes += len(content.encode()) if isinstance(content, str) else getattr(content, "nbytes", 0)
+                    document.read_bytes = read_bytes
+                    yield document
     except Exception as error:  # the package raises whatever its file systems and formats raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(

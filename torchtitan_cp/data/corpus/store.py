@@ -100,10 +100,8 @@ class TokenStore:
         self.document_lengths: np.ndarray = self._stored_lengths + (self._stored_lengths > 0) * (separator >= 0)
         self.documents, self.tokens = len(self.document_lengths), int(self.document_lengths.sum())
         self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE)
-        shards = [
-            shard_path(folder, split, number) for number in range(-(-int(self._offsets[-1]) // self._shard_tokens))
-        ]
-        self._shards = [_map(path, token_dtype(vocab_size)) for path in shards]
+        shards = range(-(-int(self._offsets[-1]) // self._shard_tokens))
+        self._shards = [_map(shard_path(folder, split, number), token_dtype(vocab_size)) for number in shards]
         self.has_masks = (folder / f"{split}.mask.bin").exists()
         if self.has_masks:
             self._mask_offsets = np.append(0, np.cumsum(-(-self._stored_lengths // 8)))

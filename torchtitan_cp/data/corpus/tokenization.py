@@ -306,15 +306,14 @@ def tokenize(
     """Each document with its token ids `[n]` int32, without its end; and a conversation's mask `[n]` bool."""
     parts: list[np.ndarray] = []
     for batch in read_ahead(_batches(documents)):
-        texts = [content for content, document, _ in batch if isinstance(content, str) and document.learned is None]
-        chats = [str(content) for content, document, _ in batch if document.learned is not None]
-        rows, conversations = iter(tokenizer.encode_batch(texts)), iter(tokenizer.encode_chat_batch(chats))
-        for content, document, ends_document in batch:
-            if document.learned is not None:
-                ids, starts = next(conversations)
+        contents, first = [content for content, _, _ in batch], batch[0][1]
+        if first.learned is not None:  # then all documents are conversations
+            for (_, document, _), (ids, starts) in zip(batch, tokenizer.encode_chat_batch(contents), strict=True):
                 yield document, ids, learned_tokens(starts, document.learned)
-                continue
-            parts.append(next(rows) if isinstance(content, str) else _checked_ids(content, document, tokenizer))
+            continue
+        rows = tokenizer.encode_batch(contents) if isinstance(first.content, str) else contents
+        for (content, document, ends_document), ids in zip(batch, rows, strict=True):
+            parts.append(_checked_ids(ids, document, tokenizer) if ids is content else ids)
             if ends_document:
                 yield document, np.concatenate(parts), None
                 parts = []
