@@ -95,14 +95,14 @@ def _bandwidth(new: Callable[..., Tensor], args: Any, tokens: int) -> float:
 def _attention_rates(new: Callable[..., Tensor], args: Any, tokens: int) -> tuple[float, float]:
     """FLOP/s of the allowed pairs of a rank, forward and backward, over the layers' windows."""
     heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads, args.n_heads)
-    *inputs, dout = (new(1, tokens, count, args.head_dim).requires_grad_() for count in heads)
+    q, k, v, dout = (new(1, tokens, count, args.head_dim).requires_grad_() for count in heads)
     pairs, forward, backward = 0, 0.0, 0.0
     for window, layers in Counter(args.layer_windows).items():
         mask = AttentionMask().windowed(window)
-        run = partial(attend, *inputs, make_plan(tokens, mask=mask))
+        run = partial(attend, q, k, v, make_plan(tokens, mask=mask))
         pairs += layers * count_pairs(tokens, tokens, mask.band)
         with torch.no_grad():
             forward += layers * _seconds(run)
-        backward += layers * _seconds(partial(torch.autograd.grad, run(), inputs, dout, retain_graph=True))
+        backward += layers * _seconds(partial(torch.autograd.grad, run(), (q, k, v), dout, retain_graph=True))
     work = args.head_dim * args.n_heads * pairs
     return FORWARD_FLOPS * work / forward, BACKWARD_FLOPS * work / backward

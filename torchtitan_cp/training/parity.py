@@ -407,11 +407,15 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     with louder(trainer.model.parts.parameters()):
         weights = gather(trainer, lambda p: p)
         ranks = Side(trainer.model.parts[0], step, lambda: gather(trainer, lambda p: p.grad), peak)
-        sides = lambda: (single(), single(replace(layout, make_plan=make_plan).plans(mask)))  # noqa: E731
+
+        def sides() -> tuple[Side, Side]:
+            return single(), single(replace(layout, make_plan=make_plan).plans(mask))
+
         report = examine(layout.plans(mask)[0], ranks, sides, 1, list(range(world.size)))
     if world.rank == 0:
         if look := getattr(trainer.model.args, "look", None):
-            print(f"{look.model_class}: {len(look.layers)} layers, rotary embeddings {dict(look.rotaries)}, routers "
-                  f"{len(look.routers)}, logits x {look.logit_scale:g}, soft cap {look.logit_softcap:g}")  # fmt: skip
+            layers, rotaries, routers = len(look.layers), dict(look.rotaries), len(look.routers)
+            logits = f"logits x {look.logit_scale:g}, soft cap {look.logit_softcap:g}"
+            print(f"{look.model_class}: {layers} layers, rotary embeddings {rotaries}, routers {routers}, {logits}")
         print(report.text)
     return not report.fault

@@ -40,10 +40,11 @@ def backward(
 
 def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Any, ...], dict[str, int]]:
     """The (lengths, window) of one tile, whose rows have a batch dim, or of many."""
+    lengths: tuple[Any, ...] = (None, None, q.shape[1], k.shape[1])
     if isinstance(shape, Packed):
         lengths, (left, right) = shape[1:], shape.kind
     else:
-        lengths, (left, right) = (None, None, q.shape[1], k.shape[1]), _window(q.shape[1], k.shape[1], shape)
+        left, right = _window(*lengths[2:], shape)
     return lengths, {"window_size_left": left, "window_size_right": right}
 
 

@@ -81,7 +81,8 @@ def _score_change(scores: Scores) -> Callable[..., Tensor] | None:
 @cache
 def _attention(on_cuda: bool) -> Callable[..., Any]:
     """flex_attention, compiled on CUDA, where the fallback would hold every score."""
-    return compile_whole(flex.flex_attention) if on_cuda else flex.flex_attention
+    attention: Callable[..., Any] = flex.flex_attention
+    return compile_whole(attention) if on_cuda else attention
 
 
 _prepared, _masks = DeviceCache(MASK_BYTES), DeviceCache(MASK_BYTES)

@@ -52,7 +52,8 @@ def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, 
         lengths = [[stop - start for _, start, stop in spans] * copies for spans in sides]
         cu_seqlens = [torch.tensor([0, *accumulate(of_side)], dtype=torch.int32) for of_side in lengths]
         queries, keys = _indices(sides, like)
-        return queries, keys, Packed(kind, *(to_device(x, like) for x in cu_seqlens), *map(max, lengths))
+        cu_q, cu_k = (to_device(x, like) for x in cu_seqlens)
+        return queries, keys, Packed(kind, cu_q, cu_k, *map(max, lengths))
 
     return _calls.get((tiles, kind, like.shape[0]), like, make)
 
