@@ -68,7 +68,7 @@ class RoutingSums:
         # Of each layer its counts and entropy, and in a last row the dropped choices.
         self._sums = torch.zeros(layers + 1, experts + 1, dtype=torch.float64, device=device)
 
-    def add(self, layer: int, counts: Tensor, entropy: Tensor, dropped: int) -> None:
+    def add(self, layer: int, counts: Tensor, entropy: Tensor, dropped: Tensor) -> None:
         """Add what a layer's router chose in one forward; counts `[X]`."""
         self._sums[layer, :-1] += counts.to(self._sums.device)  # a dry run's counts are on the host
         self._sums[layer, -1] += entropy
@@ -128,37 +128,36 @@ class ExpertDispatch:
         """
         chunks = self.chunks if hidden.device.type == "cpu" else 2
         counts = torch.stack([c.flatten().bincount(minlength=self.experts) for c in chosen.tensor_split(chunks)])
+        most = math.ceil(self.capacity * chosen.numel() / counts.numel()) if self.capacity else chosen.numel()
+        kept = counts.clamp(max=most)
+        if torch.is_grad_enabled():
+            normalized = shares.detach().double()
+            normalized = normalized / normalized.sum(-1, keepdim=True)
+            routing = self.layer, counts.sum(0), torch.special.entr(normalized).sum(), (counts - kept).sum()
+            # Of what enters: FSDP warns of modules that give a view.
+            hidden = _Counted.apply(hidden, self.sums, routing)
         if self.ranks > 1 or self.capacity:
-            out, dropped = self._exchange(hidden, chosen, shares, counts)
-        else:
-            out, dropped = self.compute(hidden, chosen, shares), 0
-        if not torch.is_grad_enabled():
-            return out
-        normalized = shares.detach().double()
-        normalized = normalized / normalized.sum(-1, keepdim=True)
-        entropy = torch.special.entr(normalized).sum()
-        return _Counted.apply(out, self.sums, (self.layer, counts.sum(0), entropy, dropped))
+            return self._exchange(hidden, chosen, shares, kept, most)
+        return self.compute(hidden, chosen, shares)
 
-    def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, int]:
-        """The result, and how many choices were dropped.
+    def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor, kept: Tensor, most: int) -> Tensor:
+        """The result.
 
         Args:
-            counts: `[chunks, X]` of the choices.
+            kept: `[chunks, X]` of the choices, `most` for an expert.
         """
-        choices = chosen.numel()
-        most = math.ceil(self.capacity * choices / counts.numel()) if self.capacity else choices
         # For each chunk and rank, the rows for each of its experts.
-        sent = counts.clamp(max=most).view(len(counts), self.ranks, -1)
+        sent = kept.view(len(kept), self.ranks, -1)
         by_rank = sent.transpose(0, 1).contiguous()
         received = by_rank.clone()
         if self.group:
             dist.all_to_all_single(received, by_rank, group=self.group)
         received = received.transpose(0, 1)
         rows = torch.stack([sent, received]).sum(-1).tolist()  # the host waits
-        parts = [x.tensor_split(len(counts)) for x in (hidden, chosen, shares)]
+        parts = [x.tensor_split(len(kept)) for x in (hidden, chosen, shares)]
         chunks = [self._chunk(most, *chunk) for chunk in zip(*parts, received, *rows, strict=True)]
         _, _, out = ([next(chunk) for chunk in chunks] for _ in range(3))
-        return torch.cat(out), choices - sum(map(sum, rows[0]))
+        return torch.cat(out)
 
     def _chunk(
         self, most: int, hidden: Tensor, chosen: Tensor, shares: Tensor, counts: Tensor, *rows_by_rank: list[int]
@@ -238,9 +237,9 @@ class _Counted(torch.autograd.Function):
     """The identity, which adds up a layer's routing in backward. In compiled code a tensor's hook cannot."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, sums: RoutingSums, routing: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, sums: RoutingSums, routing: tuple[Any, ...]) -> Tensor:
         ctx.sums, ctx.routing = sums, routing
-        return out.view_as(out)
+        return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -44,7 +44,7 @@ def _arguments(q: Tensor, k: Tensor, shape: Band | Packed) -> tuple[tuple[Any, .
     if isinstance(shape, Packed):
         lengths, (left, right) = shape[1:], shape.kind
     else:
-        left, right = _window(*lengths[2:], shape)
+        left, right = _window(q.shape[1], k.shape[1], shape)
     return lengths, {"window_size_left": left, "window_size_right": right}
 
 
