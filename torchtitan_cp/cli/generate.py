@@ -132,12 +132,20 @@ def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[in
 
 
 def user_lines() -> Iterator[str]:
-    """Lines of standard input to its end; a person gets a prompt sign."""
+    """Lines of standard input to its end; a person gets a prompt sign.
+
+    Raises:
+        ConfigError: one is not UTF-8.
+    """
     while True:
         try:
-            yield input("> " if sys.stdin.isatty() else "")
+            line = input("> " if sys.stdin.isatty() else "")
+            line.encode()  # in some locales other bytes come as half surrogate pairs
         except EOFError:
             return
+        except UnicodeError as error:
+            raise ConfigError(f"a line of standard input is not UTF-8: {error}", fix="convert it to UTF-8") from None
+        yield line
 
 
 def print_stream(texts: Iterable[str]) -> str:

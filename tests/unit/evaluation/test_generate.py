@@ -102,6 +102,13 @@ def test_lines_come_from_a_pipe_to_its_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(user_lines()) == ["one", "", "two"]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\n"), encoding="utf-8", errors=errors))
+    with pytest.raises(ConfigError, match="standard input is not UTF-8"):
+        list(user_lines())
+
+
 def test_a_prompt_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["run", "--prompt", os.fsdecode(b"a\xff")])
