@@ -76,7 +76,7 @@ class Group:
 
     def send_receive(self, send: Tensor, target: int, receive: Tensor, source: int) -> Pending[Tensor]:
         """Start a send of a contiguous tensor to one rank and a receive from another; an empty one is no message."""
-        return self._post([(target, send)], [(source, receive)], lambda: receive)
+        return self._post(_filled([(target, send)]), _filled([(source, receive)]), lambda: receive)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Start to gather tensors of one shape: `[..] -> [P, ..]`."""
@@ -116,15 +116,18 @@ class Group:
         received[self.rank] = parts[self.rank]
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
         sends, receives = ([(rank, side[rank]) for rank in others] for side in (parts, received))
-        return self._post(sends, receives, finish)
+        return self._post(_filled(sends), _filled(receives), finish)
 
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
-        # An empty tensor is no message.
-        sends, receives = ([(rank, x) for rank, x in side if x.numel()] for side in (sends, receives))
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for source, x in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(works, finish, [x for _, x in (*sends, *receives)])
+
+
+def _filled(messages: list[Message]) -> list[Message]:
+    """Those that hold something."""
+    return [(rank, x) for rank, x in messages if x.numel()]
 
 
 def find_group(names: tuple[str, ...], ranks: int) -> Group:

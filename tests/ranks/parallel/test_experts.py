@@ -95,7 +95,7 @@ def run_with_capacity(capacity: float) -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: the output, what the kept choices alone would give, and the number of dropped ones."""
     ranks = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    chosen, hidden = CHOICES["any"](0), torch.randn(TOKENS, E, dtype=torch.float64)
+    chosen, hidden = CHOICES["any"](0), torch.randn(TOKENS, E, dtype=torch.float64, requires_grad=True)
     shares, plain, shared = torch.rand(TOKENS, K, dtype=torch.float64), filled(), filled()
     most, seen = -(-int(capacity * TOKENS * K) // X), [0] * X
     kept = shares.clone()
