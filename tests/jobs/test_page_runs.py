@@ -64,7 +64,6 @@ RUNS = {
     "train_configs/quickstart.toml": (
         *stages(3, tokens=4096),
         "--model.overrides.n_layers=1",
-        "--evaluation.tokens=4096",
     ),
     "train_configs/six_stages_on_cpu.toml": stages(6),
     "train_configs/huggingface_on_cpu.toml": stages(3),
@@ -109,7 +108,7 @@ REPEATED = (
     "CONFIG_FILE=my.toml sbatch --dependency=singleton --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "CONFIG_FILE=my.toml sbatch --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "torchtitan-cp doctor my.toml",
-    "torchtitan-cp doctor my.toml --ranks 2",
+    "torchtitan-cp doctor my.toml --ranks 4",
 )
 CHECK = f"""#!/usr/bin/env bash
 FILE="${{CONFIG_FILE:-train_configs/quickstart.toml}}"
@@ -138,7 +137,7 @@ def cut_of(command: str) -> tuple[str, ...]:
         return ("--curriculum.stages[0].global_batch_tokens=8192",)
     config = re.match(r"(?:CONFIG_FILE=|torchtitan-cp train )(\S+)", command)
     cut = RUNS[config[1] if config else "train_configs/quickstart.toml"]
-    cut = (*cut, "--lr_scheduler.warmup_steps=1")
+    cut = (*cut, "--lr_scheduler.warmup_steps=1", "--evaluation.tokens=4096")
     return (*cut, *stages(1, tokens=2048, steps=20)) if command == TRACED else cut
 
 
