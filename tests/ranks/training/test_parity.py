@@ -151,7 +151,7 @@ LAYOUTS = {
     ),
     "PP 2 x FSDP 2 x CP 2, selective": Layout(8, "pp=2 cp=2", SELECTIVE, "4 layers"),
     "PP 2 x CP 2, layers with windows": Layout(4, "pp=2 cp=2", "", "4 layers, windows"),
-    "CP 4, layers with windows, compiled": Layout(4, "cp=4", COMPILED, "4 layers, windows"),
+    "CP 2, layers with windows, compiled": Layout(2, "cp=2", COMPILED, "4 layers, windows"),
     "FSDP 2 x CP 2 x TP 2, balanced": Layout(8, "cp=2 tp=2", f"{LAYOUT}balanced", "4 layers"),
     # Each option of a model on the plain layout that treats it in its own way, all of them at once on two others.
     **{f"TP 2, {model}": Layout(2, "tp=2", "", model) for model in ("bias, Qwen2", "QK norm, Qwen3")},
@@ -164,8 +164,12 @@ LAYOUTS = {
     # States cross ranks; by default those of packed documents, below.
     "FSDP 2 x CP 2, Qwen3.5": Layout(4, "cp=2", "", "Qwen3.5"),
     "CP 2, compiled, Qwen3.5": Layout(2, "cp=2", COMPILED, "Qwen3.5"),
-    "CP 4, balanced, recomputed, Qwen3.5": Layout(4, "cp=4", f"{LAYOUT}balanced {FULL}", "Qwen3.5"),
-    "CP 4, hybrid, Qwen3.5": Layout(4, "cp=4", f"{HYBRID} {LAYOUT}zigzag", "Qwen3.5"),
+    "CP 4, balanced, recomputed, two sequences at once, Qwen3.5": Layout(
+        4, "cp=4", f"{LAYOUT}balanced {FULL} {TWO_AT_ONCE}", "Qwen3.5"
+    ),
+    "CP 4, hybrid, two sequences at once, Qwen3.5": Layout(
+        4, "cp=4", f"{HYBRID} {LAYOUT}zigzag {TWO_AT_ONCE}", "Qwen3.5"
+    ),
     "PP 2 x CP 2, attention saved, Qwen3.5": Layout(4, "pp=2 cp=2", ATTENTION_SAVED, "Qwen3.5"),
     # Experts: their balance loss is in the gradient exactly once.
     "FSDP 2, two sequences at once, no accumulation, experts": Layout(2, "", TWO_AT_ONCE, "experts"),
@@ -184,7 +188,9 @@ LAYOUTS = {
     "TP 2 x CP 2, recomputed, two sequences at once, routers": Layout(
         4, "tp=2 cp=2", f"{FULL} {TWO_AT_ONCE}", "routers"
     ),
-    "TP 2 x CP 2, EP 2, MLP in 3 tiles, routers": Layout(4, "tp=2 cp=2 ep=2", f"{TILES}3", "routers"),
+    "TP 2 x CP 2, EP 2, MLP in 3 tiles, two sequences at once, routers": Layout(
+        4, "tp=2 cp=2 ep=2", f"{TILES}3 {TWO_AT_ONCE}", "routers"
+    ),
     "PP 2, interleaved zero bubble, routers": Layout(2, "pp=2 pp_schedule=interleaved_zero_bubble", "", "routers"),
     "PP 2 x CP 2, EP 2, interleaved, routers": Layout(4, "pp=2 cp=2 ep=2 pp_schedule=interleaved_1f1b", "", "routers"),
     "PP 2 x CP 2 x TP 2, EP 2, recomputed, routers": Layout(8, "pp=2 cp=2 tp=2 ep=2", FULL, "routers"),
