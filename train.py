@@ -26,7 +26,8 @@ from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
-from torchtitan_cp.training.parity import run_doctor, verify_parity
+from torchtitan_cp.training.doctor import run_doctor
+from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 

@@ -21,8 +21,8 @@ from torchtitan_cp.attention import attend
 from torchtitan_cp.config import load_config
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import model as training_model
+from torchtitan_cp.training.doctor import run_doctor
 from torchtitan_cp.training.model import LayerAttention, ParallelModel
-from torchtitan_cp.training.parity import run_doctor
 from torchtitan_cp.training.registry import register
 
 MODEL = 'architecture = "huggingface"\nconfig = "{folder}/config.json"'

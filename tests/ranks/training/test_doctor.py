@@ -13,7 +13,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.runs import EXPERTS, TINY, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.samples import PackedSequence, Span
-from torchtitan_cp.training.parity import ProbeSamples
+from torchtitan_cp.training.doctor import ProbeSamples
 
 WINDOWS = TINY.replace("ffn_dim = 96", "ffn_dim = 96, windows = [40, 0], sinks = true")
 
