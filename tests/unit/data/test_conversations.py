@@ -24,7 +24,7 @@ from torchtitan_cp.config.sections import Data, DataSource, Stage, StageData
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.curriculum.stages import resolve_stage_data
 from torchtitan_cp.data.corpus.cache import prepare
-from torchtitan_cp.data.corpus.documents import docstring_conversations
+from torchtitan_cp.data.corpus.sources import docstring_conversations
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
 from torchtitan_cp.data.corpus.tokenization import fit_conversation
 from torchtitan_cp.data.errors import DataError
@@ -386,7 +386,7 @@ def test_conversations_about_docstrings_are_held_out_by_file(tmp_path: Path, mon
         (tmp_path / "lib").mkdir(exist_ok=True)
         (tmp_path / "lib" / f"m{number}.py").write_text(CODE.replace("b", f"b{number}"))
     (tmp_path / "lib" / "large.py").write_text(CODE + "#" * (1 << 14))
-    monkeypatch.setattr("torchtitan_cp.data.corpus.documents.location", lambda source: str(tmp_path / "lib"))
+    monkeypatch.setattr("torchtitan_cp.data.corpus.sources.location", lambda source: str(tmp_path / "lib"))
     data = data_of(tmp_path, source="python-docstrings", path="", messages_field="", validation_fraction=0.3)
     prepared = only(prepare(data, BYTES))
     splits = [marked_text(store) for store in (prepared.train, prepared.validation)]

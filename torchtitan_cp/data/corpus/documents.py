@@ -1,22 +1,13 @@
-"""The corpus as documents: its files found and read in order, split into trained-on and held-out, joined where asked.
+"""The corpus as documents: read in order, split into trained-on and held-out, joined where the config asks for it."""
 
-For each value of `source`, `SOURCES` says how its files are found and read.
-"""
-
-import ast
-import glob
 import hashlib
 import json
 import logging
-import os
-import stat
-import sysconfig
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
 
@@ -24,17 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from torchtitan_cp.config.sections import Data, SourceKeys
-from torchtitan_cp.data.corpus import rows
 from torchtitan_cp.data.corpus.chat import ChatTemplate, read_conversation
-from torchtitan_cp.data.corpus.records import Document, SkippedRecords, SourceFile
+from torchtitan_cp.data.corpus.records import Document, SkippedRecords
+from torchtitan_cp.data.corpus.sources import SOURCES, find_files, location
 from torchtitan_cp.data.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 JOINED_BYTES = 1 << 20
 LOG_INTERVAL_SECONDS = 10.0
-DOCSTRING_FILE_BYTES = 1 << 14  # each conversation holds its whole file
-NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__")
 
 
 class Corpus:
@@ -191,186 +180,3 @@ def check_corpus(data: Data) -> None:
     """
     for source in data.by_name().values():
         next(find_files(source))
-
-
-@dataclass(frozen=True)
-class Source:
-    """One value of `source`.
-
-    Attributes:
-        find: the files, in an order that depends only on their names; the files of a folder are neighbours.
-        read: the documents of a file.
-        expects: what `path` should lead to, for messages.
-        joins: whether `document` applies. A row is always a document.
-    """
-
-    find: Callable[[SourceKeys], Iterator[SourceFile]]
-    read: Callable[[SourceFile, SourceKeys, SkippedRecords], Iterator[Document]]
-    expects: str
-    joins: bool = False
-
-
-def find_files(source: SourceKeys) -> Iterator[SourceFile]:
-    """The corpus's files, found as they are asked for.
-
-    Raises:
-        DataError: the path is missing, leads to no file, or is set although the source has none; or an extra is
-            missing.
-    """
-    found, kind = False, SOURCES[source.source]
-    if not source.path and not source.source.startswith("python-"):
-        raise DataError(
-            f"{source.where}.source = {source.source!r} needs {source.where}.path",
-            fix=f"set {source.where}.path to {kind.expects}",
-        )
-    for file in kind.find(source):
-        found = True
-        yield file
-    if not found:
-        raise DataError(
-            f"{source.where}.source = {source.source!r} finds no file at {location(source)}",
-            fix=f"point {source.where}.path at {kind.expects}",
-        )
-
-
-def location(source: SourceKeys) -> str:
-    """Where the source looks: a folder, glob or name."""
-    return sysconfig.get_paths()["stdlib"] if source.source.startswith("python-") else source.path
-
-
-def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
-    if source.path:
-        raise DataError(
-            f"{source.where}.path = {source.path!r} is set, but source = {source.source!r} reads no path",
-            fix=f"set {source.where}.source = 'text' or 'jsonl', or leave path out",
-        )
-    return _walk(Path(location(source)), (".py",), pruned=lambda name: name in NOT_STDLIB)
-
-
-def _find_at_path(source: SourceKeys, suffixes: tuple[str, ...]) -> Iterator[SourceFile]:
-    """Files with one of these suffixes below a folder; or what a glob or the path of a file matches."""
-    path = os.path.expanduser(source.path)
-    if os.path.isdir(path):
-        yield from _walk(Path(path), suffixes, pruned=lambda name: name.startswith("."))
-    elif os.path.exists(path):
-        yield from _regular(Path(path), Path(path).parent)
-    elif glob.has_magic(path):
-        root = _root_of(path)
-        matches = {Path(match) for match in glob.iglob(path, recursive=True)}
-        for match in sorted(matches, key=lambda match: (match.parent.as_posix(), match.name)):
-            yield from _regular(match, root)
-    else:
-        raise DataError(
-            f"{source.where}.path = {source.path!r} does not exist", fix="give an existing folder, file or glob"
-        )
-
-
-def _find_parquet(source: SourceKeys) -> Iterator[SourceFile]:
-    rows.import_pyarrow(source)
-    return _find_at_path(source, (".parquet",))
-
-
-def _root_of(pattern: str) -> Path:
-    """The part of a glob before its first wildcard; the names of its matches are relative to it."""
-    parts = Path(pattern).parts
-    return Path(*parts[: [glob.has_magic(part) for part in parts].index(True)])
-
-
-def _walk(root: Path, suffixes: tuple[str, ...], *, pruned: Callable[[str], bool]) -> Iterator[SourceFile]:
-    """Files below `root` in sorted order. Links to folders are followed, each folder once."""
-    seen: set[str] = set()
-    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_refuse_folder):
-        subfolders[:] = sorted(name for name in subfolders if not pruned(name))
-        real = os.path.realpath(folder)
-        if real in seen:
-            subfolders.clear()
-            continue
-        seen.add(real)
-        for name in sorted(names):
-            if name.endswith(suffixes) and not pruned(name):
-                yield from _regular(Path(folder, name), root)
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DataError(
-        f"a folder of the corpus cannot be listed: {error.filename} ({error.strerror})",
-        fix="make it readable, or give a path that leaves it out",
-    )
-
-
-def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
-    """The file as a SourceFile; nothing for folders and devices. A broken link is logged when it is read."""
-    name = path.relative_to(root).as_posix()
-    try:
-        status = path.stat()
-    except OSError:
-        yield SourceFile(name, path, size_bytes=0, mtime_ns=0)
-        return
-    if stat.S_ISREG(status.st_mode):
-        yield SourceFile(name, path, status.st_size, status.st_mtime_ns)
-
-
-def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """The whole file as one document, strictly UTF-8; nothing for an empty file."""
-    try:
-        raw = file.path.read_bytes()
-        text = raw.decode("utf-8")
-    except OSError as error:
-        skipped.add(f"unreadable file ({error.strerror})", str(file.path))
-    except UnicodeDecodeError as error:
-        skipped.add("not UTF-8", f"{file.path}:{raw.count(bytes([10]), 0, error.start) + 1}")
-    else:
-        if text:
-            group = "/".join(file.folder.split("/")[: source.group_depth or None])
-            yield Document(text, file.name, group, len(raw))
-
-
-def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
-    """A conversation for each documented function and class; all of a file are held out, or none."""
-    for text in _read_text(file, source, skipped):
-        if text.read_bytes <= DOCSTRING_FILE_BYTES:
-            for messages in docstring_conversations(text.content):
-                yield replace(text, content={"messages": messages})
-
-
-def docstring_conversations(text: str) -> Iterator[list[dict[str, str]]]:
-    """What each function and class of a file does: asked with the file, answered by its docstring's first line.
-
-    The file is given without the docstring that answers. Text that is no Python yields nothing.
-
-    Yields:
-        the messages.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in the text
-            definitions = list(_definitions(ast.parse(text), ""))
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    lines = text.split("\n")
-    for node, name in definitions:
-        answer, docstring = (ast.get_docstring(node) or "").partition("\n")[0].strip(), node.body[0]
-        if answer:
-            rest = "\n".join(lines[: docstring.lineno - 1] + lines[docstring.end_lineno :])
-            question = f"{rest}\n\nWhat does {name} do?"
-            yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, str]]:
-    """Functions and classes in the order of the file, each with its dotted name."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-            yield child, prefix + child.name
-            yield from _definitions(child, f"{prefix}{child.name}.")
-
-
-TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
-JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
-SOURCES = {
-    "python-stdlib": Source(_find_stdlib, _read_text, TEXT, joins=True),
-    "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, joins=True),
-    "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
-    "parquet": Source(_find_parquet, rows.read_parquet, "*.parquet files: a folder, a file or a glob"),
-    "python-docstrings": Source(_find_stdlib, _read_docstrings, TEXT),
-    "huggingface": Source(rows.find_dataset, rows.read_dataset, "a dataset's name, or a folder that holds one"),
-}
