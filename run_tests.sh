@@ -17,4 +17,6 @@ for argument in "$@"; do
 done
 # Ranks share the cores: one thread each.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# torch.compile would start two more Pythons in each process, to see whether they load the vector code it builds.
+export TORCHINDUCTOR_VEC_ISA_OK="${TORCHINDUCTOR_VEC_ISA_OK:-1}"
 exec "$PYTHON" -m pytest -m "$SELECTED" "${ARGUMENTS[@]}"

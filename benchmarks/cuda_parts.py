@@ -262,7 +262,8 @@ def _command(record: Record, ranks: int, folder: Path, options: Sequence[str]) -
     options.append("--job.max_restarts=0")
     if record.rehearsal:
         options += ["--data.source=text", "--data.path=docs/*.md", "--data.document=file"]
-        options += ["--data.validation_fraction=0.25", "--tokenizer.kind=bytes"]
+        options += ["--data.validation_fraction=0.25", "--tokenizer.kind=bytes", "--evaluation.tokens=2048"]
+        options += ["--model.overrides.n_layers=1", "--metrics.tensorboard=false"]
     config = "train_configs/quickstart.toml"
     return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
 

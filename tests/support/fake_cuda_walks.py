@@ -33,7 +33,7 @@ BASE = (
     f"--curriculum.stages[0].seq_len={SEQ_LEN}", "--curriculum.stages[0].global_batch_tokens=16384",
     "--training.loss_chunk_tokens=128", "--training.compute_dtype=bfloat16",
 )  # fmt: skip
-SIZES = "dim = 64, n_layers = 2, n_heads = 8, n_kv_heads = 4, head_dim = 16, ffn_dim = 128"
+SIZES = "dim = 64, n_heads = 8, n_kv_heads = 4, head_dim = 16, ffn_dim = 128"
 DOCUMENTS = ((100, 301, 111),)
 
 # What a walk is of: for each choice its options, as overrides of the config.
@@ -120,10 +120,11 @@ def _pairs(case: Case) -> set[Any]:
 
 def overrides(case: Case) -> list[str]:
     """Of the config, for a case; a kind that it leaves out takes its first choice."""
+    layers = f", n_layers = {case.get('layers', 2)}"
     window = ", windows = [0, 65]" if case.get("mask") == "window" else ""
     chosen = [option for kind, names in CHOICES.items() for option in names[case.get(kind, next(iter(names)))]]
     experts = ", n_experts = 4, experts_per_token = 2" if "--model.architecture=moe" in chosen else ""
-    return [*BASE, "--parallel.cp=4", f"--model.overrides={{{SIZES}{window}{experts}}}", *chosen]
+    return [*BASE, "--parallel.cp=4", f"--model.overrides={{{SIZES}{layers}{window}{experts}}}", *chosen]
 
 
 def walk_in_process(path: Path, cases: list[Case], device: str = DEVICE) -> list[dict[str, Any]]:

@@ -90,8 +90,8 @@ def assign_documents(
 def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
     """The documents, and the padding between them, largest first."""
     before = pairs_before(mask, sequence_length)
-    spans = pairwise(before.borders)
-    parts = [Part._make((before[stop] - before[start], stop - start, start, stop, stop, stop)) for start, stop in spans]
+    ends = pairwise((position, before[position]) for position in before.borders)
+    parts = [Part._make((more - less, stop - start, start, stop, stop, stop)) for (start, less), (stop, more) in ends]
     return sorted(parts, reverse=True)
 
 
@@ -171,8 +171,9 @@ def _fill(parts: list[Part], bins: list[Bin], before: PairsBefore) -> None:
     for part in parts:
         room, number = rooms[0]
         if part[1] <= -room:
-            bins[number].parts.append(part)
-            bins[number].area -= part[0]
+            one = bins[number]
+            one.parts.append(part)
+            one.area -= part[0]
             heapq.heapreplace(rooms, (room + part[1], number))
         else:
             left.append(part)

@@ -4,11 +4,11 @@ The layouts of equal chunks stand here; layouts.py has the one of packed documen
 """
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -143,32 +143,26 @@ class PairsBefore(dict[int, int]):
     """
 
     def __init__(self, mask: AttentionMask, sequence_length: int) -> None:
-        rows, self.band, self.causal = mask.documents(sequence_length), mask.band, mask.band == CAUSAL
-        self.borders = sorted({0, sequence_length, *(edge for row in rows for span in row for edge in span)})
-        place = {border: number for number, border in enumerate(self.borders)}
-        self.documents: list[list[Span]] = [[] for _ in self.borders]  # of all rows, from each border on
-        self.starts = [0] * len(self.borders)  # theirs, summed
-        for row in rows:
-            for document in row:
-                for number in range(place[document[0]], place[document[1]]):
-                    self.documents[number].append(document)
-                    self.starts[number] += document[0]
-        self[0] = 0
-        for number, stop in enumerate(self.borders[1:]):
-            self._count(number, stop)
+        rows, self.band = mask.documents(sequence_length), mask.band
+        self.borders = sorted({0, sequence_length, *chain.from_iterable(chain.from_iterable(rows))})
+        self.rows: list[tuple[tuple[Span, ...], list[int], list[int]]] = []  # documents, starts, pairs before them
+        for documents in rows:
+            pairs = (count_pairs(stop - start, stop - start, self.band) for start, stop in documents)
+            self.rows.append((documents, [start for start, _ in documents], [*accumulate(pairs, initial=0)]))
+        if len(rows) == 1:
+            self.update(zip(self.rows[0][1], self.rows[0][2], strict=False))
 
     def __missing__(self, position: int) -> int:
-        return self._count(bisect_right(self.borders, position) - 1, position)
-
-    def _count(self, number: int, position: int) -> int:
-        start, documents = self.borders[number], self.documents[number]
-        rows = position - start
-        if self.causal:
-            pairs = rows * (len(documents) * (start + position + 1) - 2 * self.starts[number]) // 2
-        else:
-            pairs = sum([count_pairs(rows, last - first, self.band, first - start) for first, last in documents])
-        self[position] = pairs = self[start] + pairs
-        return pairs
+        total, causal = 0, self.band == CAUSAL
+        for documents, starts, before in self.rows:
+            number = bisect_left(starts, position) - 1
+            if number >= 0:
+                start, stop = documents[number]
+                rows = min(position, stop) - start
+                inside = rows * (rows + 1) // 2 if causal else count_pairs(rows, stop - start, self.band)
+                total += before[number] + inside
+        self[position] = total
+        return total
 
 
 pairs_before = lru_cache(maxsize=16)(PairsBefore)

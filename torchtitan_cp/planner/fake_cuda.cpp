@@ -1,5 +1,6 @@
-// A device guard that computes nothing in CUDA's place, and for a CPU build of torch the hooks of a machine with one GPU:
-// autograd asks both. See fake_cuda.py.
+// The hooks of a machine with one GPU, and a device guard that computes nothing in CUDA's place: autograd asks both. Torch
+// makes its hooks at the first question, so this library is loaded before it. A CUDA build sets its own guard after that:
+// use_fake_guard takes its place. See fake_cuda.py.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -25,10 +26,10 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<CUDA> {
   void synchronizeEvent(void*) const override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
-const c10::impl::DeviceGuardImplRegistrar registrar(CUDA, new Guard);
 }  // namespace
 
-#ifdef CPU_BUILD
+extern "C" void use_fake_guard() { c10::impl::DeviceGuardImplRegistrar(CUDA, new Guard); }
+
 namespace at {
 namespace {
 struct Hooks final : CUDAHooksInterface {
@@ -47,7 +48,5 @@ struct Hooks final : CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
 };
 }  // namespace
-using CUDAHooks = Hooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)
 }  // namespace at
-#endif

@@ -1,7 +1,7 @@
 """A GPU that computes nothing, for fake tensors on `cuda` on a machine without one.
 
 Autograd asks C++ for streams and devices, whatever kernels a tensor has. A library of a page, compiled once, answers
-in a GPU's place; a CPU build of torch must find it when it is loaded. What Python asks torch.cuda is answered here.
+in a GPU's place; torch must find it when it is loaded. What Python asks torch.cuda is answered here.
 """
 
 import contextlib
@@ -42,7 +42,6 @@ def build_library() -> Path:
         )
     root = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    flags += [] if torch.version.cuda else ["-DCPU_BUILD"]
     paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
     library.parent.mkdir(parents=True, exist_ok=True)
     unfinished = library.with_suffix(f".{os.getpid()}")
@@ -78,7 +77,7 @@ def _answer(value: Any) -> Any:
 
 
 def use_fake_cuda(device: str) -> None:
-    """Make this process believe in one GPU; starts the program again where torch must find the library earlier.
+    """Make this process believe in one GPU; starts the program again, once, so that torch finds the library.
 
     Args:
         device: a name of planner/devices.py, e.g. "h100-80g".
@@ -86,21 +85,20 @@ def use_fake_cuda(device: str) -> None:
     Raises:
         ConfigError: a platform other than Linux, or the library cannot be compiled.
     """
-    if torch.version.cuda:
-        ctypes.CDLL(str(build_library()))
-    elif torch.accelerator.current_accelerator() is None:
-        os.execve(
-            sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": str(build_library())}
-        )
+    library = str(build_library())
+    if library not in os.environ.get("LD_PRELOAD", ""):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"LD_PRELOAD": library})
+    ctypes.CDLL(library).use_fake_guard()
     chip, stream, capability = device.partition("-")[0].upper(), _Stream(), ACCELERATORS[device].capability
     assert capability is not None
     memory = {"total_memory": int(ACCELERATORS[device].memory_bytes)}
     properties = SimpleNamespace(name=chip, major=capability[0], minor=capability[1], **memory)
     answers = {
         "current_stream": stream, "default_stream": stream, "stream": contextlib.nullcontext(), "set_stream": None,
-        "set_device": None, "synchronize": None, "_lazy_init": None, "current_device": 0, "device_count": 1,
-        "is_available": True, "is_initialized": True, "get_device_name": f"NVIDIA {chip}",
-        "get_device_capability": capability, "get_device_properties": properties, "set_rng_state": None,
+        "is_current_stream_capturing": False, "set_device": None, "synchronize": None, "_lazy_init": None,
+        "current_device": 0, "device_count": 1, "is_available": True, "is_initialized": True,
+        "get_device_name": f"NVIDIA {chip}", "get_device_capability": capability,
+        "get_device_properties": properties, "set_rng_state": None,
     }  # fmt: skip
     for name, value in answers.items():
         setattr(torch.cuda, name, _answer(value))
