@@ -90,7 +90,9 @@ class NodeAgent(LocalElasticAgent):
         After a crash the other ranks wait for the lost one, and only what they write to disk may still end.
         """
         ended = isinstance(sys.exc_info()[1], (JobEndedError, KeyboardInterrupt, SignalException))
-        super()._shutdown(signal.SIGKILL if ended else death_sig, timeout if self.stopping else CRASH_SECONDS)
+        if self._pcontext:  # closed here, as torch 2.11's _shutdown takes no timeout
+            self._pcontext.close(signal.SIGKILL if ended else death_sig, timeout if self.stopping else CRASH_SECONDS)
+        super()._shutdown()
         self.ranks = {}
 
 

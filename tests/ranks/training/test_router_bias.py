@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_in_any_layout_has_the_loads_and_biases_of_one_rank(
             # Rounding may send one or two of 1,024 choices to another expert.
             assert line["expert_load"] == pytest.approx(wanted["expert_load"], abs=0.012)
             assert line["router_entropy"] == pytest.approx(wanted["router_entropy"], rel=1e-3)
-    assert min(bias.abs().max() for bias in wanted_biases.values()) >= RATE
+    assert max(bias.abs().max() for bias in wanted_biases.values()) >= RATE
 
 
 # Nobody chooses the experts of the first of two ranks, which then gets no row, only sends.
