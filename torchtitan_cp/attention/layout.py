@@ -140,10 +140,11 @@ class PairsBefore(dict[int, int]):
 
     Attributes:
         borders: where the documents of all rows begin and end, from 0 to S.
+        linear: between two borders each query has a pair more than the one before it.
     """
 
     def __init__(self, mask: AttentionMask, sequence_length: int) -> None:
-        rows, self.band = mask.documents(sequence_length), mask.band
+        rows, self.band, self.causal = mask.documents(sequence_length), mask.band, mask.band == CAUSAL
         self.borders = sorted({0, sequence_length, *chain.from_iterable(chain.from_iterable(rows))})
         self.rows: list[tuple[tuple[Span, ...], list[int], list[int]]] = []  # documents, starts, pairs before them
         for documents in rows:
@@ -151,15 +152,16 @@ class PairsBefore(dict[int, int]):
             self.rows.append((documents, [start for start, _ in documents], [*accumulate(pairs, initial=0)]))
         if len(rows) == 1:
             self.update(zip(self.rows[0][1], self.rows[0][2], strict=False))
+        self.linear = self.causal and len(rows) == 1 and len(self.borders) == len(rows[0]) + 1
 
     def __missing__(self, position: int) -> int:
-        total, causal = 0, self.band == CAUSAL
+        total = 0
         for documents, starts, before in self.rows:
             number = bisect_left(starts, position) - 1
             if number >= 0:
                 start, stop = documents[number]
-                rows = min(position, stop) - start
-                inside = rows * (rows + 1) // 2 if causal else count_pairs(rows, stop - start, self.band)
+                rows = (position if position < stop else stop) - start
+                inside = rows * (rows + 1) // 2 if self.causal else count_pairs(rows, stop - start, self.band)
                 total += before[number] + inside
         self[position] = total
         return total
