@@ -30,6 +30,7 @@ class Progress:
         trained_tokens: over all ranks; for the metrics.
         stage: index of the current stage; stage_step: its optimizer steps that were taken and not rolled back.
         stage_done: the stage ended before its last step, as its gate opened.
+        evaluated_step: at which the evaluation of a stage's end was last finished.
         source_tokens: tokens of each source that the stages before this one read.
         identity: what must be the same to resume: the model's sizes, the data.
         block_tokens: block size of the data order; another one reorders the text that is left.
@@ -46,6 +47,7 @@ class Progress:
     stage: int = 0
     stage_step: int = 0
     stage_done: bool = False
+    evaluated_step: int = 0
     source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
@@ -58,8 +60,9 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Progress":
-        """The progress that a checkpoint holds, under today's keys or those of before."""
-        return cls(**{OLD_KEYS.get(key, key): value for key, value in dict(saved).items()})
+        """The progress that a checkpoint holds, under today's keys or those of before, when evaluations came first."""
+        found = {OLD_KEYS.get(key, key): value for key, value in dict(saved).items()}
+        return cls(**{"evaluated_step": found.get("step", 0), **found})
 
     def skipped_steps(self, stage: int) -> int:
         """How many steps of a stage's text are skipped."""

@@ -96,7 +96,7 @@ class Evaluator:
         stop_requested: Callable[[], bool],
     ) -> None:
         self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
-        self.set_activity, self.stop_requested, self.interruptible = set_activity, stop_requested, False
+        self.set_activity, self.stop_requested = set_activity, stop_requested
         self.budget, self.left_out = Budget(settings.max_share), dict[str, None]()
         encode = data_pipeline.corpus.tokenizer.encode_batch
         self.prompts = PromptWriter(lambda text: encode([text])[0], data_pipeline.filler, settings.passkey)
@@ -112,9 +112,9 @@ class Evaluator:
             short_before: loss at the first stage's length at that stage's end, if it was measured.
 
         Returns:
-            None if nothing is held out, there is no time, or a stop was requested between steps.
+            None if nothing is held out, there is no time, or a stop was requested.
         """
-        self.left_out, self.interruptible = {}, not at_end
+        self.left_out = {}
         if not (at_end or stage.until or self._affords(self.settings.tokens)):
             logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
             return None
@@ -130,7 +130,7 @@ class Evaluator:
             if length != stage.seq_len and self._is_due(f"loss by position to {length:,}"):
                 by_position = self.held_out_losses(resized(layout, length), data) or held_out
         except _Stopped:
-            logger.info("evaluation stopped: the run is stopping")
+            logger.info("evaluation stopped: the run is stopping%s", "; the next start makes it" * at_end)
             return None
         return EvaluationResult(
             loss=held_out.loss,
@@ -249,7 +249,7 @@ class Evaluator:
 
         for first in range(batch_layout.dp_rank * rows, count + batch_layout.dp_rank * rows, batch_layout.sequences):
             self.set_activity("evaluating with the others")
-            if self.interruptible and any_rank(self.stop_requested(), device=self.model.device)[0]:
+            if any_rank(self.stop_requested(), device=self.model.device)[0]:
                 raise _Stopped
             yield read_rows(read_limited, batch_layout, list(range(first, first + rows)))
 

@@ -23,6 +23,11 @@ def is_stage_over(progress: Progress, stages: Stages) -> bool:
     return progress.stage_done or progress.stage_step >= stages[progress.stage].steps
 
 
+def is_stage_finished(progress: Progress, stages: Stages) -> bool:
+    """Whether no step is left of the current stage, and what it learned is measured."""
+    return is_stage_over(progress, stages) and progress.evaluated_step == progress.step
+
+
 def count_steps(progress: Progress, stages: Stages) -> int:
     """Optimizer steps of the whole run: those taken, and those left of the current stage and after it."""
     left = 0 if is_stage_over(progress, stages) else stages[progress.stage].steps - progress.stage_step
@@ -43,7 +48,7 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> StagePlan:
             f"{path} was written in stage {progress.stage + 1}, and the config has {len(stages)}",
             fix="put the stages back, or give the new run a folder of its own: --job.dump_folder=...",
         )
-    return stages[min(progress.stage + is_stage_over(progress, stages), len(stages) - 1)]
+    return stages[min(progress.stage + is_stage_finished(progress, stages), len(stages) - 1)]
 
 
 def resume(

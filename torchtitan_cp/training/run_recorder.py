@@ -66,6 +66,7 @@ class RunRecorder:
         self.evaluation_curves: Curves = {}
         self.stage_rows: dict[int, dict[str, Any]] = {}
         self.speeds: dict[int, float] = {}
+        self.newest: StepRecord | None = None
         self.evaluation: EvaluationResult | None = None
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
@@ -289,9 +290,9 @@ class RunRecorder:
             "last": last,
             "far": curve[max(curve)] if curve else None,
             "passkey": result.passkey_accuracy if result else None,
-            "tok/s": self.speeds[stage.index],
-            "mfu": self.newest.mfu,
-            "GiB": self.newest.peak_memory_bytes / 2**30,
+            "tok/s": self.speeds.get(stage.index),
+            "mfu": self.newest.mfu if self.newest else None,
+            "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
         }
         self.logger.console.print_stages(self.stage_rows.values())
         self.logger.say(self.data.describe_epochs(progress.text_step))

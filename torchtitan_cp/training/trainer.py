@@ -15,6 +15,7 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
+from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.monitor import StepReport
@@ -34,7 +35,7 @@ from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import exported_stages
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import resolve_run
-from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_over, resume
+from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_finished, is_stage_over, resume
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.step import StepRunner
 
@@ -111,10 +112,13 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the last stage is trained."""
-        return self.stage is self.stages[-1] and self._stage_over()
+        return self.stage is self.stages[-1] and self._stage_finished()
 
     def _stage_over(self) -> bool:
         return is_stage_over(self.progress, self.stages)
+
+    def _stage_finished(self) -> bool:
+        return is_stage_finished(self.progress, self.stages)
 
     @property
     def needs_relaunch(self) -> bool:
@@ -172,7 +176,7 @@ class Trainer:
         """Train stage by stage until the end, a stop or a halt, and save the state then."""
         try:
             while not (self.finished or self.stopping):
-                if self._stage_over():
+                if self._stage_finished():
                     self._leave_stage()
                 if self.needs_relaunch:
                     break
@@ -186,9 +190,10 @@ class Trainer:
     # A stage -----------------------------------------------------------------------------------------------
 
     def _run_stage(self, stage: StagePlan) -> None:
-        """Take the steps left of a stage, with its own process groups, frequencies and loader; the weights stay.
+        """Take the steps left of a stage, with its own process groups, frequencies and loader, and evaluate at its end.
 
-        It returns after a bad step too, as the loader has to skip text then.
+        It returns after a bad step too, as the loader has to skip text then. Where a stop came before the evaluation
+        was over, no step is left.
         """
         begun = time.perf_counter()
         # The first step may compile.
@@ -198,9 +203,10 @@ class Trainer:
         self._set_progress(text_recipe=stage.text_recipe)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
-        left = stage.steps - self.progress.stage_step
+        left = 0 if self._stage_over() else stage.steps - self.progress.stage_step
         pin = self.device.device.type == "cuda"
-        batches = self.data_pipeline.steps(self.progress.text_step, left, batch_layout, pin=pin)
+        first_step = self.progress.text_step if left else self.progress.text_step - 1
+        batches = self.data_pipeline.steps(first_step, max(1, left), batch_layout, pin=pin)
         first = next(batches)
         check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first))
         if self.announced_stage != stage.index:
@@ -216,19 +222,18 @@ class Trainer:
                 self._save_if_due(False)
                 return
             interval = self.config.evaluation.interval
-            if self._stage_over() or (interval and self.progress.step % interval == 0 and not self.stopping):
-                if self.stopping:  # a scheduler may kill the job before the evaluation of the stage's end is over
-                    self._save_if_due(True)
+            if interval and self.progress.step % interval == 0 and not (self._stage_over() or self.stopping):
                 self._evaluate(stage, batch_layout)
-                self.model.pop_timings()  # those of the evaluation are not the next step's
-                # The evaluation may have taken long.
-                requests = self._stop_and_save_requests()
-                self.stopping, self.save_requested = any_rank(*requests, device=self.device.device)
-            self._save_if_due(self._stage_over())
             if self._stage_over():
-                self.recorder.end_stage(stage, self.progress)
-            if self._stage_over() or self.stopping:
+                break
+            self._save_if_due(False)
+            if self.stopping:
                 return
+        if not (self._stage_finished() or self.stopping):
+            self._evaluate(stage, batch_layout)
+        self._save_if_due(self._stage_finished())
+        if self._stage_finished():
+            self.recorder.end_stage(stage, self.progress)
 
     def _leave_stage(self) -> None:
         """Move to the next stage, which reads on where this one stopped."""
@@ -367,13 +372,21 @@ class Trainer:
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_before=self.progress.short_loss
         )
-        if found is None:
-            return
-        self.recorder.record_evaluation(stage, self.progress.step, found)
-        if stage.index == 0:
-            self._set_progress(short_loss=found.loss)
-        if not stage.until:
-            return
+        self.model.pop_timings()  # those of the evaluation are not the next step's
+        # The evaluation may have taken long.
+        requests = self._stop_and_save_requests()
+        self.stopping, self.save_requested = any_rank(*requests, device=self.device.device)
+        if found:
+            self.recorder.record_evaluation(stage, self.progress.step, found)
+            if stage.index == 0:
+                self._set_progress(short_loss=found.loss)
+            if stage.until:
+                self._judge(stage, found)
+        if self._stage_over() and (found or not self.stopping):
+            self._set_progress(evaluated_step=self.progress.step)
+
+    def _judge(self, stage: StagePlan, found: EvaluationResult) -> None:
+        """End the stage if its gate opens."""
         verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
         if verdict.opened:
             self._set_progress(stage_done=True)
@@ -421,7 +434,7 @@ class Trainer:
             set_activity("waiting for the last checkpoint", self.progress.step, self.config.checkpoint.timeout_seconds)
             self.checkpoints.wait()
             if self.checkpoints.newest_step != self.progress.step:
-                self._save(self._stage_over())
+                self._save(self._stage_finished())
                 self.checkpoints.wait()
             self.checkpoints.close()
             if self.checkpoints.newest_step != self.progress.step:

@@ -304,33 +304,60 @@ def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
     assert "the loss at the first stage's length, which cp x tp = 2 ranks cannot share" in lines[1]["left_out"]
 
 
-def stopped_while_measuring(path: Path) -> tuple[list[int], list[int], int]:
-    """On a rank: steps evaluated, steps saved, batches measured after step 4, at whose second it is asked to stop."""
-    often = ("--evaluation.interval=2", "--evaluation.max_share=1.0", "--checkpoint.interval=50")
-    trainer = prepared(path, *often, "--curriculum.stages[0].steps=6")
+def measured_and_saved(path: Path, stop_at: int, *overrides: str) -> tuple[list[int], list[int], int]:
+    """On a rank, of a run: steps evaluated, steps saved, batches measured after step `stop_at`.
+
+    At the second of those it is asked to stop.
+    """
+    trainer = prepared(path, "--checkpoint.interval=50", *overrides)
     seen, busy = list[int](), trainer.evaluator.set_activity
 
     def told(what: str) -> None:
         busy(what)
         seen.append(trainer.progress.step)
-        if seen.count(4) == 2 and trainer.world.rank == 1:  # the others hear of it from this one
+        if seen.count(stop_at) == 2 and trainer.world.rank == 1:  # the others hear of it from this one
             trainer.signals.received = signal.SIGTERM
 
     trainer.evaluator.set_activity = told
     trainer.run()
     dist.barrier()
     saves = sorted(int(folder.name.removeprefix("step-")) for folder in trainer.checkpoints.folder.iterdir())
-    written = (trainer.folder / "evaluation.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in written], saves, seen.count(4)
+    written = trainer.folder / "evaluation.jsonl"
+    lines = written.read_text().splitlines() if written.exists() else []
+    return [json.loads(line)["step"] for line in lines], saves, seen.count(stop_at)
 
 
-def test_a_stop_does_not_wait_for_an_evaluation_between_steps(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+@pytest.fixture
+def long_evaluation(tmp_path: Path) -> Path:
     path = write_run(tmp_path)
     path.write_text(path.read_text().replace("[evaluation]\ntokens = 512", "[evaluation]\ntokens = 8192"))
-    for evaluated_at, saves, batches in ranks(2)(stopped_while_measuring, path):
+    return path
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_between_steps(
+    ranks: Callable[[int], RankPool], long_evaluation: Path
+) -> None:
+    often = ("--evaluation.interval=2", "--evaluation.max_share=1.0", "--curriculum.stages[0].steps=6")
+    for evaluated_at, saves, batches in ranks(2)(measured_and_saved, long_evaluation, 4, *often):
         assert evaluated_at == [2], "that of step 4 was not finished"
         assert saves == [4]
         assert batches == 2
+
+
+def test_an_evaluation_of_a_stages_end_that_a_stop_cut_short_is_made_by_the_next_start(
+    ranks: Callable[[int], RankPool], long_evaluation: Path
+) -> None:
+    second = "[[curriculum.stages]]\nseq_len = 256\nsteps = 2\nglobal_batch_tokens = 512\n"
+    long_evaluation.write_text(long_evaluation.read_text() + second)
+    for stop_at, evaluated, saved in ((3, [], [3]), (5, [3], [3, 5]), (0, [3, 5], [3, 5])):
+        for found in ranks(2)(measured_and_saved, long_evaluation, stop_at, "--curriculum.stages[0].steps=3"):
+            assert found == (evaluated, saved, 2 if stop_at else 0)
+    steps = [
+        json.loads(line)["step"] for line in (long_evaluation.parent / "run/metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert steps == [1, 2, 3, 4, 5], "no step was taken again"
+    again = ranks(2)(measured_and_saved, long_evaluation, 0, "--curriculum.stages[0].steps=3")[0]
+    assert again == ([3, 5], [3, 5], 0), "a finished run does nothing"
 
 
 def test_a_length_that_does_not_hold_the_question_is_told(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
