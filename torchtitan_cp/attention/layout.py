@@ -54,7 +54,7 @@ class Layout:
     @classmethod
     def of(cls, held: Iterable[Iterable[Span]], name: str = "documents") -> "Layout":
         """The layout of ranks that hold these spans, in any order, empty ones among them."""
-        return cls(tuple(merge_spans(span for span in spans if span[0] < span[1]) for spans in held), name)
+        return cls(tuple([merge_spans([span for span in spans if span[0] < span[1]]) for spans in held]), name)
 
     @property
     def ranks(self) -> int:
@@ -148,10 +148,10 @@ class PairsBefore(dict[int, int]):
         self.borders = sorted({0, sequence_length, *chain.from_iterable(chain.from_iterable(rows))})
         self.rows: list[tuple[tuple[Span, ...], list[int], list[int]]] = []  # documents, starts, pairs before them
         for documents in rows:
-            pairs = (count_pairs(stop - start, stop - start, self.band) for start, stop in documents)
+            lengths = [stop - start for start, stop in documents]
+            pairs = [n * (n + 1) // 2 if self.causal else count_pairs(n, n, self.band) for n in lengths]
             self.rows.append((documents, [start for start, _ in documents], [*accumulate(pairs, initial=0)]))
-        if len(rows) == 1:
-            self.update(zip(self.rows[0][1], self.rows[0][2], strict=False))
+        self.update(zip(*self.rows[0][1:], strict=False) if len(rows) == 1 else ())
         self.linear = self.causal and len(rows) == 1 and len(self.borders) == len(rows[0]) + 1
 
     def __missing__(self, position: int) -> int:

@@ -58,8 +58,7 @@ def documents(
     """
     check_divisible(sequence_length, ranks, f"cp = {ranks}")
     if 1 < all_to_all_ranks < ranks:
-        joined = documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs)
-        return joined.split(all_to_all_ranks)
+        return documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
     even, timed = pairs_before(mask, sequence_length)[sequence_length] / ranks, list[tuple[float, Layout]]()
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
