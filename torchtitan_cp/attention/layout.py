@@ -148,10 +148,10 @@ class PairsBefore(dict[int, int]):
         self.borders = sorted({0, sequence_length, *chain.from_iterable(chain.from_iterable(rows))})
         self.rows: list[tuple[tuple[Span, ...], list[int], list[int]]] = []  # documents, starts, pairs before them
         for documents in rows:
-            lengths = [stop - start for start, stop in documents]
-            pairs = [n * (n + 1) // 2 if self.causal else count_pairs(n, n, self.band) for n in lengths]
+            pairs = [count_pairs(stop - start, stop - start, self.band) for start, stop in documents]
             self.rows.append((documents, [start for start, _ in documents], [*accumulate(pairs, initial=0)]))
-        self.update(zip(*self.rows[0][1:], strict=False) if len(rows) == 1 else ())
+        if len(rows) == 1:  # most positions asked for are starts
+            self.update(zip(*self.rows[0][1:], strict=False))
         self.linear = self.causal and len(rows) == 1 and len(self.borders) == len(rows[0]) + 1
 
     def __missing__(self, position: int) -> int:

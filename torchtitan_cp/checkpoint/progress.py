@@ -30,7 +30,7 @@ class Progress:
         trained_tokens: over all ranks; for the metrics.
         stage: index of the current stage; stage_step: its optimizer steps that were taken and not rolled back.
         stage_done: the stage ended before its last step, as its gate opened.
-        evaluated_step: at which the evaluation of a stage's end was last finished.
+        evaluated_step: step at which the newest evaluation of a stage's end was finished.
         source_tokens: tokens of each source that the stages before this one read.
         identity: what must be the same to resume: the model's sizes, the data.
         block_tokens: block size of the data order; another one reorders the text that is left.
@@ -60,8 +60,9 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Progress":
-        """The progress that a checkpoint holds, under today's keys or those of before, when evaluations came first."""
+        """The progress that a checkpoint holds, under today's keys or those of before."""
         found = {OLD_KEYS.get(key, key): value for key, value in dict(saved).items()}
+        # Without the key it was saved after the evaluation.
         return cls(**{"evaluated_step": found.get("step", 0), **found})
 
     def skipped_steps(self, stage: int) -> int:

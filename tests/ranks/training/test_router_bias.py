@@ -150,7 +150,7 @@ BIASED = (
     "--model.overrides.expert_bias=true",
     "--model.overrides.balance=0.0",
     f"--training.router_bias_update={RATE}",
-    "--curriculum.stages[0].steps=4",
+    "--curriculum.stages[0].steps=5",  # an odd number, after which no expert's bias is back at zero
     "--checkpoint.interval=2",
 )
 
@@ -180,7 +180,8 @@ def test_a_run_that_goes_on_in_any_layout_has_the_loads_and_biases_of_one_rank(
     size, overrides = LAYOUTS[layout]
     folder = native_toml.parent / layout.replace(" ", "-")
     shutil.copytree(native_toml.parent / "alone", folder)
-    shutil.rmtree(folder / "checkpoints" / "step-4")
+    for later in ("step-4", "step-5"):
+        shutil.rmtree(folder / "checkpoints" / later)
     wanted_lines, wanted_biases = alone
     for lines, biases in ranks(size)(train_with_biases, native_toml, f"--job.dump_folder={folder}", *overrides):
         assert len(biases) == (1 if layout == "PP 2" else 2)
@@ -191,7 +192,7 @@ def test_a_run_that_goes_on_in_any_layout_has_the_loads_and_biases_of_one_rank(
             # Rounding may send one or two of 1,024 choices to another expert.
             assert line["expert_load"] == pytest.approx(wanted["expert_load"], abs=0.012)
             assert line["router_entropy"] == pytest.approx(wanted["router_entropy"], rel=1e-3)
-    assert max(bias.abs().max() for bias in wanted_biases.values()) >= RATE
+    assert min(bias.abs().max() for bias in wanted_biases.values()) >= RATE
 
 
 # Nobody chooses the experts of the first of two ranks, which then gets no row, only sends.
