@@ -20,7 +20,9 @@ from torchtitan_cp.attention.layout import PairsBefore, pairs_before
 from torchtitan_cp.attention.mask import AttentionMask, Span
 
 # A document is placed whole on a rank that it overfills by no more than this fraction of an even share of the work.
-SLACK = 0.05
+SLACK = 0.04
+# Documents that fill a rank up have at most this fraction of an even share of the work.
+FILLS = 0.25
 # Times that the cuts of documents that share bins are worked out, each with the newest cuts of the others.
 SWEEPS = 2
 
@@ -55,6 +57,12 @@ class Bin:
     area: float
     parts: list[Part] = field(default_factory=list)
 
+    def take(self, part: Part) -> None:
+        """Hold this part."""
+        self.tokens -= part[1]
+        self.area -= part[0]
+        self.parts.append(part)
+
 
 # The bins that share a document with the rows of each; until it is cut, only how many, and an estimate of their area.
 Shares = list[tuple[Bin, Part]]
@@ -66,22 +74,23 @@ def assign_documents(
     mask: AttentionMask,
     ranks_per_node: int,
     fill_fraction: float = 0.2,
-    most_pairs: float = math.inf,
+    most: float = math.inf,
 ) -> list[list[Span]]:
     """Spans for each rank: S/P tokens in all, in any order and some of them empty.
 
     Args:
         ranks: divide S; ranks_per_node: divide these.
         fill_fraction: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
-        most_pairs: nothing is returned as soon as a rank would have more pairs.
+        most: nothing is returned as soon as a rank would have more than so many even shares of the pairs.
     """
-    held, tokens = [_whole_parts(mask, sequence_length)], sequence_length // ranks
+    before, tokens = pairs_before(mask, sequence_length), sequence_length // ranks
+    held, even = [_whole_parts(mask, sequence_length)], before[sequence_length] / ranks
     for bins, room in ((ranks // ranks_per_node, tokens * ranks_per_node), (ranks_per_node, tokens)):
         if bins > 1:
             nodes, held = held, []
             for node in nodes:
-                held += _assign(node, bins, room, fill_fraction, pairs_before(mask, sequence_length))
-                if room == tokens and max(sum([part[0] for part in rows]) for rows in held[-bins:]) > most_pairs:
+                held += _assign(node, bins, room, (fill_fraction * bins * room, FILLS * even), before)
+                if room == tokens and max(sum([part[0] for part in rows]) for rows in held[-bins:]) > most * even:
                     return []
     return [[span for part in rows for span in (part[2:4], part[4:6])] for rows in held]
 
@@ -95,11 +104,13 @@ def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
     return sorted(parts, reverse=True)
 
 
-def _assign(parts: list[Part], count: int, tokens: int, fill_fraction: float, before: PairsBefore) -> list[list[Part]]:
-    """The parts of each of `count` bins that take so many tokens each."""
+def _assign(
+    parts: list[Part], count: int, tokens: int, filling: tuple[float, float], before: PairsBefore
+) -> list[list[Part]]:
+    """The parts of each of `count` bins that take so many tokens each; see `_find_filling`."""
     parts = sorted(parts, reverse=True)
     even = sum([part[0] for part in parts]) / count
-    first, density = _find_filling(parts, fill_fraction * count * tokens, even)
+    first, density = _find_filling(parts, *filling)
     even_work = even - density * tokens
     bins, splits = [Bin(tokens, even) for _ in range(count)], []
     # Work beyond what the shortest documents will bring, less an even share, of each bin: the least loaded first.
@@ -108,19 +119,15 @@ def _assign(parts: list[Part], count: int, tokens: int, fill_fraction: float, be
         area, size = part[:2]
         work = area - density * size
         most = SLACK * even_work - work
-        for load, number in loads:
-            one = bins[number]
-            if load > most or one.tokens >= size:
-                break
-        if load > most or one.tokens < size:
+        place = next((entry for entry in loads if entry[0] <= most and bins[entry[1]].tokens >= size), None)
+        if place is None:
             splits.append((part, _split(part, -most, bins, loads)))
             continue
-        one.tokens -= size
-        one.area -= area
-        one.parts.append(part)
-        loads.remove((load, number))
+        load, number = place
+        bins[number].take(part)
+        loads.remove(place)
         insort(loads, (load + work, number), key=itemgetter(0))
-    _fill(parts[first:], [one for one in bins if one.tokens], before)
+    _fill(parts[first:], bins, before)
     for part, shares in splits * min(SWEEPS, len(splits)):
         _cut_evenly(part, shares, before)
     for _, shares in splits:
@@ -129,10 +136,10 @@ def _assign(parts: list[Part], count: int, tokens: int, fill_fraction: float, be
     return [one.parts for one in bins]
 
 
-def _find_filling(parts: list[Part], tokens: float, even: float) -> tuple[int, float]:
-    """Of sorted parts: the first of the shortest ones that hold so many tokens, and their pairs a token."""
+def _find_filling(parts: list[Part], tokens: float, most_pairs: float) -> tuple[int, float]:
+    """Of sorted parts: the first of the shortest, of at most so many pairs, that hold so many tokens; pairs a token."""
     first, held, area = len(parts), 0, 0
-    while first and held < tokens and 4 * parts[first - 1][0] <= even:
+    while first and held < tokens and parts[first - 1][0] <= most_pairs:
         first -= 1
         held += parts[first][1]
         area += parts[first][0]
@@ -165,27 +172,23 @@ def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, in
 
 
 def _fill(parts: list[Part], bins: list[Bin], before: PairsBefore) -> None:
-    """Give short documents to the bins with the most room until these are full; what fits nowhere is cut."""
-    left, rooms = [], [(-one.tokens, number) for number, one in enumerate(bins)]
-    heapq.heapify(rooms)
+    """Give short documents to the bins that lack the most pairs, then to those with the most room, and cut the last."""
+    for index, want in enumerate(("area", "tokens")):
+        left, wanting = [], [(-getattr(one, want), number) for number, one in enumerate(bins) if one.tokens]
+        heapq.heapify(wanting)
+        for part in parts:
+            wanted, number = wanting[0]
+            if part[1] <= bins[number].tokens:
+                bins[number].take(part)
+                heapq.heapreplace(wanting, (wanted + part[index], number))
+            else:
+                left.append(part)
+        parts = left
     for part in parts:
-        room, number = rooms[0]
-        if part[1] <= -room:
-            one = bins[number]
-            one.parts.append(part)
-            one.area -= part[0]
-            heapq.heapreplace(rooms, (room + part[1], number))
-        else:
-            left.append(part)
-    rooms = [entry for entry in rooms if entry[0]]
-    for part in left:
         while part.tokens:
-            room, number = rooms.pop()
-            taken, part = _cut(part, min(part.tokens, -room), 0, before)
-            bins[number].parts.append(taken)
-            bins[number].area -= taken.area
-            if room + taken.tokens:
-                rooms.append((room + taken.tokens, number))
+            one = next(one for one in bins if one.tokens)
+            taken, part = _cut(part, min(part.tokens, one.tokens), 0, before)
+            one.take(taken)
 
 
 def _cut_evenly(rest: Part, shares: Shares, before: PairsBefore) -> None:

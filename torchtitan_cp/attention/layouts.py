@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 
 from torchtitan_cp.attention.documents import assign_documents
@@ -28,9 +28,10 @@ ROW_PAIRS: RowPairs = (250, 2000)
 NODE_RANKS = 8
 # Pairs of the busiest rank over the mean at which documents that stay in nodes are not assigned to all ranks instead.
 EVEN = 1.05
-# Ranks of a ring of which the messages of each step are counted, not all together; and `relative_time` at which no
-# other layout is tried, of so many ranks and of more, where trying takes long.
-STEP_RANKS, FAIR, FAIR_OF_MANY = 16, 1.06, 1.1
+# Ranks of a ring of which the messages of each step are counted, not all together.
+STEP_RANKS = 16
+# `relative_time` at which no other layout is tried; and where trying takes long: with so many ranks times documents.
+FAIR, FAIR_OF_MANY, MANY = 1.06, 1.2, 8_000
 
 
 def documents(
@@ -44,9 +45,10 @@ def documents(
     """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
 
     Documents that cannot be assigned evenly within nodes first are assigned to all ranks at once. That is taken if it
-    is within 6 % of an even share of the work, messages included, by `relative_time` (10 % of more than 16 ranks); or
-    else the fastest of both, `balanced` and `zigzag`. Batch rows that are packed differently are cut at the borders of
-    all their documents, and assigned by their summed area.
+    is within 6 % of an even share of the work, messages included, by `relative_time` (20 % of many documents on many
+    ranks). If not, they are also cut more evenly within nodes, and the fastest of these, `balanced` and `zigzag` is
+    taken. Batch rows that are packed differently are cut at the borders of all their documents, and assigned by their
+    summed area.
 
     Args:
         ranks_per_node: consecutive ranks that sit in one node, within which documents stay first.
@@ -60,13 +62,14 @@ def documents(
     if 1 < all_to_all_ranks < ranks:
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
-    even, timed = pairs_before(mask, sequence_length)[sequence_length] / ranks, list[tuple[float, Layout]]()
+    before, timed = pairs_before(mask, sequence_length), list[tuple[float, Layout]]()
+    even, fair = before[sequence_length] / ranks, FAIR_OF_MANY if ranks * len(before.borders) > MANY else FAIR
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
         # Messages are not counted where a rank's pairs alone take longer than another layout.
         if not timed or max(rank_areas(layout, mask, sequence_length)) < timed[0][0] * even:
             timed.append((relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs), layout))
             timed.sort(key=itemgetter(0))
-        if timed[0][0] <= (FAIR if ranks <= STEP_RANKS else FAIR_OF_MANY):
+        if timed[0][0] <= fair:
             break
     return timed[0][1]
 
@@ -124,14 +127,12 @@ def _waits(
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    even, in_nodes = pairs_before(mask, sequence_length)[sequence_length] / ranks, 1 < ranks_per_node < ranks
-    found = assign_documents(sequence_length, ranks, mask, ranks_per_node, most_pairs=EVEN * even)
-    yield Layout.of(found or assign_documents(sequence_length, ranks, mask, ranks, 0.2 if in_nodes else 0.5))
+    assign = partial(assign_documents, sequence_length, ranks, mask)
+    yield Layout.of(assign(ranks_per_node, 0.2, EVEN) or assign(ranks, 0.2))
+    yield Layout.of(assign(ranks_per_node, 0.5))
     yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
         yield zigzag(sequence_length, ranks)
-    if not found:
-        yield Layout.of(assign_documents(sequence_length, ranks, mask, ranks_per_node))
 
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {
