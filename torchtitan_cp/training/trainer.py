@@ -26,7 +26,7 @@ from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.schedule import LearningRates
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.consistency import check_agreement
-from torchtitan_cp.runtime.device import World, use_deterministic_kernels
+from torchtitan_cp.runtime.device import World, freeze_long_lived_objects, use_deterministic_kernels
 from torchtitan_cp.runtime.signals import StopSignals, any_rank
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
@@ -214,6 +214,7 @@ class Trainer:
             exchange = self.model.resolve_strategy(batch_layout)
             self.recorder.start_stage(stage, self.progress, first[0], exchange, time.perf_counter() - begun)
         batches = itertools.chain([first], batches)
+        freeze_long_lived_objects()
         for _ in range(left):
             with self.profiler.trace(self.progress.step + 1, lambda: self.recorder.message_seconds):
                 healthy = self._step(stage, batches)
