@@ -102,8 +102,6 @@ class HuggingFaceArgs:
     def state_sizes(self) -> tuple[int, ...]:
         return (0,) * self.n_layers
 
-    state_widths = (0, 0)
-
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
         return next(_heads(layer) for layer in self.look.layers if layer.window == window)

@@ -54,7 +54,7 @@ class HybridArgs(LlamaArgs):
 
     @property
     def state_widths(self) -> tuple[int, int]:
-        """See LlamaArgs."""
+        """Channels of q, k and v together, and of v alone, in the layers that have a recurrent state."""
         values = self.linear_value_heads * self.linear_value_dim
         return 2 * self.linear_key_heads * self.linear_key_dim + values, values
 
@@ -93,18 +93,10 @@ def _published(args: LlamaArgs, values: int) -> HybridArgs:
     return HybridArgs(**vars(replace(args, vocab_size=248320, norm_eps=1e-6, qk_norm=True)), linear_value_heads=values)
 
 
+_DEBUG: dict[str, Any] = {"linear_key_heads": 3, "linear_value_heads": 6, "linear_key_dim": 32, "linear_value_dim": 32}
 # E, layers, Hq, Hkv, D, SwiGLU.
 FLAVORS = {
-    "debug": HybridArgs(
-        *(192, 4, 6, 2, 32, 512),
-        tie_embeddings=True,
-        qk_norm=True,
-        linear_key_heads=3,
-        linear_value_heads=6,
-        linear_key_dim=32,
-        linear_value_dim=32,
-        rotary_share=0.5,
-    ),
+    "debug": HybridArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True, qk_norm=True, rotary_share=0.5, **_DEBUG),
     "0.8B": _published(LlamaArgs(1024, 24, 8, 2, 256, 3584, tie_embeddings=True), 16),
     "2B": _published(LlamaArgs(2048, 24, 8, 2, 256, 6144, tie_embeddings=True), 16),
     "4B": _published(LlamaArgs(2560, 32, 16, 4, 256, 9216, tie_embeddings=True), 32),

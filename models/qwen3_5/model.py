@@ -15,13 +15,11 @@ from models.llama.model import Attend, Attention, Block, Llama, rotate
 from models.qwen3_5.flavors import HybridArgs
 
 
-class CenteredRMSNorm(nn.Module):
-    """RMSNorm in fp32, times one plus its weight `[dim]`."""
+class CenteredRMSNorm(nn.RMSNorm):
+    """RMSNorm in fp32, times one plus its weight `[dim]`, which starts at zero."""
 
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(dim))
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).type_as(x)
@@ -63,7 +61,7 @@ class GatedAttention(Attention):
     def __init__(self, args: HybridArgs, attend: Attend, window: int) -> None:
         super().__init__(args, attend, window)
         self.wq = nn.Linear(args.dim, 2 * args.n_heads * args.head_dim, bias=False)  # of each head, the query, its gate
-        self.q_norm, self.k_norm = (CenteredRMSNorm(args.head_dim, args.norm_eps) for _ in range(2))
+        self.q_norm, self.k_norm = (CenteredRMSNorm(args.head_dim, eps=args.norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, plan: Any) -> Tensor:
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)

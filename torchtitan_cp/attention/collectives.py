@@ -1,5 +1,6 @@
 """Messages between the ranks of a group: the only module here that calls torch.distributed."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Result = TypeVar("Result")
+Shape = tuple[int, ...]
 Message = tuple[int, Tensor]  # the other rank, and the tensor that is sent to it or received from it
 
 Watch = Callable[[], AbstractContextManager[None]]
@@ -104,10 +106,11 @@ class Group:
         received = torch.empty_like(x)
         return self._trade(x, received, lambda: received).wait()
 
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Give the flat part i to rank i, and get `sizes[i]` values from it; nothing is sent for none."""
-        received = [parts[rank].new_empty(size) for rank, size in enumerate(sizes)]
-        return self._trade(parts, received, lambda: received).wait()
+    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
+        """Give the flat part i to rank i, and get tensors of `shapes[i]` from it; nothing is sent for none."""
+        received = [x.new_empty(sum(map(math.prod, of_rank))) for x, of_rank in zip(parts, shapes, strict=True)]
+        self._trade(parts, received, lambda: received).wait()
+        return [unpack(x, of_rank) for x, of_rank in zip(received, shapes, strict=True)]
 
     def _trade(
         self, parts: Sequence[Tensor] | Tensor, received: list[Tensor] | Tensor, finish: Callable[[], Result]
@@ -128,6 +131,12 @@ class Group:
 def _filled(messages: list[Message]) -> list[Message]:
     """Those that hold something."""
     return [(rank, x) for rank, x in messages if x.numel()]
+
+
+def unpack(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The tensors that begin a flat one."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 def find_group(names: tuple[str, ...], ranks: int) -> Group:

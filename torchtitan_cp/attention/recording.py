@@ -101,7 +101,7 @@ class _Recorder(TorchDispatchMode):
             if self.own_values:
                 return v.clone(), []
         elif func is CONVOLUTION and self.own_values:
-            return args[0].clone()
+            return args[0][0].clone()  # of x and its parameters
         elif "softmax" in str(func) or "attention" in str(func):
             self.trace.attending.add(layer)
         return func(*args, **(kwargs or {}))

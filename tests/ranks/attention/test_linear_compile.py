@@ -285,13 +285,15 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "are causal and have no window, and the plan's mask is not so; give them a plan" in said[1]
     assert "the mask has documents of 3 batch rows and the inputs have 2" in said[2]
     for message in said[3:6]:
-        assert "with S/P = 32 and Hv a multiple of Hk, got q (2, " in message
+        assert "Hv a multiple of Hk, with S/P = 32, got q (2, " in message
     assert "v torch.bfloat16; cast them to one" in said[6]
     assert "are causal and have no window" in said[7]
-    assert "weight [C, W] and bias [C], S/P = 32, got (2, 32, 6), (5, 4); shard x with plan.shard" in said[8]
+    assert (
+        "weight [C, W] and bias [C], with S/P = 32, got x (2, 32, 6), weight (5, 4); shard with plan.shard" in said[8]
+    )
     assert "activation 'relu' is not available; use one of silu" in said[9]
-    assert "S/P = 32, got (2, 16, 6), (6, 4)" in said[10]
-    assert "dt [B, S/P, H], A [H], got [(2, 32, 4, 8), (2, 32, 4), (3,)]; shard x" in said[11]
+    assert "S/P = 32, got x (2, 16, 6), weight (6, 4)" in said[10]
+    assert "dt [B, S/P, H], A [H], with S/P = 32, got x (2, 32, 4, 8), dt (2, 32, 4), A (3,); shard" in said[11]
 
 
 def run_auto() -> list[str]:

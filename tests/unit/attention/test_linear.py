@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.linear_cases import draw, with_gradients
 from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan, selective_scan
+from torchtitan_cp.attention.recording import Side, record
 
 S = 130
 PLAN = make_plan(S, mask=AttentionMask(document_lengths=((50, 80),)))
@@ -76,3 +77,16 @@ def test_the_gates_of_a_scan_are_not_rounded_to_bf16() -> None:
     inputs = ones, dt, -torch.tensor([0.011, 0.023, 0.31, 0.57], dtype=torch.bfloat16), ones[:, :, :2], ones[:, :, :2]
     exact = selective_scan(*(x.double() for x in inputs), PLAN)
     assert torch.equal(selective_scan(*inputs, PLAN), exact.bfloat16())
+
+
+class Convolution(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return causal_conv(x, torch.ones(3, 4), PLAN)
+
+
+def test_a_recording_of_own_values_takes_a_convolution_for_its_input() -> None:
+    model, x = Convolution(), torch.arange(3.0 * S).view(1, S, 3)
+    side = Side(model, lambda _: model(x).sum(), dict, lambda: lambda: 0)
+    with torch.no_grad():
+        trace = record(side, 1, S, own_values=True)
+    assert (trace.error, trace.loss) == ("", x.sum().item())

@@ -1,11 +1,12 @@
 """A short causal convolution of each channel, over documents that lie on several ranks.
 
-The first positions of a run want the W - 1 before them, wherever these are: on up to W - 1 other ranks. They travel
-there, and backward their gradients travel home.
+The first positions of a run want the W - 1 before them, wherever these are: on up to W - 1 other ranks. They are the
+keys of a window of W: they travel as such, and backward their gradients travel home.
 """
 
-from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -14,13 +15,18 @@ from torch import Tensor
 
 from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import above_autograd
-from torchtitan_cp.attention.errors import PlanError, check_name
-from torchtitan_cp.attention.linear.operator import check_mask
-from torchtitan_cp.attention.linear.states import KEPT, document_offsets, stretches
+from torchtitan_cp.attention.errors import check_name
+from torchtitan_cp.attention.layout import cut_by_document, documents_of
+from torchtitan_cp.attention.linear.operator import check_inputs
+from torchtitan_cp.attention.linear.states import KEPT, document_offsets
+from torchtitan_cp.attention.mask import Span, count_rows, merge_spans
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
-from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan import Plan, ring_steps
 from torchtitan_cp.attention.plan_registry import find_plan
+from torchtitan_cp.attention.strategies.ring import add_rows, rows_in
+
+Spans = tuple[Span, ...]
 
 
 def causal_conv(
@@ -47,89 +53,70 @@ def causal_conv(
     """
     if activation is not None:
         check_name("activation", activation, ("silu",))
-    check_mask(plan, len(x))
-    inputs, sizes = [x, weight] if bias is None else [x, weight, bias], [3, 2, 1]
-    fits = [y.ndim for y in inputs] == sizes[: len(inputs)] and {x.shape[-1]} == {len(y) for y in inputs[1:]}
-    if not fits or x.shape[1] != plan.local_tokens:
-        shapes = ", ".join(str(tuple(y.shape)) for y in inputs)
-        raise PlanError(
-            f"causal_conv takes x [B, S/P, C], weight [C, W] and bias [C], S/P = {plan.local_tokens}, got {shapes}",
-            fix="shard x with plan.shard",
-        )
-    return convolve(inputs, plan.handle, activation is not None)
+    inputs = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    fits = [y.ndim for y in inputs.values()] == [3, 2, 1][: len(inputs)] and x.shape[1] == plan.local_tokens
+    fits = fits and {len(y) for y in (weight, bias) if y is not None} == {x.shape[2]}
+    check_inputs(plan, fits, "causal_conv takes x [B, S/P, C], weight [C, W] and bias [C]", inputs)
+    return convolve(list(inputs.values()), plan.handle, activation is not None)
 
 
 @lru_cache(maxsize=KEPT)
-def _moved_rows(plan: Plan, width: int, device: torch.device) -> tuple[list[Tensor], ...]:
-    """What fills the W - 1 rows before each run, as far as its tokens read them; a rank's halos lie one after another.
+def _find_reads(plan: Plan, width: int) -> tuple[list[Spans], list[int], Spans, Spans]:
+    """What travels, as in a ring under a window of W: each rank's rows that another reads, and its own to itself.
 
     Returns:
-        per rank, (the local rows that it gets, the rows of halos here that it fills).
+        per rank, the local rows that it gets, and how many it gives; the order in the sequence of W - 1 zeros and
+        what this rank gets then, in rank order; where this rank's rows are in that order, behind the zeros.
     """
-    moves: dict[tuple[int, int], tuple[int, int]] = {}  # (rank, row of its halos) <- (rank, local row)
-    for document in stretches(plan):
-        before: deque[tuple[int, int]] = deque(maxlen=width - 1)
-        for one in document:
-            halo_end = (one.run + 1) * (width - 1)
-            moves |= {(one.rank, halo_end - distance): row for distance, row in enumerate(reversed(before), 1)}
-            first = one.local + max(0, one.tokens - width)
-            before.extend((one.rank, row) for row in range(first, one.local + one.tokens))
-    given, placed = ([list[int]() for _ in range(plan.ranks)] for _ in range(2))
-    for (target, halo_row), (source, row) in moves.items():
-        if source == plan.rank:
-            given[target].append(row)
-        if target == plan.rank:
-            placed[source].append(halo_row)
-    return tuple([torch.tensor(rows, dtype=torch.int64).to(device) for rows in side] for side in (given, placed))
+    steps = ring_steps(plan.layout, plan.mask.windowed(width), plan.sequence_length, plan.rank)
+    given = [step.send for step in sorted(steps, key=lambda step: step.target)]
+    taken = [count_rows(step.receive) for step in sorted(steps, key=lambda step: step.source)]
+    held = list(plan.layout.spans[plan.rank])
+    for _, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
+        held += [(max(segments[0].start, s.start - width + 1), s.stop) for s in segments if s.rank == plan.rank]
+    places, order, own, place = [*accumulate(taken, initial=width - 1)], [(0, width - 1)], list[Span](), 0
+    for rank, _, start, stop in chain(*cut_by_document(plan.layout, merge_spans(held))):
+        order.append((places[rank], places[rank] + stop - start))
+        own += [(place, place + stop - start)] if rank == plan.rank else []
+        places[rank], place = places[rank] + stop - start, place + stop - start
+    return given, taken, tuple(order), tuple(own)
 
 
-def _carry(x: Tensor, width: int, onto: Tensor, plan: Plan, back: bool = False) -> None:
-    """Add local rows `[B, s, C]` to the halos that read them, `[B, runs (W - 1), C]`; or the way back."""
-    given, placed = _moved_rows(plan, width, x.device)[:: -1 if back else 1]
-    parts = [x.index_select(1, rows).flatten() for rows in given]
-    sizes = [len(rows) * len(x) * x.shape[-1] for rows in placed]
-    received = find_group(plan.groups, plan.ranks).exchange(parts, sizes)
-    for flat, rows in zip(received, placed, strict=True):
-        values = flat.view(len(x), len(rows), x.shape[-1])
-        # Several halos may hold a row; this adds them in one order, unlike index_add_ on CUDA.
-        onto.transpose(0, 1).index_put_((rows,), values.transpose(0, 1), accumulate=True)
+def _trade(parts: Sequence[Tensor], rows: list[int], plan: Plan) -> list[Tensor]:
+    """Give part i `[B, s, C]` to rank i, and get so many rows from it."""
+    shapes = [[(len(parts[0]), count, parts[0].shape[2])] for count in rows]
+    return [x for (x,) in find_group(plan.groups, plan.ranks).exchange([x.flatten() for x in parts], shapes)]
 
 
-def _halos(x: Tensor, plan: Plan, width: int) -> Tensor:
-    """What precedes each run, zeros where nothing is read, `[B, runs (W - 1), C]`."""
-    halos = x.new_zeros(len(x), len(plan.layout.spans[plan.rank]) * (width - 1), x.shape[-1])
-    _carry(x, width, halos, plan)
-    return halos
+def _hold(x: Tensor, plan: Plan, width: int) -> Tensor:
+    """W - 1 zeros, and behind them what this rank gets, `[B, held, C]`."""
+    given, taken, *_ = _find_reads(plan, width)
+    got = _trade([rows_in(x, spans) for spans in given], taken, plan)
+    return torch.cat([x.new_zeros(len(x), width - 1, x.shape[2]), *got], 1)
 
 
-def _convolve(plan: Plan, silu: bool, x: Tensor, halos: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _convolve(plan: Plan, silu: bool, held: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The convolution of a rank's rows; differentiable."""
-    width, dtype = weight.shape[1], accumulation_dtype(x.dtype)
-    runs = [stop - start for start, stop in plan.layout.spans[plan.rank]]
-
-    def with_halos(x: Tensor, halos: Tensor) -> Tensor:
-        pairs = zip(halos.split([width - 1] * len(runs), 1), x.split(runs, 1), strict=True)
-        return torch.cat([piece for pair in pairs for piece in pair], 1)
-
+    width, dtype, own_offsets = weight.shape[1], accumulation_dtype(held.dtype), document_offsets(plan, held.device)
+    *_, order, own = _find_reads(plan, width)
     # Widened once, so that the gradients of all reads add up in fp32.
-    rows, offsets = with_halos(x.to(dtype), halos.to(dtype)), document_offsets(plan, x.device)
-    nowhere = offsets.new_full((len(offsets), halos.shape[1]), -1)
-    offsets = with_halos(offsets, nowhere)[:, width - 1 :, None]
-    total = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    rows = rows_in(held.to(dtype), order)
+    offsets = own_offsets.new_full((len(own_offsets), rows.shape[1] - width + 1, 1), -1)
+    add_rows(offsets, own, own_offsets.unsqueeze(-1) + 1)
+    total = rows.new_zeros(()) if bias is None else bias.to(dtype)
     for distance in range(width):
         # What lies further back than the document's first token is another's.
         read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
         total = total + read * weight[:, width - 1 - distance].to(dtype)
-    total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0).to(x.dtype)
-    pieces = total.split([length for run in runs for length in (run, width - 1)][:-1], 1)
-    return torch.cat(pieces[::2], 1)
+    total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0)
+    return rows_in(total.to(held.dtype), own).contiguous()
 
 
 @operator("causal_conv")
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` of x, weight and perhaps bias."""
     plan, (x, *parameters) = find_plan(handle), inputs
-    return _convolve(plan, silu, x, _halos(x, plan, parameters[0].shape[1]), *parameters)
+    return _convolve(plan, silu, _hold(x, plan, parameters[0].shape[1]), *parameters)
 
 
 @operator("causal_conv_backward")
@@ -138,11 +125,13 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     plan, (x, *parameters) = find_plan(handle), inputs
     width = parameters[0].shape[1]
     with above_autograd(), torch.enable_grad():
-        leaves = [y.detach().requires_grad_() for y in (x, _halos(x, plan, width), *parameters)]
-        out = _convolve(plan, silu, *leaves)
-        dx, dhalos, *dparameters = torch.autograd.grad(out, leaves, dout)
-    dx = dx.clone(memory_format=torch.contiguous_format)
-    _carry(dhalos, width, dx, plan, back=True)
+        leaves = [y.detach().requires_grad_() for y in (_hold(x, plan, width), *parameters)]
+        dheld, *dparameters = torch.autograd.grad(_convolve(plan, silu, *leaves), leaves, dout)
+    given, taken, *_ = _find_reads(plan, width)
+    _, *parts = dheld.split([width - 1, *taken], 1)
+    dx = x.new_zeros(x.shape)
+    for spans, part in zip(given, _trade(parts, list(map(count_rows, given)), plan), strict=True):
+        add_rows(dx, spans, part)
     return [dx, *dparameters]
 
 

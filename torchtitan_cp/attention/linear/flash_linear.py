@@ -46,10 +46,12 @@ class FlashKernel:
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
         self.key_dim, self.segments = inputs.q.shape[-1], self._by_row(own_stretches(plan))
+        (batch, _, heads, value_dim), dtype = inputs.v.shape, accumulation_dtype(inputs.q.dtype)
+        self.zeros = inputs.v.new_zeros((batch, heads, self.key_dim, value_dim), dtype=dtype)
 
     def summarize(self, segment: Stretch) -> Tensor:
         """See TorchKernel."""
-        segments, inputs, start = self._by_row([segment]), self.inputs, self._zeros(segment)
+        segments, inputs, start = self._by_row([segment]), self.inputs, self.zeros[segment.rows]
         if segment.offset:
             identity = torch.eye(self.key_dim, dtype=start.dtype, device=start.device)
             start = torch.cat([identity.expand(*start.shape[:2], -1, -1), start], -1)
@@ -66,7 +68,7 @@ class FlashKernel:
         """See TorchKernel."""
         segments = self._by_row([segment])
         with above_autograd(), torch.enable_grad():
-            start = self._zeros(segment).requires_grad_()
+            start = self.zeros[segment.rows].requires_grad_()
             out, _ = self._run(self.inputs, segments, start)
             return torch.autograd.grad(out, start, self._rows(self.dout, segments))[0]
 
@@ -94,8 +96,7 @@ class FlashKernel:
 
     def _by_row(self, segments: list[Stretch]) -> list[Stretch]:
         """One for each batch row."""
-        rows = range(len(self.inputs.q))
-        return [one._replace(row=row) for one in segments for row in rows[one.rows]]
+        return [one._replace(row=row) for one in segments for row in range(len(self.inputs.q))[one.rows]]
 
     def _index(self, segments: list[Stretch]) -> Tensor:
         rows = [torch.arange(s.tokens) + s.row * self.inputs.q.shape[1] + s.local for s in segments]
@@ -109,8 +110,3 @@ class FlashKernel:
         """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
         found = states[[s.run for s in self.segments], [s.row for s in self.segments]]
         return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)
-
-    def _zeros(self, segment: Stretch) -> Tensor:
-        (_, _, heads, value_dim), rows = self.inputs.v.shape, len(self._by_row([segment]))
-        dtype = accumulation_dtype(self.inputs.q.dtype)
-        return self.inputs.q.new_zeros((rows, heads, self.key_dim, value_dim), dtype=dtype)

@@ -17,7 +17,7 @@ Sources: Yang et al., Gated Delta Networks, 2024; Kimi Linear, 2025; the WY form
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -171,19 +171,15 @@ def in_parts(inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor |
     cls: type[Kernel] = flash_linear.FlashKernel if fused else TorchKernel
     keys = key_heads if fused else max(1, PART * key_heads // max(1, inputs.v.numel()))
     values = keys * copies
-    split = zip(*(x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)), strict=True)
-    parts = [Inputs(*part) for part in split]
-    douts = [None] * len(parts) if dout is None else dout.split(values, 2)
-
-    def make(part: int) -> Kernel:
-        return cls(parts[part], plan, scale, rule, douts[part])
-
-    kernel = cache(make) if len(parts) == 1 else make
+    split = [x.split(keys if n < 2 else values, 2) for n, x in enumerate(inputs)]
+    douts = [None] * len(split[0]) if dout is None else dout.split(values, 2)
+    parts = zip(*split, douts, strict=True)
+    kernels = [partial(cls, Inputs(*part), plan, scale, rule, of_out) for *part, of_out in parts]
+    made = [cache(kernels[0])] if len(kernels) == 1 else kernels
 
     def each(dim: int, call: Callable[..., list[Tensor]], *states: Tensor) -> list[Tensor]:
-        held = [x.split(values, 2) for x in states]
-        made = [call(kernel(part), *(x[part] for x in held)) for part in range(len(parts))]
-        return [torch.cat(x, dim) for x in zip(*made, strict=True)]
+        parts = zip(made, *(x.split(values, 2) for x in states), strict=True)
+        return [torch.cat(x, dim) for x in zip(*(call(make(), *held) for make, *held in parts), strict=True)]
 
     return each
 

@@ -6,6 +6,7 @@ besides the inputs are the states that enter a rank's runs, or what it received 
 """
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
-from torchtitan_cp.attention.strategies import all_to_all
+from torchtitan_cp.attention.strategies.all_to_all import HeadTrade, share_heads
 
 logger = logging.getLogger(__name__)
 
@@ -85,19 +86,22 @@ def selective_scan(
     Raises:
         PlanError: as `gated_delta_rule`.
     """
-    if x.ndim != 4 or dt.shape != x.shape[:3] or A.shape != x.shape[2:3]:
-        raise PlanError(
-            f"the scan takes x [B, S/P, H, D], dt [B, S/P, H], A [H], got {[tuple(y.shape) for y in (x, dt, A)]}",
-            fix="shard x and dt with plan.shard",
-        )
+    fits = x.ndim == 4 and dt.shape == x.shape[:3] and A.shape == x.shape[2:3]
+    check_inputs(plan, fits, "the scan takes x [B, S/P, H, D], dt [B, S/P, H], A [H]", {"x": x, "dt": dt, "A": A})
     # A gate rounded to 16 bits would be off at every token of a document.
     return _call(Inputs(C, B, x, dt.to(accumulation_dtype(dt.dtype)) * A, dt), plan, 1.0, "scan", strategy)
 
 
 def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) -> Tensor:
     check_name("strategy of linear attention", strategy, ("auto", "state", "all_to_all"))
-    check_mask(plan, len(inputs.q))
-    _check_shapes(inputs, plan)
+    q, k, v, g, beta = inputs
+    fits = q.ndim == v.ndim == 4 and q.shape == k.shape and (len(q), plan.local_tokens) == q.shape[:2] == v.shape[:2]
+    fits = fits and beta.shape == v.shape[:3] and g.shape in (beta.shape, (*beta.shape, q.shape[-1]))
+    takes = "the rule takes q, k [B, S/P, Hk, K], v [B, S/P, Hv, V], g [B, S/P, Hv] or [B, S/P, Hv, K], "
+    takes += "beta [B, S/P, Hv], and Hv a multiple of Hk"
+    check_inputs(plan, fits and v.shape[2] % q.shape[2] == 0, takes, inputs._asdict())
+    if not q.dtype == k.dtype == v.dtype:
+        raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
     # Gates travel beside the queries as columns of their dtype.
     g, beta = (x.to(torch.promote_types(x.dtype, inputs.q.dtype)) for x in (inputs.g, inputs.beta.unsqueeze(-1)))
     inputs = inputs._replace(g=g if g.ndim == 4 else g.unsqueeze(-1), beta=beta)
@@ -106,29 +110,17 @@ def _call(inputs: Inputs, plan: Plan, scale: float, rule: str, strategy: str) ->
     return delta_rule(list(inputs), plan.handle, scale, rule, plan.ranks, trades, plan.most_runs)[0]
 
 
-def check_mask(plan: Plan, batch: int) -> None:
-    """Raise PlanError if a plan's mask is one that a state does not have, or of another number of batch rows."""
+def check_inputs(plan: Plan, fits: bool, takes: str, inputs: Mapping[str, Tensor]) -> None:
+    """Raise PlanError unless inputs have the shapes that an operator takes, and a plan's mask is one of a state."""
+    if not fits:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items())
+        raise PlanError(f"{takes}, with S/P = {plan.local_tokens}, got {shapes}", fix="shard with plan.shard")
     if not plan.mask.causal or plan.mask.window[0] >= 0:
         raise PlanError(
             "linear attention and convolutions are causal and have no window, and the plan's mask is not so",
             fix="give them a plan of a mask with the documents alone, made with `like` the other layers' plan",
         )
-    plan.check_batch(batch)
-
-
-def _check_shapes(inputs: Inputs, plan: Plan) -> None:
-    q, k, v, g, beta = inputs
-    per_head, gates = v.shape[:3], (v.shape[:3], (*v.shape[:3], q.shape[-1]))
-    fits = q.ndim == v.ndim == 4 and q.shape == k.shape and (len(q), plan.local_tokens) == q.shape[:2] == v.shape[:2]
-    if not fits or beta.shape != per_head or g.shape not in gates or v.shape[2] % q.shape[2]:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs._asdict().items())
-        raise PlanError(
-            f"the rule takes q, k [B, S/P, Hk, K], v [B, S/P, Hv, V], g [B, S/P, Hv] or [B, S/P, Hv, K] and "
-            f"beta [B, S/P, Hv], with S/P = {plan.local_tokens} and Hv a multiple of Hk, got {shapes}",
-            fix="shard with plan.shard",
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
+    plan.check_batch(len(next(iter(inputs.values()))))
 
 
 def choose_strategy(inputs: Inputs, plan: Plan, rule: str) -> tuple[str, int, int]:
@@ -143,8 +135,7 @@ def choose_strategy(inputs: Inputs, plan: Plan, rule: str) -> tuple[str, int, in
     a_token = 2 * (key_heads * key_dim + heads * value_dim) * inputs.q.dtype.itemsize
     a_token += heads * (inputs.g.shape[-1] * inputs.g.dtype.itemsize + inputs.beta.dtype.itemsize)
     states, traded = plan.most_runs * a_run * len(inputs.q), 2 * tokens * a_token * len(inputs.q)
-    divide = key_heads % plan.ranks == 0 and heads % plan.ranks == 0
-    return "all_to_all" if divide and traded < states else "state", states, traded
+    return "all_to_all" if key_heads % plan.ranks == 0 and traded < states else "state", states, traded
 
 
 @lru_cache(maxsize=256)
@@ -180,35 +171,6 @@ def _backward(dout: Tensor, kept: list[Tensor], plan: Plan, scale: float, rule: 
     return [x.to(y.dtype) for x, y in zip(gradients, inputs, strict=True)]
 
 
-class _HeadTrade:
-    """Heads for sequence and back: of q, k, v, g and beta, or of v alone.
-
-    Args:
-        heads: Hv, Hk.
-    """
-
-    def __init__(self, plan: Plan, heads: tuple[int, int]) -> None:
-        self.group = find_group(plan.groups, plan.ranks)
-        self.rows, shares = all_to_all.group_rows(plan, self.group), all_to_all.share_heads(*heads, plan.ranks)
-        self.shares = [(shares.keys, heads[1])] * 2 + [(shares.queries, heads[0])] * 3
-
-    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """`[B, S/P, H, ..] -> [B, S, h, ..]`."""
-        shares = self.shares if len(tensors) > 1 else self.shares[2:3]
-        columns = [x.contiguous().view(tensors[0].dtype) for x in tensors]
-        parts = [all_to_all.split_heads(x, held) for x, (held, _) in zip(columns, shares, strict=True)]
-        arrived = all_to_all.trade(parts, self.group)
-        return [all_to_all.join_rows(x, self.rows).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
-
-    def to_rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """`[B, S, h, ..] -> [B, S/P, H, ..]`; what several ranks have of a key head is summed. Empties the list."""
-        shares, dtypes = self.shares if len(tensors) > 1 else self.shares[2:3], [x.dtype for x in tensors]
-        # Nothing else refers to the tensors, so that they are freed once they are in the message.
-        parts = [all_to_all.split_rows(tensors.pop(0).view(dtypes[0]), self.rows) for _ in dtypes]
-        arrived = zip(all_to_all.trade(parts, self.group), shares, dtypes, strict=True)
-        return [all_to_all.join_heads(x, *of_rank).view(dtype) for x, of_rank, dtype in arrived]
-
-
 @operator("gated_delta_rule")
 def delta_rule(
     inputs: list[Tensor], handle: Tensor, scale: float, rule: str, ranks: int, trades: bool, most_runs: int
@@ -220,9 +182,9 @@ def delta_rule(
         _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent)
     if not trades:
         return _forward(Inputs(*inputs), plan, scale, rule)
-    trade = _HeadTrade(plan, heads)
-    traded = trade.to_heads(*inputs)
-    return trade.to_rows([_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0]])[0], traded
+    trade = HeadTrade(plan, find_group(plan.groups, ranks), *heads)
+    traded = trade.to_heads(inputs, [trade.keys] * 2 + [trade.queries] * 3)
+    return trade.to_rows([_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0]], [trade.queries])[0], traded
 
 
 @delta_rule.register_fake
@@ -232,7 +194,7 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
     out = v.new_empty(v.shape)
     if trades:
-        shares = all_to_all.share_heads(heads, key_heads, ranks)
+        shares = share_heads(heads, key_heads, ranks)
         held = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3
         return out, [x.new_empty((batch, rows * ranks, h, x.shape[-1])) for x, h in zip(inputs, held, strict=True)]
     dtype, maps = accumulation_dtype(q.dtype), batch * most_maps(ranks, most_runs, heads)
@@ -248,16 +210,16 @@ def delta_rule_backward(
     plan = find_plan(handle)
     if not trades:
         return _backward(dout, kept, plan, scale, rule)
-    trade = _HeadTrade(plan, (dout.shape[2], key_heads))
-    (dout,) = trade.to_heads(dout)
-    return trade.to_rows(_backward(dout, kept, whole_sequence(plan), scale, rule))
+    trade = HeadTrade(plan, find_group(plan.groups, plan.ranks), dout.shape[2], key_heads)
+    (dout,) = trade.to_heads([dout], [trade.queries])
+    gradients = _backward(dout, kept, whole_sequence(plan), scale, rule)
+    return trade.to_rows(gradients, [trade.keys] * 2 + [trade.queries] * 3)
 
 
 @delta_rule_backward.register_fake
 def _(dout: Tensor, kept: list[Tensor], handle: Tensor, key_heads: int, *options: Any) -> list[Tensor]:
-    batch, rows, heads, _ = dout.shape
-    held = (key_heads, key_heads, heads, heads, heads)
-    return [x.new_empty((batch, rows, h, x.shape[-1])) for x, h in zip(kept[:5], held, strict=True)]
+    held = [key_heads] * 2 + [dout.shape[2]] * 3
+    return [x.new_empty((*dout.shape[:2], h, x.shape[-1])) for x, h in zip(kept[:5], held, strict=True)]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:

@@ -7,9 +7,8 @@ the same way in the opposite order: dS <- A^T dS + G. A document's first segment
 B.
 """
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import find_group
+from torchtitan_cp.attention.collectives import Shape, find_group, unpack
 from torchtitan_cp.attention.layout import contiguous, documents_of
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
@@ -105,7 +104,6 @@ def whole_sequence(plan: Plan) -> Plan:
     return Plan(plan.sequence_length, plan.mask, contiguous(plan.sequence_length, 1), 0)
 
 
-Shape = tuple[int, ...]
 States = dict[Stretch, Tensor]  # `[b, h, K, columns]` each
 Summarize = Callable[[list[Stretch]], list[Tensor]]
 
@@ -154,7 +152,7 @@ class StateExchange:
         added, maps = self._to_composers([document[:-1] for document in self.documents], summarize, self.map_dim), {}
         for segment in self.inner:
             maps[segment], added[segment] = added[segment].split([self.map_dim, self.value_dim], -1)
-        kept = torch.cat([self.empty, *(x.flatten() for x in maps.values())])
+        kept = self._flat(maps.values())
         most = self.batch * most_maps(self.plan.ranks, self.plan.most_runs, self.heads) * self.key_dim * self.map_dim
         return self._to_runs(self._compose(self.documents, maps, added)), F.pad(kept, (0, most - len(kept)))
 
@@ -167,7 +165,7 @@ class StateExchange:
         """
         backward = [document[::-1] for document in self.documents]
         added = self._to_composers([document[:-1] for document in backward], gradients_inside)
-        transposed = [x.mT for x in _unpack(maps, [self._shape(self.plan.rank, self.map_dim)] * len(self.inner))]
+        transposed = [x.mT for x in unpack(maps, [self._shape(self.plan.rank, self.map_dim)] * len(self.inner))]
         return self._to_runs(self._compose(backward, dict(zip(self.inner, transposed, strict=True)), added))
 
     def _compose(self, documents: Sequence[Sequence[Stretch]], maps: States, added: States) -> States:
@@ -196,16 +194,16 @@ class StateExchange:
         made = [x.split(self.shares, 1) for x in (make(by_rank[me]) if by_rank[me] else [])]
         columns = [[self.value_dim + map_dim * (s.offset > 0 and s.leaves) for s in held] for held in by_rank]
         shapes = [[self._shape(me, number) for number in of_rank] for of_rank in columns]
-        received = self._trade([[x[rank] for x in made] for rank in ranks], shapes)
+        received = self.group.exchange([self._flat(x[rank] for x in made) for rank in ranks], shapes)
         return dict(zip(chain(*by_rank), chain(*received), strict=True))
 
     def _to_runs(self, states: States) -> Tensor:
         """Give each rank the states of its segments, and put those of this rank, of all heads, at their runs."""
-        parts = [[x for s, x in states.items() if s.rank == rank] for rank in range(self.plan.ranks)]
+        parts = [self._flat(x for s, x in states.items() if s.rank == rank) for rank in range(self.plan.ranks)]
         own = [s for s in states if s.rank == self.plan.rank]
         shapes = [[self._shape(owner, self.value_dim)] * len(own) for owner in range(self.plan.ranks)]
         runs = self.empty.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
-        for segment, *pieces in zip(own, *self._trade(parts, shapes), strict=True):
+        for segment, *pieces in zip(own, *self.group.exchange(parts, shapes), strict=True):
             runs[segment.run, segment.rows] = torch.cat(pieces, 1)
         return runs
 
@@ -213,14 +211,5 @@ class StateExchange:
         """Of a segment's state, the heads that `owner` composes."""
         return self.rows, self.shares[owner], self.key_dim, columns
 
-    def _trade(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
-        """Give the tensors of part i to rank i, and get those of `shapes[i]` from it."""
-        flat = [torch.cat([self.empty, *(x.flatten() for x in part)]) for part in parts]
-        received = self.group.exchange(flat, [sum(map(math.prod, of_rank)) for of_rank in shapes])
-        return [_unpack(x, of_rank) for x, of_rank in zip(received, shapes, strict=True)]
-
-
-def _unpack(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """The tensors that begin a flat one."""
-    sizes = [math.prod(shape) for shape in shapes]
-    return [x.view(shape) for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+    def _flat(self, pieces: Iterable[Tensor]) -> Tensor:
+        return torch.cat([self.empty, *(x.flatten() for x in pieces)])

@@ -9,6 +9,7 @@ ring. Sources: DeepSpeed-Ulysses (Jacobs et al., 2023); USP (Fang and Zhao, 2024
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,14 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.collectives import Group
-from torchtitan_cp.attention.mask import Span
+from torchtitan_cp.attention.collectives import Group, unpack
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
 logger = logging.getLogger(__name__)
+
+# What one rank receives: stretches of rows, one after the other, each `[B, rows, h, D]`.
+Stretches = list[Tensor]
+Heads = tuple[tuple[tuple[int, ...], ...], int]  # (the heads of each rank, how many there are)
 
 
 class HeadShares(NamedTuple):
@@ -53,43 +57,75 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShares:
     return HeadShares(queries, keys)
 
 
+class HeadTrade:
+    """Heads for sequence and back, within a group of ranks.
+
+    Attributes:
+        queries, keys: for tensors that go with the query heads or the key heads: each rank's heads, how many there are.
+        own: this rank's query heads.
+    """
+
+    def __init__(self, plan: Plan, group: Group, query_heads: int, key_heads: int) -> None:
+        shares = share_heads(query_heads, key_heads, group.ranks)
+        first, members = plan.rank - group.rank, range(group.ranks)
+        self.group = group
+        # (rank within the group, its local rows) in the order of the sequence.
+        self.rows = [(s.rank - first, s.rows) for s in plan.layout.segments if s.rank - first in members]
+        self.queries, self.keys = (shares.queries, query_heads), (shares.keys, key_heads)
+        self.own = _slice_of(shares.queries[group.rank])
+
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> list[Tensor]:
+        """`[B, s, H, D] -> [B, P*s, h, D]` in one message, all as columns of the first tensor's dtype, bit for bit."""
+        dtype = tensors[0].dtype
+        columns = [x if x.dtype == dtype else x.contiguous().view(dtype) for x in tensors]
+        parts = [split_heads(x, held) for x, (held, _) in zip(columns, heads, strict=True)]
+        arrived = trade(parts, self.group)
+        return [self._join_rows(x).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
+
+    def to_rows(self, tensors: list[Tensor], heads: Sequence[Heads]) -> list[Tensor]:
+        """The way back; what several ranks have of a key head is summed. Empties the list."""
+        dtypes = [x.dtype for x in tensors]
+        # Where nothing else refers to the tensors, they are freed once they are in the message.
+        parts = [self._split_rows(tensors.pop(0).view(dtypes[0])) for _ in dtypes]
+        arrived = zip(trade(parts, self.group), heads, dtypes, strict=True)
+        return [join_heads(x, *of_ranks).view(dtype) for x, of_ranks, dtype in arrived]
+
+    def _join_rows(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
+        return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in self.rows], 1)
+
+    def _split_rows(self, x: Tensor) -> list[Stretches]:
+        """`[B, P*s, h, D]`, each rank's own rows."""
+        held: list[Stretches] = [[] for _ in range(self.group.ranks)]
+        pieces = x.split([stop - start for _, (start, stop) in self.rows], 1)
+        for (rank, _), piece in zip(self.rows, pieces, strict=True):
+            held[rank].append(piece)
+        return held
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
-    group = call.all_to_all_group
-    heads, rows = share_heads(q.shape[2], k.shape[2], group.ranks), group_rows(call.plan, group)
-    parts = [split_heads(q, heads.queries), split_heads(k, heads.keys), split_heads(v, heads.keys)]
-    q_rows, k_rows, v_rows = (join_rows(arrived, rows) for arrived in trade(parts, group))
-    out, lse, residuals = ring.forward(q_rows, k_rows, v_rows, call.for_heads(_slice_of(heads.queries[group.rank])))
-    # The log-sum-exp travels with the output as further columns of its dtype, bit for bit.
-    columns = lse.unsqueeze(-1).view(out.dtype)
-    outs, sums = trade([split_rows(out, rows), split_rows(columns, rows)], group)
-    out, columns = (join_heads(x, heads.queries, q.shape[2]) for x in (outs, sums))
-    return out, columns.view(lse.dtype).squeeze(-1), residuals
+    trade = HeadTrade(call.plan, call.all_to_all_group, q.shape[2], k.shape[2])
+    q, k, v = trade.to_heads([q, k, v], [trade.queries, trade.keys, trade.keys])
+    out, lse, residuals = ring.forward(q, k, v, call.for_heads(trade.own))
+    out, lse = trade.to_rows([out, lse.unsqueeze(-1)], [trade.queries] * 2)
+    return out, lse.squeeze(-1), residuals
 
 
 def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    group = call.all_to_all_group
-    heads, rows = share_heads(dout.shape[2], call.key_heads, group.ranks), group_rows(call.plan, group)
-    dout_rows = join_rows(trade([split_heads(dout, heads.queries)], group)[0], rows)
-    *gradients, dsinks = ring.backward(dout_rows, residuals, call.for_heads(_slice_of(heads.queries[group.rank])))
-    del dout_rows
-    # Nothing else refers to the gradients, so that they are freed once they are in the message.
-    parts = [split_rows(gradients.pop(0), rows) for _ in range(3)]
-    dq_parts, dk_parts, dv_parts = trade(parts, group)
+    trade = HeadTrade(call.plan, call.all_to_all_group, dout.shape[2], call.key_heads)
+    traded = trade.to_heads([dout], [trade.queries])
+    *gradients, dsinks = ring.backward(traded.pop(), residuals, call.for_heads(trade.own))
+    dq, dk, dv = trade.to_rows(gradients, [trade.queries, trade.keys, trade.keys])
     if dsinks is not None:
-        before, after = (rank * len(dsinks) for rank in (group.rank, group.ranks - 1 - group.rank))
+        before, after = (rank * len(dsinks) for rank in (trade.group.rank, trade.group.ranks - 1 - trade.group.rank))
         dsinks = F.pad(dsinks, (before, after))[: dout.shape[2]]
-    dk, dv = (join_heads(x, heads.keys, call.key_heads) for x in (dk_parts, dv_parts))
-    return join_heads(dq_parts, heads.queries, dout.shape[2]), dk, dv, dsinks
+    return dq, dk, dv, dsinks
 
 
 STRATEGY = Strategy(forward, backward, trades_heads=True)
 
-# What one rank receives: stretches of rows, one after the other, each `[B, rows, h, D]`.
-Stretches = list[Tensor]
-GroupRows = list[tuple[int, Span]]  # (rank within the group, its local rows)
 
-
-def trade(tensors: list[list[Stretches]], group: Group) -> list[list[Tensor]]:
+def trade(tensors: list[list[Stretches]], group: Group) -> list[tuple[Tensor, ...]]:
     """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
 
     Args:
@@ -98,24 +134,14 @@ def trade(tensors: list[list[Stretches]], group: Group) -> list[list[Tensor]]:
     Returns:
         per tensor, what each rank gave, `[B, s, h, D]`, views of the message.
     """
-    shapes = []
-    for parts in tensors:
-        stretches = parts[0]
-        batch, _, heads, dim = stretches[0].shape
-        shapes.append((batch, sum(stretch.shape[1] for stretch in stretches), heads, dim))
-    sizes = [math.prod(shape) for shape in shapes]
-    message = stretches[0].new_empty((group.ranks, sum(sizes)))
-
-    def views(flat: Tensor) -> list[list[Tensor]]:
-        pieces = zip(flat.split(sizes, 1), shapes, strict=True)
-        return [[row.view(shape) for row in piece] for piece, shape in pieces]
-
-    for rooms, parts in zip(views(message), tensors, strict=True):
-        for room, stretches in zip(rooms, parts, strict=True):
+    shapes = [(len(first[0]), sum(x.shape[1] for x in first), *first[0].shape[2:]) for first, *_ in tensors]
+    message = tensors[0][0][0].new_empty((group.ranks, sum(map(math.prod, shapes))))
+    for row, *parts in zip(message, *tensors, strict=True):
+        for room, stretches in zip(unpack(row, shapes), parts, strict=True):
             torch.cat(stretches, 1, out=room)
     tensors.clear()
     del parts, stretches
-    return views(group.all_to_all(message))
+    return list(zip(*(unpack(row, shapes) for row in group.all_to_all(message)), strict=True))
 
 
 def split_heads(x: Tensor, heads: tuple[tuple[int, ...], ...]) -> list[Stretches]:
@@ -131,7 +157,7 @@ def _slice_of(heads: tuple[int, ...]) -> slice:
     return slice(heads[0], heads[-1] + 1)
 
 
-def join_heads(parts: list[Tensor], heads: tuple[tuple[int, ...], ...], count: int) -> Tensor:
+def join_heads(parts: tuple[Tensor, ...], heads: tuple[tuple[int, ...], ...], count: int) -> Tensor:
     """`[B, s, count, D]` from each rank's heads: those past `count` are dropped, and those of several ranks summed."""
     held = sum(heads, ())
     if held == tuple(range(len(held))):
@@ -143,24 +169,3 @@ def join_heads(parts: list[Tensor], heads: tuple[tuple[int, ...], ...], count: i
         for place, head in enumerate(of_rank):
             total[:, :, head] += part[:, :, place]
     return total.to(parts[0].dtype)
-
-
-def join_rows(parts: list[Tensor], rows: GroupRows) -> Tensor:
-    """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
-    return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in rows], 1)
-
-
-def split_rows(x: Tensor, rows: GroupRows) -> list[Stretches]:
-    """`[B, P*s, h, D]`, each rank's own rows."""
-    held: list[Stretches] = [[] for _ in range(1 + max(rank for rank, _ in rows))]
-    place = 0
-    for rank, (start, stop) in rows:
-        held[rank].append(x[:, place : place + stop - start])
-        place += stop - start
-    return held
-
-
-def group_rows(plan: Plan, group: Group) -> GroupRows:
-    """Rows of the group's ranks in the order of the sequence."""
-    first = plan.rank - group.rank
-    return [(s.rank - first, s.rows) for s in plan.layout.segments if first <= s.rank < first + group.ranks]

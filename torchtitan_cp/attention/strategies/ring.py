@@ -53,7 +53,7 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tu
     codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, (k, v)
 
     def start(step: RingStep) -> Pending[Tensor]:
-        send = codec.encode(_rows_in(k, step.send), _rows_in(v, step.send))
+        send = codec.encode(rows_in(k, step.send), rows_in(v, step.send))
         receive = codec.new_message(count_rows(step.receive), k, v)
         return call.ring_group.send_receive(send, step.target, receive, step.source)
 
@@ -64,10 +64,18 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tu
             kv = codec.decode(arriving.wait(), count_rows(following.receive), k, v)
 
 
-def _rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
+def rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """The rows of spans, one after the other: `[B, S/P, ..] -> [B, rows, ..]`."""
     parts = [x[:, start:stop] for start, stop in spans or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def add_rows(total: Tensor, spans: tuple[Span, ...], x: Tensor) -> None:
+    """Add `x` to the rows of spans: the way back of `rows_in`."""
+    place = 0
+    for start, stop in spans:
+        total[:, start:stop] += x[:, place : place + stop - start]
+        place += stop - start
 
 
 def _return_gradients(
@@ -84,10 +92,7 @@ def _return_gradients(
     pending = call.ring_group.send_receive(codec.encode(dk, dv), step.source, receive, step.target)
 
     def add_returned() -> None:
-        returned, place = codec.decode(pending.wait(), rows, dk, dv), 0
-        for start, stop in step.send:
-            for gradient, x in zip(dkv_local, returned, strict=True):
-                gradient.total()[:, start:stop] += x[:, place : place + stop - start]
-            place += stop - start
+        for gradient, x in zip(dkv_local, codec.decode(pending.wait(), rows, dk, dv), strict=True):
+            add_rows(gradient.total(), step.send, x)
 
     return add_returned
