@@ -52,21 +52,13 @@ class HuggingFaceArgs:
         return bool(self.config.get("num_kv_shared_layers"))
 
     @cached_property
-    def _widest(self) -> tuple[int, int, int]:
-        return max(map(_heads, self.look.layers), key=lambda heads: heads[0] * heads[2])
+    def _widest(self) -> LayerLook:
+        """The layer with the widest attention."""
+        return max(self.look.layers, key=lambda layer: layer.n_heads * layer.head_dim)
 
-    @property
-    def n_heads(self) -> int:
-        """Of the layer with the widest attention, like `n_kv_heads` and `head_dim`."""
-        return self._widest[0]
-
-    @property
-    def n_kv_heads(self) -> int:
-        return self._widest[1]
-
-    @property
-    def head_dim(self) -> int:
-        return self._widest[2]
+    n_heads = property(attrgetter("_widest.n_heads"))
+    n_kv_heads = property(attrgetter("_widest.n_kv_heads"))
+    head_dim = property(attrgetter("_widest.head_dim"))
 
     @property
     def ffn_dim(self) -> int:
@@ -82,6 +74,11 @@ class HuggingFaceArgs:
     @property
     def n_experts(self) -> int:
         return max(layer.n_experts for layer in self.look.layers)
+
+    @property
+    def balance(self) -> float:
+        """Factor of the balance loss of the experts; 0: none."""
+        return float(self.config.get("router_aux_loss_coef") or 0.0) if self.config.get("output_router_logits") else 0.0
 
     @cached_property
     def rotary_dim(self) -> int:
@@ -104,7 +101,8 @@ class HuggingFaceArgs:
 
     def heads_of(self, window: int) -> tuple[int, int, int]:
         """See LlamaArgs."""
-        return next(_heads(layer) for layer in self.look.layers if layer.window == window)
+        layer = next(layer for layer in self.look.layers if layer.window == window)
+        return layer.n_heads, layer.n_kv_heads, layer.head_dim
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
@@ -135,18 +133,6 @@ class HuggingFaceArgs:
             return f"under YaRN {self.look.model_class} would scale its attention scores by the factor too"
         return None
 
-    def problem(self) -> str | None:
-        """Why these sizes are not a valid model, or None."""
-        try:
-            return None if self.look.layers else "it has no layers"
-        except ValueError as error:
-            return str(error)
-
-
-def _heads(layer: LayerLook) -> tuple[int, int, int]:
-    """Hq, Hkv, and the mean of Dqk and Dv, on which work and messages depend."""
-    return layer.n_heads, layer.n_kv_heads, (layer.qk_dim + layer.v_dim) // 2
-
 
 @lru_cache(maxsize=8)
 def _look(args: HuggingFaceArgs) -> Look:
@@ -157,7 +143,7 @@ def _look(args: HuggingFaceArgs) -> Look:
 def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:
     """The config from which transformers builds the model, with our attention and without a cache."""
     sizes = args.config | ({"vocab_size": args.vocab_size} if args.vocab_size else {})
-    config = CONFIG_MAPPING[sizes["model_type"]].from_dict(sizes)
+    config = _parse(sizes)
     config._attn_implementation, config.use_cache = "torchtitan_cp", False
     return config
 
@@ -166,7 +152,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     """The args of a config.json; of a multimodal one, those of its text model.
 
     Raises:
-        ValueError: transformers has no such model, or cannot make it of these values.
+        ValueError: transformers has no such model, or cannot make it of these values, or the look refuses it.
     """
     if config.get("quantization_config"):
         raise ValueError("its weights are quantised (quantization_config): use a checkpoint in bfloat16 or float32")
@@ -174,9 +160,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     text = whole.get_text_config(decoder=True)
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"transformers has no causal language model of type {text.model_type!r}")
-    given = (
-        config if text is whole else next((config.get(key) for key in vars(whole) if getattr(whole, key) is text), None)
-    )
+    given = next((config.get(key) for key, part in vars(whole).items() if part is text), config)
     known = text.to_dict()
     if unknown := [key for key in overrides if key not in known and key not in text.attribute_map]:
         raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
@@ -184,7 +168,11 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     vocab_size = sizes.get("vocab_size", text.vocab_size)
     sizes = _parse({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
     kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
-    return HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
+    args = HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
+    name, routers = args.look.model_class, args.look.routers
+    if args.balance and not (routers and args.token_copies):
+        raise ValueError(f"{name} has no experts whose balance can be counted: set output_router_logits = false")
+    return args
 
 
 def _parse(config: Mapping[str, Any]) -> PreTrainedConfig:

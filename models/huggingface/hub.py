@@ -63,10 +63,7 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
         whole = own[name]
         start, shape = _box(converters, pattern, numbers[name, pattern], tensor.get_shape())
         numbers[name, pattern] += 1
-        beyond = any(
-            begin + size > most or most % max(size, 1)
-            for begin, size, most in zip(start, shape, whole.shape, strict=False)
-        )
+        beyond = any(begin + size > most for begin, size, most in zip(start, shape, whole.shape, strict=False))
         if len(shape) != whole.ndim or beyond or (pattern is None and shape != list(whole.shape)):
             raise ValueError(f"has {hub_name} of {tensor.get_shape()}, and the model's {name} is {list(whole.shape)}")
         tied = counts[whole] == whole.numel()

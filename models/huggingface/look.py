@@ -5,7 +5,6 @@ else runs with numbers on a few tokens, with an attention that returns its own v
 must equal the run on all of them; where it does not, a module mixes tokens behind attention's back.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -18,15 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from models.huggingface.attention import attention
-from models.huggingface.init import Initializer
+from models.huggingface.attention import NAME, attention
+from models.huggingface.init import on_meta
 
-_NAME = "torchtitan_cp_look"
 _TOKENS, _SHARD = 29, [*range(6), *range(22, 29)]  # 13 of them: primes, which no other dim is
 _LARGE = 2**18  # values: a larger parameter has no numbers
 _SHIFT = 100_003  # added to positions that the model counts by itself
@@ -76,6 +74,11 @@ class LayerLook:
     n_experts: int
     experts_per_token: int
 
+    @property
+    def head_dim(self) -> int:
+        """The mean of Dqk and Dv, on which work and messages depend."""
+        return (self.qk_dim + self.v_dim) // 2
+
 
 @dataclass(frozen=True)
 class Look:
@@ -114,24 +117,18 @@ def look_at(config: PreTrainedConfig) -> Look:
     Raises:
         ValueError: it cannot be trained with its sequences cut over ranks; the message names layer and class.
     """
-    config = copy.deepcopy(config)
-    config._attn_implementation = config._experts_implementation = _NAME
-    config.use_cache, config.dtype = False, torch.float32
-    with _registered(AttentionInterface), _registered(ExpertsInterface):
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config).train()
-            return _Probe(model).look()
-        except _Refusal:
-            raise
-        except Exception as error:
-            what = "its attention cannot be replaced" if str(error) == repr(_NAME) else error
-            raise _Refusal(f"the model of this {type(config).__name__} cannot be built: {what}") from error
+    try:
+        return _Probe(on_meta(config, NAME).train()).look()
+    except _Refusal:
+        raise
+    except Exception as error:
+        what = "its attention cannot be replaced" if str(error) == repr(NAME) else error
+        raise _Refusal(f"the model of this {type(config).__name__} cannot be built: {what}") from error
 
 
-def _registered(interface: Any, function: Any = None) -> Any:
+def _registered(interface: Any, function: Any) -> Any:
     """A context in which an interface of transformers has a function of ours."""
-    return patch.dict(interface._global_mapping, {_NAME: function})
+    return patch.dict(interface._global_mapping, {NAME: function})
 
 
 class _Run(TorchFunctionMode):
@@ -156,7 +153,7 @@ class _Run(TorchFunctionMode):
         self.names, self.tokens, self.masks, self.shift = names, tokens, masks, shift
         self.calls: list[tuple[nn.Module, dict[str, Any]]] = []
         self.seen: dict[str, Tensor] = {}
-        self.experts: dict[nn.Module, int] = {}
+        self.experts: dict[Any, int] = {}
         self.active: list[nn.Module] = []
         self.random_state = torch.get_rng_state()
 
@@ -268,9 +265,9 @@ class _Probe:
         self.model, self.names = model, {module: name for name, module in model.named_modules()}
         self.output = model.get_output_embeddings()
         count = getattr(model.config, "num_hidden_layers", 0)
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count > 0]
         if self.output is None or not lists:
-            raise _Refusal(f"{type(model).__name__} has no output layer, or no list of {count} layers")
+            raise _Refusal(f"{type(model).__name__} has no output layer, or no list of its {count} layers")
         self.layers = list(lists[0])
         self.kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * count
         self.tied = self.output.weight is model.get_input_embeddings().weight
@@ -282,9 +279,6 @@ class _Probe:
         for layer, kind in zip(self.layers, self.kinds, strict=False):
             if kind not in ("full_attention", "sliding_attention"):
                 raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is not built here")
-        for module in nn.ModuleList(self.layers).modules():
-            if isinstance(module, nn.Conv1d):
-                raise _Refusal(f"{_name(module, self.names)} mixes tokens: it is a convolution")
         self._fill()
 
     def _fill(self) -> None:
@@ -299,12 +293,12 @@ class _Probe:
                     module._parameters[name] = nn.Parameter(values, requires_grad=False)
             if kinds := getattr(module, "rope_type", None):  # others choose frequencies by the positions of a run
                 module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
-        for name, buffer in Initializer(self.model.config).buffers(_CPU).items():
-            owner, _, leaf = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[leaf] = buffer.nan_to_num(0.5)
+        for buffer in self.model.buffers():
+            buffer.nan_to_num_(0.5)
         named, not_used = self.model.named_buffers(), "original_inv_freq"
         self.frequencies = {n: x for n, x in named if n.endswith("inv_freq") and not n.endswith(not_used)}
         self.output.forward = self._make_ramp
+        self.model.config._experts_implementation = NAME
 
     def _make_ramp(self, hidden: Tensor) -> Tensor:
         self.dim = hidden.shape[-1]
@@ -387,26 +381,23 @@ class _Probe:
             facts |= {"token_matrices": used, "token_mlp_matrices": used - in_attention}
             facts |= {"parameters": sum(p.numel() for p in layer.parameters())}
             experts = next((one for one in layer.modules() if one in run.experts), None)
-            facts |= {"experts": self.names[experts] if experts else ""}
+            facts |= {"experts": self.names.get(experts, ""), "experts_per_token": run.experts.get(experts, 0)}
             facts |= {"n_experts": len(next(experts.parameters())) if experts else 0}
-            facts |= {"experts_per_token": run.experts[experts] if experts else 0}
             found.append(facts)
         return found
 
     def _rotaries(self, whole: _Run, moved: list[str], turned: list[str]) -> list[str]:
         """LayerLook.rotary of each layer, from what changes with positions, and with frequencies."""
         found = []
-        for layer, kind, (module, _) in zip(self.layers, self.kinds, whole.calls, strict=True):
+        for kind, (module, _) in zip(self.kinds, whole.calls, strict=True):
             key = f"k of {_name(module, self.names)}"
-            own = [name for name in self.frequencies if name.startswith(self.names[layer] + ".")]
-            own = own or [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]
+            own = [name for name in self.frequencies if name.endswith(f".{kind}_inv_freq")]
             name = (own or [*self.frequencies, FIXED])[0]
             found.append("" if key not in moved else name if key in turned else FIXED)
         return found
 
     def _routers(self) -> tuple[str, ...]:
-        recorded: list[dict[str, Any]] = [getattr(m, "_can_record_outputs", None) or {} for m in self.names]
-        found: Any = next((one["router_logits"] for one in recorded if "router_logits" in one), [])
+        found: Any = self.model.base_model.can_record_outputs.get("router_logits", [])
         kinds: Any = tuple(getattr(one, "target_class", one) for one in (found if isinstance(found, list) else [found]))
         return tuple(name for module, name in self.names.items() if isinstance(module, kinds))
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -44,6 +45,8 @@ class HuggingFaceModel(nn.Module):
 
     causal: Any
     layers: nn.ModuleDict
+    tok_embeddings: nn.Module
+    output: nn.Module
 
     def __init__(self, args: HuggingFaceArgs, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -54,21 +57,21 @@ class HuggingFaceModel(nn.Module):
         for name, child in causal.named_children():
             self.add_module(name, child)
         layers = {str(number): self.get_submodule(layer.name) for number, layer in enumerate(args.look.layers)}
+        output, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
         # Not as nn.Module sets them, so that nothing is registered twice.
-        vars(self).update(causal=causal, layers=nn.ModuleDict(layers))
+        vars(self).update(causal=causal, layers=nn.ModuleDict(layers), tok_embeddings=embeddings, output=output)
         self._initializer = Initializer(causal.config)
+        if output.weight.is_meta:  # also then buffers are real
+            self._initializer.restore_buffers(self, torch.device("cpu"))
         for layer in args.look.layers:
             module = self.get_submodule(layer.attention)
             module.attend, module.shared = attend, self.shared  # type: ignore[assignment]
-        output = causal.get_output_embeddings()
         output.forward = self._run_head(output)
         for rotary, _ in self._rotaries():
             rotary.forward = in_double(rotary.forward)
         self.opens = self.closes = True
-        wanted = args.config.get("output_router_logits")
-        self.balance = float(args.config.get("router_aux_loss_coef") or 0.0) if wanted else 0.0
         self.sum_ranks = getattr(attend, "sum_ranks", None)
-        for name in args.look.routers if self.balance else ():
+        for name in args.look.routers if args.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
 
     @property
@@ -76,14 +79,6 @@ class HuggingFaceModel(nn.Module):
         """Experts by the number of their layer."""
         names = {number: layer.experts for number, layer in enumerate(self.args.look.layers)}
         return {number: self.get_submodule(name) for number, name in names.items() if name}
-
-    @property
-    def tok_embeddings(self) -> nn.Module:
-        return self.causal.get_input_embeddings()
-
-    @property
-    def output(self) -> nn.Module:
-        return self.causal.get_output_embeddings()
 
     @property
     def router_biases(self) -> dict[int, Tensor]:
@@ -104,14 +99,14 @@ class HuggingFaceModel(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Any = None) -> Any:
         """See Llama."""
-        balances = bool(self.balance and head and self.training)
+        balances = bool(self.args.balance and head and self.training)
         self.shared.plans, self.shared.head, self.shared.router_logits = plan, head, [] if balances else None
         positions = positions.expand(tokens.shape)
         logits = self.causal(input_ids=tokens, position_ids=positions, use_cache=False, plans=plan).logits
         result, self.shared.result = self.shared.result, None
         if balances:
             loss_sum, *others = result
-            result = (loss_sum + self.balance * self._balance_loss(len(tokens), plan), *others)
+            result = (loss_sum + self.args.balance * self._balance_loss(len(tokens), plan), *others)
         self.shared.router_logits = None  # backward may run the layers again
         return result if head else logits
 
@@ -208,14 +203,8 @@ class HuggingFaceModel(nn.Module):
         """As of any module; tied weights stay one parameter, and buffers get their values."""
         super().to_empty(device=device, recurse=recurse)
         self.causal.tie_weights()
-        self.restore_buffers(torch.device(device))
+        self._initializer.restore_buffers(self, device)
         return self
-
-    def restore_buffers(self, device: torch.device) -> None:
-        """Give all buffers the values that a model which was never on the meta device has."""
-        for name, value in self._initializer.buffers(device).items():
-            owner, _, own = name.rpartition(".")
-            setattr(self.get_submodule(owner), own, value)
 
 
 def _set_frequencies(rotary: Any, layer_type: str | None, frequencies: Tensor, factor: float) -> None:
@@ -233,14 +222,8 @@ class _Double(TorchFunctionMode):
     """Numbers that a function casts to fp32 become fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.float:
-            func = Tensor.double
-        if func is Tensor.to:
-            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
 def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +232,6 @@ def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: Tensor, *inputs: Any, **named: Any) -> Any:
         with _Double():
             waves = forward(x, *inputs, **named)
-        narrow = torch.complex64 if torch.is_tensor(waves) and waves.is_complex() else x.dtype
-        return waves.to(narrow) if torch.is_tensor(waves) else tuple(wave.to(narrow) for wave in waves)
+        return tree_map(lambda wave: wave.to(torch.complex64 if wave.is_complex() else x.dtype), waves)
 
     return run

@@ -62,8 +62,6 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     args = args_from(saved.config.model, saved.sizes)
     with torch.device("meta"):
         model: nn.Module = architecture(saved.config.model).build(args, attend_cached)
-    if hasattr(model, "restore_buffers"):
-        model.restore_buffers(torch.device("cpu"))  # type: ignore[operator]
     names = [name for name in model.state_dict() if name in saved.tensors]
     # A tied output is not among the names, and assigning unties it.
     model.load_state_dict(saved.read(names), strict=False, assign=True)

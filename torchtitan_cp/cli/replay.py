@@ -24,8 +24,6 @@ def build(bundle: Bundle) -> nn.Module:
     with torch.device("meta"):
         whole = architecture(model).build(args_from(model, report["sizes"]), LayerAttention())
     module = whole.get_submodule(name)
-    if hasattr(whole, "restore_buffers"):
-        whole.restore_buffers(torch.device("cpu"))
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)
     return module.to(getattr(torch, report["compute_dtype"]))
 

@@ -101,11 +101,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     with louder(trainer.model.parts.parameters()):
         weights = gather(trainer, lambda p: p)
         ranks = Side(trainer.model.parts[0], step, lambda: gather(trainer, lambda p: p.grad), peak)
-
-        def sides() -> tuple[Side, Side]:
-            return single(), single(replace(layout, make_plan=make_plan).plans(mask))
-
-        report = examine(layout.plans(mask)[0], ranks, sides, 1, list(range(world.size)))
+        alone = replace(layout, make_plan=make_plan).plans(mask)
+        report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
     if world.rank == 0:
         if look := getattr(trainer.model.args, "look", None):
             layers, rotaries, routers = len(look.layers), dict(look.rotaries), len(look.routers)

@@ -21,25 +21,22 @@ class PlainAttention:
     ) -> Tensor:
         """Scaled dot-product attention of whole sequences with an explicit mask."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
         rows = torch.arange(q.shape[2], device=q.device)
         distance = rows.unsqueeze(1) - rows
         seen = (distance >= 0) & (distance < (window or len(rows)))
         mask = seen & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+        if sinks is None and not softcap:
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            return out.transpose(1, 2)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))  # as torch's own does
+        scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
         if softcap:
-            scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * (scale or q.shape[-1] ** -0.5)
-            capped = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
-            if sinks is not None:
-                capped = torch.cat([capped, sinks.to(q.dtype)[:, None, None].expand(*capped.shape[:-1], 1)], -1)
-            weights = capped.softmax(-1)[..., : k.shape[2]]
-            return (weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)).transpose(1, 2)
-        if sinks is not None:
-            # One more key and value of zeros, whose score is the sink.
-            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-            scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf).expand(-1, len(sinks), -1, -1)
-            column = sinks.to(q.dtype)[:, None, None].expand(len(mask), -1, len(rows), 1)
-            mask = torch.cat([scores, column], -1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale).transpose(1, 2)
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:  # a score of its own for each head, which adds no value
+            scores = torch.cat([scores, sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        return (scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v).transpose(1, 2)
 
     def causal_conv(self, x: Tensor, weight: Tensor, documents: Tensor, activation: str = "") -> Tensor:
         """A depthwise convolution, a product for each distance; x `[B, S, C]`, weight `[C, W]`."""

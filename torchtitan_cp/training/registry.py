@@ -175,13 +175,9 @@ def _args_of_config(model: Model) -> Any:
             fix="set model.hub_checkpoint, or for fresh weights model.config, and leave out model.flavor",
         )
     try:
-        args = architecture(model).args_of(hub_config(model), model.overrides)
-        problem = args.problem()
+        return architecture(model).args_of(hub_config(model), model.overrides)
     except (ValueError, TypeError, KeyError) as error:
-        problem = str(error)
-    if problem:
-        raise _config_error(model, f": {problem}", "use another model, or change model.overrides")
-    return args
+        raise _config_error(model, f": {error}", "use another model, or change model.overrides") from None
 
 
 def _hub_sizes(model: Model) -> dict[str, Any]:

@@ -42,9 +42,7 @@ def empty_model(config: dict[str, Any]) -> Any:
     model.tie_weights()
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    for name, buffer in Initializer(described).buffers(CPU).items():
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, buffer)
+    Initializer(described).restore_buffers(model, CPU)
     return model
 
 

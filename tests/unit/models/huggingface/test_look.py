@@ -110,6 +110,7 @@ def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, conf
         ({"model_type": "llama"}, {"hidden": 1}, "LlamaConfig has no 'hidden'"),
         ({"model_type": "llama"}, {"hidden_size": 50}, "refuses this config of 'llama'"),
         ({"model_type": "t5"}, {}, "no causal language model of type 't5'"),
+        ({"model_type": "llama"}, {"num_hidden_layers": 0}, "LlamaForCausalLM has .* no list of its 0 layers"),
     ],
 )
 def test_a_config_that_makes_no_model_is_refused(config: dict[str, Any], overrides: dict[str, Any], says: str) -> None:

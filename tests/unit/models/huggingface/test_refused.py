@@ -29,9 +29,13 @@ def test_check_refuses_a_model_that_would_be_wrong_and_names_layer_and_class(
     [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "code from a checkpoint"),
+        (
+            {**FAMILIES["Llama"], "output_router_logits": True, "router_aux_loss_coef": 0.01},
+            "LlamaForCausalLM has no experts whose balance can be counted: set output_router_logits = false",
+        ),
     ],
 )
-def test_check_refuses_quantised_weights_and_code(
+def test_check_refuses_quantised_weights_code_and_a_balance_loss_without_experts(
     change: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path, {"model_type": "llama"})
