@@ -4,7 +4,7 @@ Source: the config.json of each released checkpoint (text_config), Qwen team, 20
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from models.llama.flavors import LlamaArgs
@@ -88,20 +88,16 @@ class HybridArgs(LlamaArgs):
         return super().problem()
 
 
-def _published(args: LlamaArgs, values: int) -> HybridArgs:
-    """The sizes of a released model, with so many heads of values in its gated delta nets."""
-    return HybridArgs(**vars(replace(args, vocab_size=248320, norm_eps=1e-6, qk_norm=True)), linear_value_heads=values)
-
-
 _DEBUG: dict[str, Any] = {"linear_key_heads": 3, "linear_value_heads": 6, "linear_key_dim": 32, "linear_value_dim": 32}
+_RELEASED: dict[str, Any] = {"vocab_size": 248320, "norm_eps": 1e-6, "qk_norm": True}
 # E, layers, Hq, Hkv, D, SwiGLU.
 FLAVORS = {
     "debug": HybridArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True, qk_norm=True, rotary_share=0.5, **_DEBUG),
-    "0.8B": _published(LlamaArgs(1024, 24, 8, 2, 256, 3584, tie_embeddings=True), 16),
-    "2B": _published(LlamaArgs(2048, 24, 8, 2, 256, 6144, tie_embeddings=True), 16),
-    "4B": _published(LlamaArgs(2560, 32, 16, 4, 256, 9216, tie_embeddings=True), 32),
-    "9B": _published(LlamaArgs(4096, 32, 16, 4, 256, 12288), 32),
-    "27B": _published(LlamaArgs(5120, 64, 24, 4, 256, 17408), 48),
+    "0.8B": HybridArgs(1024, 24, 8, 2, 256, 3584, tie_embeddings=True, linear_value_heads=16, **_RELEASED),
+    "2B": HybridArgs(2048, 24, 8, 2, 256, 6144, tie_embeddings=True, linear_value_heads=16, **_RELEASED),
+    "4B": HybridArgs(2560, 32, 16, 4, 256, 9216, tie_embeddings=True, linear_value_heads=32, **_RELEASED),
+    "9B": HybridArgs(4096, 32, 16, 4, 256, 12288, linear_value_heads=32, **_RELEASED),
+    "27B": HybridArgs(5120, 64, 24, 4, 256, 17408, linear_value_heads=48, **_RELEASED),
 }
 
 PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {name: {"theta": 1e7} for name in FLAVORS if name != "debug"}

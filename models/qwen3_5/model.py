@@ -81,8 +81,7 @@ class GatedDeltaNet(nn.Module):
         self.attend, self.causal_conv = attend.gated_delta_rule, attend.causal_conv
         self.wqkv = nn.Linear(args.dim, sum(self.sizes), bias=False)
         self.wz = nn.Linear(args.dim, self.sizes[2], bias=False)
-        self.wb = nn.Linear(args.dim, args.linear_value_heads, bias=False)
-        self.wa = nn.Linear(args.dim, args.linear_value_heads, bias=False)
+        self.wb, self.wa = (nn.Linear(args.dim, args.linear_value_heads, bias=False) for _ in range(2))
         self.conv_weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, args.conv_width))  # as in nn.Conv1d
         self.A_log = nn.Parameter(torch.zeros(args.linear_value_heads))
         self.dt_bias = nn.Parameter(torch.ones(args.linear_value_heads))

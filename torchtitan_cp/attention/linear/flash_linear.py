@@ -84,14 +84,13 @@ class FlashKernel:
         """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
         q, k, v, g, beta = (self._rows(x, segments) for x in inputs)
         rule = (find_rules() or ())[g.shape[-1] > 1]
-        lengths = [0, *(segment.tokens for segment in segments)]
         return rule(
             *(q, k, v, g if g.shape[-1] > 1 else g.squeeze(-1), beta.squeeze(-1)),
             scale=self.scale,
             initial_state=start,
             output_final_state=True,
             use_qk_l2norm_in_kernel=self.l2norm,
-            cu_seqlens=torch.tensor(lengths, device=q.device).cumsum(0),
+            cu_seqlens=torch.tensor([0, *(s.tokens for s in segments)], device=q.device).cumsum(0),
         )
 
     def _by_row(self, segments: list[Stretch]) -> list[Stretch]:

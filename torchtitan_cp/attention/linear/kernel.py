@@ -62,8 +62,7 @@ def _chunk_rows(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     """
     lengths = [stop - start for start, stop in plan.layout.spans[plan.rank]]
     firsts = [*accumulate((-(-length // CHUNK) for length in lengths), initial=0)]
-    runs = zip(lengths, firsts, strict=False)
-    places = torch.cat([torch.arange(length) + first * CHUNK for length, first in runs])
+    places = torch.cat([torch.arange(length) + first * CHUNK for length, first in zip(lengths, firsts, strict=False)])
     rows = torch.zeros(firsts[-1] * CHUNK, dtype=torch.int64)
     rows[places] = torch.arange(len(places))
     held = torch.zeros(len(plan.segments), len(rows), dtype=torch.bool)
