@@ -83,6 +83,26 @@ def test_stages_of_other_lengths_and_degrees_run_in_one_compiled_block(ranks: Ca
         assert graphs <= 5, "a stage compiles at most once, and 7 of them less often"
 
 
+def run_batches() -> float:
+    """Batches of other numbers of rows, each row packed in its own way, in one compiled block."""
+    cp, weight, block = make_block("ring")
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    differences = []
+    for rows in (1, 4, 3, 5, 1):
+        plan = cp.plan(S, AttentionMask(document_lengths=tuple(PACKINGS[:rows])))
+        x = plan.shard(torch.randn(rows, S, WIDTH, generator=torch.Generator().manual_seed(rows)))
+        pair = [gradient(run, x, plan, weight) for run in (compiled, block)]
+        differences.append((pair[0] - pair[1]).abs().max().item())
+    return max(differences)
+
+
+def test_batches_of_other_sizes_with_documents_of_their_own_run_in_one_compiled_block(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    assert all(difference < 1e-5 for difference in ranks(2)(run_batches))
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "auto"])
 def test_a_block_compiles_whole_and_another_plan_compiles_nothing_anew(
     ranks: Callable[[int], RankPool], strategy: str
