@@ -89,7 +89,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What `attention` returns, by shape and dtype."""
-    all_to_all_ranks = options[-1]
+    all_to_all_ranks = int(options[-1])  # torch.compile may not know it, after a change of it
     (batch, rows, heads, _), lse_dtype = q.shape, accumulation_dtype(q.dtype)
     out = q.new_empty((batch, rows, heads, v.shape[-1]))
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)

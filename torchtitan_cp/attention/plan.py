@@ -195,7 +195,8 @@ class Plan:
     def check_batch(self, batch: int) -> None:
         """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have."""
         rows = self.mask.document_lengths
-        if rows is not None and len(rows) not in (1, batch):
+        # Not `in`: torch.compile finds no size that it does not know in a tuple.
+        if rows is not None and len(rows) != 1 and len(rows) != batch:
             raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Progress:
         source_tokens: tokens of each source that the stages before this one read.
         identity: what must be the same to resume: the model's sizes, the data.
         block_tokens: block size of the data order; another one reorders the text that is left.
+        data_order: keys of [data] that also decide it.
         short_loss: newest held-out loss at the length of the first stage.
         skipped_ranges: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
         health: what bad steps have led to; see health.recovery.RecoveryState.
@@ -51,6 +52,7 @@ class Progress:
     source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
+    data_order: dict[str, Any] = dataclasses.field(default_factory=dict)
     short_loss: float | None = None
     skipped_ranges: list[list[int]] = dataclasses.field(default_factory=list)
     health: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,6 +1,6 @@
 """`torchtitan-cp generate CHECKPOINT` continues a text (--prompt TEXT) or answers line by line (--chat).
 
-On one device, with a KV cache.
+On one device, with a cache of keys and values or of states.
 """
 
 import argparse
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan_cp.attention import AttentionMask, attend, make_plan
+from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan
 from torchtitan_cp.attention.kernels import reference
 from torchtitan_cp.attention.kernels.kernel import Scores
+from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
@@ -30,31 +31,81 @@ from torchtitan_cp.training.registry import architecture, args_from
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
 
 
-# Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees. Empty at first.
+# Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees. Of layers without
+# keys, what they carry from token to token. Empty at first.
 KVCache = list[Tensor]
 
 
-def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, sinks: Tensor | None = None, **options: Any
-) -> Tensor:
-    """The attention that the model is given: of a whole prompt at first, then of one token at a time to all before it.
+class CachedAttention:
+    """What crosses tokens in the model: of a whole prompt at first, then of one token at a time with all before it.
 
-    Args:
-        caches: of the layers, in the order they run.
-        sinks, options: as of `attend`.
+    Every call takes the next of the caches, in the order the layers run.
     """
-    cache = next(caches)
-    if not cache:
-        mask = AttentionMask(window=(window - 1, -1)) if window else None
-        out = attend(q, k, v, make_plan(q.shape[1], mask=mask), sinks=sinks, **options)
-    else:
-        assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
-        k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all
-        scores = Scores(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
-        out, lse = reference.forward(q, k, v, Band(None, None), scores)
-        out = out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
-    cache[:] = k[:, -window:], v[:, -window:]
-    return out
+
+    @staticmethod
+    def __call__(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        caches: Iterator[KVCache],
+        window: int,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention; sinks and options as of `attend`."""
+        cache = next(caches)
+        if not cache:
+            mask = AttentionMask(window=(window - 1, -1)) if window else None
+            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), sinks=sinks, **options)
+        else:
+            assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
+            k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all
+            scores = Scores(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
+            out, lse = reference.forward(q, k, v, Band(None, None), scores)
+            out = out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
+        cache[:] = k[:, -window:], v[:, -window:]
+        return out
+
+    @staticmethod
+    def causal_conv(x: Tensor, weight: Tensor, caches: Iterator[KVCache], **options: Any) -> Tensor:
+        """As `attention.causal_conv`; the cache holds the last W - 1 rows."""
+        cache, new = next(caches), x.shape[1]
+        x = torch.cat([*cache, x], 1)
+        cache[:] = [x[:, max(0, x.shape[1] - weight.shape[1] + 1) :]]
+        return causal_conv(x, weight, make_plan(x.shape[1]), **options)[:, -new:]
+
+    @staticmethod
+    def gated_delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, caches: Iterator[KVCache], *, qk_l2norm: bool = False
+    ) -> Tensor:
+        """As `attention.gated_delta_rule`, in fp32; the cache holds the state, `[B, Hv, K, V]`."""
+        cache, dtype = next(caches), v.dtype
+        q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
+        if qk_l2norm:
+            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
+        tokens, key_dim, scale = q.shape[1], q.shape[-1], q.shape[-1] ** -0.5
+        if cache:
+            assert tokens == 1, "after the prompt, tokens come one at a time"
+            q, k = (x[:, 0].repeat_interleave(v.shape[2] // k.shape[2], 1).unsqueeze(-1) for x in (q, k))
+            state = g[:, 0, :, None, None].exp() * cache[0]
+            state = state + beta[:, 0, :, None, None] * k * (v[:, 0] - (k * state).sum(2)).unsqueeze(2)
+            out = scale * (q * state).sum(2).unsqueeze(1)
+        else:
+            # Behind the prompt, a query for each row of the state reads it, without a step or a gate that changes it.
+            rows = torch.eye(key_dim, dtype=q.dtype, device=q.device)[None, :, None].expand(len(q), -1, q.shape[2], -1)
+            k, v, g, beta = (torch.cat([x, x.new_zeros(len(x), key_dim, *x.shape[2:])], 1) for x in (k, v, g, beta))
+            out = gated_delta_rule(torch.cat([q, rows], 1), k, v, g, beta, make_plan(tokens + key_dim))
+            out, state = out[:, :tokens], out[:, tokens:].transpose(1, 2) / scale
+        cache[:] = [state]
+        return out.to(dtype)
+
+
+attend_cached = CachedAttention()
+
+
+def new_caches(model: nn.Module) -> list[KVCache]:
+    """As many as the model's layers take: attention one, a convolution and its rule two."""
+    return [KVCache() for _ in range(2 * len(model.layers))]  # type: ignore[arg-type]
 
 
 def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
@@ -91,7 +142,7 @@ def generate(
         generator: on the CPU.
         end_ids: each ends the text and is not yielded.
     """
-    caches = [KVCache() for _ in model.layers]  # type: ignore[union-attr]
+    caches = new_caches(model)
     device = next(model.parameters()).device
     tokens, start = list(prompt), 0
     for _ in range(max_tokens):

@@ -94,6 +94,7 @@ def _check_sections(config: Config, ranks: int) -> None:
 def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Degrees) -> None:
     """Rules between sections and the keys that a stage sets for itself."""
     schedule, compiled = config.parallel.pp_schedule, config.compile.enable
+    recomputed = stage.activation.checkpoint or config.activation.checkpoint
     offload = config.activation.offload if stage.activation.offload is None else stage.activation.offload
     relaunches = stage.tp not in (None, config.parallel.tp) or stage.pp not in (None, config.parallel.pp)
     if relaunches and not config.checkpoint.enable:
@@ -101,12 +102,17 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
             f"{where} changes tp or pp, which needs a checkpoint, and checkpoint.enable = false",
             fix="enable checkpoints, or keep one tp and pp",
         )
-    if degrees.pp > 1 and compiled and SCHEDULES[schedule].splits_backward:
+    if degrees.pp > 1 and SCHEDULES[schedule].splits_backward:
         plain = ", ".join(name for name, known in SCHEDULES.items() if not known.splits_backward)
-        raise ConfigError(
-            f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which a compiled block cannot",
-            fix=f"use {plain}, or compile.enable = false",
-        )
+        split = f"parallel.pp_schedule = {schedule!r} splits the backward of a block, which"
+        if compiled:
+            raise ConfigError(f"{split} a compiled block cannot", fix=f"use {plain}, or compile.enable = false")
+        if recomputed not in ("none", "full"):
+            # It runs the block again for each half, and torch's selective recomputation does so once.
+            raise ConfigError(
+                f"{split} activation.checkpoint = {recomputed!r} in {where} cannot",
+                fix=f"use {plain}, or activation.checkpoint = 'full' or 'none'",
+            )
     if config.training.float8 != "none" and degrees.tp > 1:
         raise ConfigError(
             "training.float8 does not work with parallel.tp above 1: torchao's layers take whole weights",

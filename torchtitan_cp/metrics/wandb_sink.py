@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.extras import import_extra
 
 
@@ -19,14 +20,21 @@ class WandbSink:
         project: its name; folder: of the run.
 
     Raises:
-        ConfigError: the package `wandb` is missing.
+        ConfigError: the package `wandb` is missing, or it opens no run: nobody is logged in, or the name is not one.
     """
 
     name = "Weights & Biases"
 
     def __init__(self, project: str, folder: Path) -> None:
         self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
-        self.run = self.wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
+        names = {"project": project, "name": folder.name, "id": folder.name}
+        try:
+            self.run = self.wandb.init(**names, dir=str(folder), resume="allow")
+        except self.wandb.errors.Error as error:
+            raise ConfigError(
+                f"metrics.wandb = {project!r}: Weights & Biases opens no run {folder.name!r}: {error}",
+                fix="log in with `wandb login`, set WANDB_MODE=offline in the environment, or leave metrics.wandb out",
+            ) from None
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self.run.log(dict(values), step=step)

@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchtitan_cp.attention import OPERATORS
 from torchtitan_cp.parallel.offload import HostMemory
 
 Forward = Callable[..., Any]
+
+# Ranges of the profiler: where experts inside a block are gathered ahead, FSDP opens others in its recomputation.
+_RANGES = torch.ops.profiler
+SAC_IGNORED_OPS.update((_RANGES._record_function_enter_new.default, _RANGES._record_function_exit._RecordFunction))
 
 # Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
 PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}

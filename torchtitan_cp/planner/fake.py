@@ -66,6 +66,8 @@ class FakeMode(FakeTensorMode):
             return torch.empty_like(args[0])
         if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
             return _even_counts(args[0].numel(), *args[2:], **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **kwargs)
         # The first argument usually suffices; flattening all of them costs more than many operations.
         if not (args and isinstance(args[0], FakeTensor)):
             tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -88,6 +90,19 @@ def _even_counts(count: int, minlength: int) -> Tensor:
     """Counts of evenly spread numbers, e.g. tokens of experts; a real tensor, as the host reads it."""
     share, over = divmod(count, minlength)
     return torch.tensor([share + (number < over) for number in range(minlength)])
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """What `_grouped_mm` returns; its fake form takes bf16 alone, where the CPU's takes other dtypes too."""
+    groups = (*a.shape[:-2], *b.shape[:-2])[:1]
+    if a.ndim == b.ndim == 2:  # offs cuts what is summed
+        assert offs is not None
+        groups = offs.shape[:1]
+    elif a.ndim != b.ndim:  # offs cuts the rows or the columns of what is returned
+        groups = ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
 class Message(NamedTuple):

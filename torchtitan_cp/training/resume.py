@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
@@ -80,11 +82,16 @@ def resume(
             fresh.block_tokens,
             before.block_tokens,
         )
+    other_order = _changes(before.data_order, fresh.data_order)
+    if other_order:
+        logger.warning(
+            "data.%s: the data order changes from here, and some text may be read twice", ", data.".join(other_order)
+        )
     checkpoints.load(path, model.parts, model.optimizers)
-    progress = dataclasses.replace(before, block_tokens=fresh.block_tokens, identity=fresh.identity)
+    of_config = {name: getattr(fresh, name) for name in ("block_tokens", "data_order", "identity")}
+    progress = dataclasses.replace(before, **of_config)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
-    now, was = stages[progress.stage].text_recipe, before.text_recipe
-    changed = [f"{name} {was[name]} -> {now.get(name)}" for name in was if now.get(name) != was[name]]
+    changed = _changes(before.text_recipe, stages[progress.stage].text_recipe)
     if changed and progress.stage_step and not is_stage_over(progress, stages):
         logger.warning(
             "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
@@ -92,3 +99,8 @@ def resume(
             ", ".join(changed),
         )
     return progress
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs of the settings that a checkpoint has."""
+    return [f"{name} {value} -> {now.get(name)}" for name, value in was.items() if now.get(name) != value]

@@ -95,7 +95,8 @@ class Trainer:
             "seed": config.training.seed,
             "optimizer": f"{config.optimizer.name}, state in {config.optimizer.state}",
         }
-        self.progress = Progress(identity=identity, block_tokens=run.longest)
+        order = {name: getattr(config.data, name) for name in ("order", "separator")}
+        self.progress = Progress(identity=identity, block_tokens=run.longest, data_order=order)
 
     # Where the run stands ----------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def run_compiled(strategy: str) -> dict[str, Any]:
     return {"graphs": counter.frame_count, "difference": max(differences)}
 
 
-def run_stages() -> tuple[list[float], int]:
+def run_stages(strategy: str, recomputed: bool = False) -> tuple[list[float], int]:
     """A curriculum: context-parallel degrees and lengths change under one compiled block."""
     world = dist.get_world_size()
     weight = torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -66,11 +66,14 @@ def run_stages() -> tuple[list[float], int]:
         q, k, v = (x @ weight.T).unflatten(-1, (3, 4, WIDTH // 4)).unbind(2)
         return x + attend(q, k, v, plan).flatten(2)
 
-    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    def run(x: Tensor, plan: Plan) -> Tensor:
+        return checkpoint(block, x, plan, use_reentrant=False) if recomputed else block(x, plan)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
     differences = []
     for degree, length in ((1, 32), (2, 32), (2, 64), (4, 64), (4, 128), (2, 128), (1, 64)):
         mesh = init_device_mesh("cpu", (world // degree, degree), mesh_dim_names=("dp", "cp"))
-        plan = ContextParallel(mesh["cp"], "auto").plan(length)
+        plan = ContextParallel(mesh["cp"], strategy).plan(length)
         x = plan.shard(torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length)))
         pair = [gradient(run, x, plan, weight) for run in (compiled, block)]
         differences.append((pair[0] - pair[1]).abs().max().item() / pair[1].abs().max().item())
@@ -78,9 +81,38 @@ def run_stages() -> tuple[list[float], int]:
 
 
 def test_stages_of_other_lengths_and_degrees_run_in_one_compiled_block(ranks: Callable[[int], RankPool]) -> None:
-    for differences, graphs in ranks(4)(run_stages):
+    for differences, graphs in ranks(4)(run_stages, "auto"):
         assert max(differences) < 1e-6
         assert graphs <= 5, "a stage compiles at most once, and 7 of them less often"
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_ranks_that_trade_heads_change_in_one_compiled_block(
+    ranks: Callable[[int], RankPool], recomputed: bool
+) -> None:
+    for differences, graphs in ranks(4)(run_stages, "all_to_all", recomputed):
+        assert max(differences) < 1e-6
+        assert graphs <= 7
+
+
+def run_batches() -> float:
+    """Batches of other numbers of rows, each row packed in its own way, in one compiled block."""
+    cp, weight, block = make_block("ring")
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    differences = []
+    for rows in (1, 4, 3, 5, 1):
+        plan = cp.plan(S, AttentionMask(document_lengths=tuple(PACKINGS[:rows])))
+        x = plan.shard(torch.randn(rows, S, WIDTH, generator=torch.Generator().manual_seed(rows)))
+        pair = [gradient(run, x, plan, weight) for run in (compiled, block)]
+        differences.append((pair[0] - pair[1]).abs().max().item())
+    return max(differences)
+
+
+def test_batches_of_other_sizes_with_documents_of_their_own_run_in_one_compiled_block(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    assert all(difference < 1e-5 for difference in ranks(2)(run_batches))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "auto"])

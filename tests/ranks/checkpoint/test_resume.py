@@ -116,6 +116,18 @@ def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
         assert re.search(said, warning)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"), [("order='related'", "order shuffled -> related"), ("separator=256", "separator -1 -> 256")]
+)
+def test_another_order_of_the_data_is_warned_of(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], change: str, said: str
+) -> None:
+    """Even where a stage begins: the place in each source is one in the order before."""
+    folder = stopped_copy(run_toml, f"order-{change.partition('=')[0]}", 8)
+    [warning] = ranks(2)(warnings_of_resuming, run_toml, f"--job.dump_folder={folder}", f"--data.{change}")[0]
+    assert warning == f"data.{said}: the data order changes from here, and some text may be read twice"
+
+
 @deep_rows("damage", ["partial", "no progress", "cut", "gone", "flipped"], default=["cut"])
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_writes_that_anew(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], damage: str

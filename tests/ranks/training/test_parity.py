@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "every option": (BIAS, QK_NORM, SINKS, "model.overrides.windows=[0, 50]"),
     "experts": EXPERTS,
     "eight experts": (*EXPERTS, "model.overrides.n_experts=8"),
+    "shared experts": (*EXPERTS, FOUR_LAYERS, "model.overrides.n_shared_experts=2", "model.overrides.balance=0.0"),
     "routers": ROUTED,
     "Qwen3.5": HYBRID_MODEL,
 }
@@ -190,6 +191,9 @@ LAYOUTS = {
     ),
     "TP 2 x CP 2, EP 2, MLP in 3 tiles, two sequences at once, routers": Layout(
         4, "tp=2 cp=2 ep=2", f"{TILES}3 {TWO_AT_ONCE}", "routers"
+    ),
+    "TP 2 x CP 2, attention saved, two blocks gathered ahead, shared experts": Layout(
+        4, "tp=2 cp=2 fsdp_prefetch=2", ATTENTION_SAVED, "shared experts"
     ),
     "PP 2, interleaved zero bubble, routers": Layout(2, "pp=2 pp_schedule=interleaved_zero_bubble", "", "routers"),
     "PP 2 x CP 2, EP 2, interleaved, routers": Layout(4, "pp=2 cp=2 ep=2 pp_schedule=interleaved_1f1b", "", "routers"),

@@ -190,6 +190,13 @@ def test_no_stage_is_refused() -> None:
             "splits the backward of a block, which a compiled block cannot\n  fix: use gpipe, 1f1b, interleaved",
         ),
         (
+            {
+                "parallel": Parallel(pp=2, pp_schedule="zbv_zero_bubble"),
+                "activation": Activation(checkpoint="selective"),
+            },
+            "activation.checkpoint = 'selective' in curriculum.stages[0] cannot\n  fix: use gpipe, 1f1b, interleaved",
+        ),
+        (
             {"parallel": Parallel(pp=2), "training": Training(micro_batch_sequences=8)},
             "makes 1 micro-batches, which 1f1b cannot assign to 2 pipeline ranks\n  fix: use 16384 for 2 micro-batches",
         ),
@@ -244,6 +251,11 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
                 "compile": Compile(enable=True),
             },
             "splits the backward of a block",
+        ),
+        (
+            {"activation": StageActivation(checkpoint="attention_saved")},
+            {"parallel": Parallel(pp=2, pp_schedule="interleaved_zero_bubble"), "activation": Activation("full")},
+            "activation.checkpoint = 'attention_saved' in curriculum.stages[0] cannot",
         ),
         (
             {"tp": 1},

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from models.llama import Llama, LlamaArgs
+from models.qwen3_5 import Hybrid, HybridArgs
 from tests.support.chats import TURNS
 from torchtitan_cp.cli.generate import (
-    KVCache,
     attend_cached,
     chat,
     generate,
     main,
+    new_caches,
     print_stream,
     sample_token,
     stream_text,
@@ -29,33 +30,41 @@ from torchtitan_cp.training.chat import encode_turns
 SHAPES = {
     "plain": LlamaArgs(48, 3, 4, 2, 16, 96, 97),
     "every option": LlamaArgs(48, 3, 4, 2, 16, 96, 97, windows=(5, 0), qkv_bias=True, qk_norm=True, sinks=True),
+    "states": HybridArgs(
+        *(48, 4, 4, 2, 16, 96, 97),
+        linear_key_heads=3,
+        linear_value_heads=6,
+        linear_key_dim=8,
+        linear_value_dim=12,
+    ),
 }
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 
 
 def model_of(shape: LlamaArgs) -> Llama:
-    model = Llama(shape, attend_cached).eval()
+    model = (Hybrid if isinstance(shape, HybridArgs) else Llama)(shape, attend_cached).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    model.set_rope([0.5**pair for pair in range(8)], 1.0, torch.device("cpu"))
+    model.set_rope([0.5**pair for pair in range(shape.rotary_dim // 2)], 1.0, torch.device("cpu"))
     return model
 
 
 def full_logits(model: Llama, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        caches = [KVCache() for _ in model.layers]
+        caches = new_caches(model)
         return model(torch.tensor([tokens]), torch.arange(len(tokens)), iter(caches))[0]
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_cache_gives_the_logits_of_full_forwards(name: str) -> None:
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1], PROMPT * 10], ids=len)
+def test_the_cache_gives_the_logits_of_full_forwards(name: str, prompt: list[int]) -> None:
     model = model_of(SHAPES[name])
-    tokens = [*PROMPT, *range(20)]
+    tokens = [*prompt, *range(20)]
     want = full_logits(model, tokens)
-    caches = [KVCache() for _ in model.layers]
+    caches = new_caches(model)
     with torch.no_grad():
-        rows = [model(torch.tensor([PROMPT]), torch.arange(len(PROMPT)), iter(caches))[0]]
-        for place in range(len(PROMPT), len(tokens)):
+        rows = [model(torch.tensor([prompt]), torch.arange(len(prompt)), iter(caches))[0]]
+        for place in range(len(prompt), len(tokens)):
             rows.append(model(torch.tensor([[tokens[place]]]), torch.tensor([place]), iter(caches))[0])
     assert (torch.cat(rows) - want).abs().max() < 1e-5 * want.abs().max()
 

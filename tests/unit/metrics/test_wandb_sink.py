@@ -16,6 +16,19 @@ def test_without_its_package_the_message_says_how_to_get_it(tmp_path: Path, monk
         WandbSink("project", tmp_path)
 
 
+def test_a_run_that_it_does_not_open_is_refused_with_the_way_to_mend_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"(?s)metrics.wandb = 'project': .*No API key.*fix: log in with `wandb log"):
+        WandbSink("project", tmp_path)
+
+
 def test_weights_and_biases_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
