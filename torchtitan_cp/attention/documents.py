@@ -11,7 +11,7 @@ import heapq
 import math
 from bisect import insort
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -41,6 +41,10 @@ class Part(NamedTuple):
     head_stop: int
     tail: int
     tail_stop: int
+
+
+# As Part._make, in a third of the time: a plan makes a thousand.
+new_part = partial(tuple.__new__, Part)
 
 
 @dataclass(slots=True)
@@ -100,7 +104,7 @@ def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
     """The documents, and the padding between them, largest first."""
     before = pairs_before(mask, sequence_length)
     ends = pairwise((position, before[position]) for position in before.borders)
-    parts = [Part._make((more - less, stop - start, start, stop, stop, stop)) for (start, less), (stop, more) in ends]
+    parts = [new_part((more - less, stop - start, start, stop, stop, stop)) for (start, less), (stop, more) in ends]
     return sorted(parts, reverse=True)
 
 
@@ -163,7 +167,7 @@ def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, in
         left -= tokens - share
         if tokens:
             area = part.area * tokens // part.tokens
-            shares.append((one, Part._make((area, tokens, *part[2:]))))
+            shares.append((one, new_part((area, tokens, *part[2:]))))
             one.tokens -= tokens
             one.area -= area
             loads[place] = (load + work * tokens / part.tokens, number)
@@ -174,8 +178,7 @@ def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, in
 def _fill(parts: list[Part], bins: list[Bin], before: PairsBefore) -> None:
     """Give short documents to the bins that lack the most pairs, then to those with the most room, and cut the last."""
     for index, want in enumerate(("area", "tokens")):
-        left, wanting = [], [(-getattr(one, want), number) for number, one in enumerate(bins) if one.tokens]
-        heapq.heapify(wanting)
+        left, wanting = [], sorted([(-getattr(one, want), number) for number, one in enumerate(bins) if one.tokens])
         for part in parts:
             wanted, number = wanting[0]
             if part[1] <= bins[number].tokens:
@@ -227,5 +230,5 @@ def _cut(part: Part, tokens: int, area: float, before: PairsBefore) -> tuple[Par
             taken_area = ends + before[head + rows] - before[first + rows]
     if unbroken:
         head_stop = tail = first + rows
-    left = Part._make((whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows))
-    return Part._make((taken_area, tokens, head, head + rows, first + rows, tail_stop)), left
+    left = new_part((whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows))
+    return new_part((taken_area, tokens, head, head + rows, first + rows, tail_stop)), left

@@ -7,7 +7,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -36,6 +36,10 @@ class Segment(NamedTuple):
     def rows(self) -> Span:
         """The local rows."""
         return self.local, self.local + self.stop - self.start
+
+
+# As Segment._make, in a third of the time: a plan makes a thousand.
+new_segment = partial(tuple.__new__, Segment)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Layout:
         for rank, spans in enumerate(self.spans):
             local = 0
             for start, stop in spans:
-                segments.append(Segment._make((rank, local, start, stop)))
+                segments.append(new_segment((rank, local, start, stop)))
                 local += stop - start
         return tuple(sorted(segments, key=itemgetter(2)))
 
@@ -119,7 +123,7 @@ def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[
                 rank, local, start, stop = segment
             end = stop if stop < last else last
             whole = start == begin and stop == end
-            found.append(segment if whole else Segment._make((rank, local + begin - start, begin, end)))
+            found.append(segment if whole else new_segment((rank, local + begin - start, begin, end)))
             begin = end
         result.append(tuple(found))
     return tuple(result)
