@@ -1,7 +1,10 @@
 """What this rank holds of a tensor that may be a DTensor: its local tensor, and where that lies in the whole."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -10,19 +13,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole tensor, a slice per dim.
+    """Where this rank's shard lies in the whole tensor, a slice per dim."""
+    if isinstance(tensor, DTensor):
+        return find_shard(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(0, size) for size in tensor.shape)
+
+
+def find_shard(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
+    """Where this rank's shard of a DTensor lies in the whole tensor.
 
     The inner axes of the mesh cut first: FSDP cuts what tensor parallelism left. A dim of n entries on r ranks gives
     each rank ceil(n / r) of them, the last ranks fewer or none.
     """
-    spans = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for axis in reversed(range(mesh.ndim)):
-            dim = getattr(tensor.placements[axis], "dim", None)
-            if dim is not None:
-                start, stop = spans[dim]
-                per_rank = -(-(stop - start) // mesh.size(axis))
-                first = min(start + per_rank * mesh.get_local_rank(axis), stop)
-                spans[dim] = (first, min(first + per_rank, stop))
+    spans = [(0, size) for size in shape]
+    for axis in reversed(range(mesh.ndim)):
+        dim = getattr(placements[axis], "dim", None)
+        if dim is not None:
+            start, stop = spans[dim]
+            per_rank = -(-(stop - start) // mesh.size(axis))
+            first = min(start + per_rank * mesh.get_local_rank(axis), stop)
+            spans[dim] = (first, min(first + per_rank, stop))
     return tuple(slice(*span) for span in spans)

@@ -8,7 +8,7 @@ So a folder named step-N is complete, and a save never touches the checkpoints b
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import planner_helpers
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
-from torchtitan_cp.attention.local_shard import local_tensor
+from torchtitan_cp.attention.local_shard import find_shard, local_tensor
 from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
 from torchtitan_cp.checkpoint.manifest import read_manifest, verify_checkpoint
 from torchtitan_cp.checkpoint.progress import DamagedError, Progress, read_progress
@@ -36,6 +39,19 @@ BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 Parts = Iterable[nn.Module]
 Optimizers = Iterable[torch.optim.Optimizer]
+
+
+def _size_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of this rank's shard; an empty one is behind all others, as in torch."""
+    slices = find_shard(shape, mesh, placements)
+    sizes = tuple(one.stop - one.start for one in slices)
+    return sizes, tuple(one.start for one in slices) if all(sizes) else tuple(shape)
+
+
+# torch's own is wrong where FSDP cuts the parts of a dim that tensor parallelism does not divide, as of a vocabulary.
+planner_helpers.compute_local_shape_and_global_offset = _size_and_offset  # type: ignore[assignment]
 
 
 class PendingSave(NamedTuple):
