@@ -2,9 +2,10 @@
 
 Every rank gets the same number of tokens and the same area of the mask. Documents are placed largest first, each
 on the rank with the most work left to take, or split over as few ranks as can take it. The shortest ones fill up what
-is left, and only the last of them are cut to make the counts exact. A rank's share of a long document is rows from its
-head and rows from its tail, as many of each as give the rank its area: zigzag is the case of one document on all
-ranks. Where ranks sit in nodes, documents are assigned to the nodes first and then, within each, to its ranks.
+is left, first where most area is lacking, and only the last of them are cut to make the counts exact. A rank's share of
+a long document is rows from its head and rows from its tail, as many of each as give the rank its area: zigzag is the
+case of one document on all ranks. Where ranks sit in nodes, documents are assigned to the nodes first and then, within
+each, to its ranks.
 """
 
 import heapq

@@ -42,21 +42,14 @@ class CachedAttention:
     Every call takes the next of the caches, in the order the layers run.
     """
 
-    @staticmethod
     def __call__(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        caches: Iterator[KVCache],
-        window: int,
-        sinks: Tensor | None = None,
-        **options: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, caches: Iterator[KVCache], window: int, **options: Any
     ) -> Tensor:
-        """Attention; sinks and options as of `attend`."""
-        cache = next(caches)
+        """Attention; options as of `attend`."""
+        cache, sinks = next(caches), options.get("sinks")
         if not cache:
             mask = AttentionMask(window=(window - 1, -1)) if window else None
-            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), sinks=sinks, **options)
+            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), **options)
         else:
             assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
             k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all
@@ -66,17 +59,15 @@ class CachedAttention:
         cache[:] = k[:, -window:], v[:, -window:]
         return out
 
-    @staticmethod
-    def causal_conv(x: Tensor, weight: Tensor, caches: Iterator[KVCache], **options: Any) -> Tensor:
+    def causal_conv(self, x: Tensor, weight: Tensor, caches: Iterator[KVCache], **options: Any) -> Tensor:
         """As `attention.causal_conv`; the cache holds the last W - 1 rows."""
         cache, new = next(caches), x.shape[1]
         x = torch.cat([*cache, x], 1)
         cache[:] = [x[:, max(0, x.shape[1] - weight.shape[1] + 1) :]]
         return causal_conv(x, weight, make_plan(x.shape[1]), **options)[:, -new:]
 
-    @staticmethod
     def gated_delta_rule(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, caches: Iterator[KVCache], *, qk_l2norm: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, caches: Iterator[KVCache], *, qk_l2norm: bool
     ) -> Tensor:
         """As `attention.gated_delta_rule`, in fp32; the cache holds the state, `[B, Hv, K, V]`."""
         cache, dtype = next(caches), v.dtype

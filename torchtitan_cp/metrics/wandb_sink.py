@@ -1,5 +1,6 @@
 """Weights & Biases, which gets what TensorBoard gets."""
 
+import hashlib
 import html
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,9 @@ class WandbSink:
 
     def __init__(self, project: str, folder: Path) -> None:
         self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
-        names = {"project": project, "name": folder.name, "id": folder.name}
+        # Two runs may have folders of one name.
+        own_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        names = {"project": project, "name": folder.name, "id": own_id}
         try:
             self.run = self.wandb.init(**names, dir=str(folder), resume="allow")
         except self.wandb.errors.Error as error:

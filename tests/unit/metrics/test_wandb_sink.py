@@ -32,6 +32,13 @@ def test_a_run_that_it_does_not_open_is_refused_with_the_way_to_mend_it(
 def test_weights_and_biases_gets_what_tensorboard_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for parent in ("one", "other"):
+        (tmp_path / parent / "run").mkdir(parents=True)
+        sink = WandbSink("project", tmp_path / parent / "run")
+        ids.append(sink.run.id)
+        sink.close()
+    assert len(set(ids)) == 2
     sink = WandbSink("project", tmp_path)
     sink.scalars({"train/loss": 2.5, "train/lr": 1e-3}, 1)
     sink.image("validation/passkey", np.zeros((4, 4, 3), np.uint8), 2)
