@@ -44,10 +44,10 @@ Optimizers = Iterable[torch.optim.Optimizer]
 def _size_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of this rank's shard; an empty one is behind all others, as in torch."""
+    """Of this rank's shard; where it is empty it is behind all others, as in torch."""
     slices = find_shard(shape, mesh, placements)
-    sizes = tuple(one.stop - one.start for one in slices)
-    return sizes, tuple(one.start for one in slices) if all(sizes) else tuple(shape)
+    offsets = (one.start if one.stop > one.start else size for one, size in zip(slices, shape, strict=True))
+    return tuple(one.stop - one.start for one in slices), tuple(offsets)
 
 
 # torch's own is wrong where FSDP cuts the parts of a dim that tensor parallelism does not divide, as of a vocabulary.

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
 from torchtitan_cp.attention.strategies import STRATEGIES
@@ -86,7 +87,7 @@ def test_stages_of_other_lengths_and_degrees_run_in_one_compiled_block(ranks: Ca
         assert graphs <= 5, "a stage compiles at most once, and 7 of them less often"
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@deep_rows("recomputed", [False, True], default=[False])
 def test_ranks_that_trade_heads_change_in_one_compiled_block(
     ranks: Callable[[int], RankPool], recomputed: bool
 ) -> None:

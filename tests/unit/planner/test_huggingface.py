@@ -89,6 +89,7 @@ def test_large_models_are_planned_on_256_ranks(config: dict[str, object], tmp_pa
     assert 0.1 < estimate.mfu < 0.6
 
 
+@pytest.mark.deep
 def test_a_mixture_is_walked_in_fp32_too(tmp_path: Path) -> None:
     """torch's own fake form of grouped products takes bf16 alone."""
     model = of_config(tmp_path, {**FAMILIES["Mixtral"], "hidden_size": 64, "intermediate_size": 128})
