@@ -81,6 +81,7 @@ def run_stages(strategy: str, recomputed: bool = False) -> tuple[list[float], in
     return differences, counter.frame_count
 
 
+@pytest.mark.deep
 def test_stages_of_other_lengths_and_degrees_run_in_one_compiled_block(ranks: Callable[[int], RankPool]) -> None:
     for differences, graphs in ranks(4)(run_stages, "auto"):
         assert max(differences) < 1e-6

@@ -62,7 +62,7 @@ def test_on_the_same_ranks_a_resumed_run_is_bit_for_bit_the_straight_one(
         pytest.param(2, 1, [], marks=pytest.mark.deep),
         pytest.param(1, 1, [], marks=pytest.mark.deep),
         pytest.param(4, 2, [], marks=pytest.mark.deep),
-        (4, 2, ["--parallel.tp=2"]),
+        pytest.param(4, 2, ["--parallel.tp=2"], marks=pytest.mark.deep),
         pytest.param(2, 1, ["--parallel.pp=2"], marks=pytest.mark.deep),
         pytest.param(4, 2, ["--parallel.dp_replicate=2"], marks=pytest.mark.deep),
     ],
