@@ -112,7 +112,11 @@ def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
 def _assign(
     parts: list[Part], count: int, tokens: int, filling: tuple[float, float], before: PairsBefore
 ) -> list[list[Part]]:
-    """The parts of each of `count` bins that take so many tokens each; see `_find_filling`."""
+    """The parts of each of `count` bins that take so many tokens each.
+
+    Args:
+        filling: tokens of the shortest documents, which fill up at the end, and the most pairs of one.
+    """
     parts = sorted(parts, reverse=True)
     even = sum([part[0] for part in parts]) / count
     first, density = _find_filling(parts, *filling)
@@ -142,7 +146,7 @@ def _assign(
 
 
 def _find_filling(parts: list[Part], tokens: float, most_pairs: float) -> tuple[int, float]:
-    """Of sorted parts: the first of the shortest, of at most so many pairs, that hold so many tokens; pairs a token."""
+    """(First of the shortest parts that hold so many tokens, each of at most so many pairs; their pairs a token)."""
     first, held, area = len(parts), 0, 0
     while first and held < tokens and parts[first - 1][0] <= most_pairs:
         first -= 1

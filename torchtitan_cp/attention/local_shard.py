@@ -20,7 +20,7 @@ def shard_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def find_shard(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """Where this rank's shard of a DTensor lies in the whole tensor.
+    """Where this rank's shard of a DTensor of this global shape lies in the whole tensor, a slice per dim.
 
     The inner axes of the mesh cut first: FSDP cuts what tensor parallelism left. A dim of n entries on r ranks gives
     each rank ceil(n / r) of them, the last ranks fewer or none.

@@ -44,7 +44,7 @@ Optimizers = Iterable[torch.optim.Optimizer]
 def _size_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of this rank's shard; where it is empty it is behind all others, as in torch."""
+    """The sizes and offsets of this rank's shard, per dim; where it is empty it is behind all others, as in torch."""
     slices = find_shard(shape, mesh, placements)
     offsets = (one.start if one.stop > one.start else size for one, size in zip(slices, shape, strict=True))
     return tuple(one.stop - one.start for one in slices), tuple(offsets)

@@ -110,7 +110,7 @@ def _check_stage_sections(config: Config, stage: Stage, where: str, degrees: Deg
         if recomputed not in ("none", "full"):
             # It runs the block again for each half, and torch's selective recomputation does so once.
             raise ConfigError(
-                f"{split} activation.checkpoint = {recomputed!r} in {where} cannot",
+                f"{split} activation.checkpoint = {recomputed!r} in {where} does not allow",
                 fix=f"use {plain}, or activation.checkpoint = 'full' or 'none'",
             )
     if config.training.float8 != "none" and degrees.tp > 1:

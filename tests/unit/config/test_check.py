@@ -194,7 +194,7 @@ def test_no_stage_is_refused() -> None:
                 "parallel": Parallel(pp=2, pp_schedule="zbv_zero_bubble"),
                 "activation": Activation(checkpoint="selective"),
             },
-            "activation.checkpoint = 'selective' in curriculum.stages[0] cannot\n  fix: use gpipe, 1f1b, interleaved",
+            "activation.checkpoint = 'selective' in curriculum.stages[0] does not allow\n  fix: use gpipe, 1f1b, interleaved",
         ),
         (
             {"parallel": Parallel(pp=2), "training": Training(micro_batch_sequences=8)},
@@ -255,7 +255,7 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
         (
             {"activation": StageActivation(checkpoint="attention_saved")},
             {"parallel": Parallel(pp=2, pp_schedule="interleaved_zero_bubble"), "activation": Activation("full")},
-            "activation.checkpoint = 'attention_saved' in curriculum.stages[0] cannot",
+            "activation.checkpoint = 'attention_saved' in curriculum.stages[0] does not allow",
         ),
         (
             {"tp": 1},
