@@ -194,7 +194,7 @@ def test_no_stage_is_refused() -> None:
                 "parallel": Parallel(pp=2, pp_schedule="zbv_zero_bubble"),
                 "activation": Activation(checkpoint="selective"),
             },
-            "activation.checkpoint = 'selective' in curriculum.stages[0] does not allow\n  fix: use gpipe, 1f1b, interleaved",
+            "activation.checkpoint = 'selective' in curriculum.stages[0] does not allow\n  fix: use gpipe, 1f1b",
         ),
         (
             {"parallel": Parallel(pp=2), "training": Training(micro_batch_sequences=8)},
