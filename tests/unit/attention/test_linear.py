@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.support.linear_cases import draw, with_gradients
 from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan, selective_scan
+from torchtitan_cp.attention.linear.kernel import CHUNK, Factors, scan
 from torchtitan_cp.attention.recording import Side, record
 
 S = 130
@@ -90,3 +91,14 @@ def test_a_recording_of_own_values_takes_a_convolution_for_its_input() -> None:
     with torch.no_grad():
         trace = record(side, 1, S, own_values=True)
     assert (trace.error, trace.loss) == ("", x.sum().item())
+
+
+def test_a_map_that_decays_to_nothing_holds_no_subnormal_numbers() -> None:
+    """CPUs take a hundred times as long for them, and a long stretch's map spends most of its chunks there."""
+    chunks, dims = 40, 8
+    keys, gamma = 0.01 * torch.randn(chunks, 1, 1, 1, CHUNK, dims), torch.full((chunks, 1, 1, 1, 1, 1), 0.1)
+    states, last = scan(
+        Factors(keys, keys, keys, keys, keys, gamma), torch.zeros(chunks, 1, 1, 1, dims, dims), {0: torch.eye(dims)}
+    )
+    assert not states[-1].any() and not last.any()
+    assert not states[(states != 0) & (states.abs() < torch.finfo(torch.float32).tiny)].numel()

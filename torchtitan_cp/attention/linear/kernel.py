@@ -262,8 +262,10 @@ def scan(factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bo
     """
     shape, (left, right) = added.shape, (factors.w, factors.k_out) if back else (factors.k_out, factors.w)
     gamma, left, right, added = (x.flatten(1, 3) for x in (factors.gamma, left, right, added))
-    before, x = torch.empty_like(added), torch.zeros_like(added[0])
+    before, x, numbers = torch.empty_like(added), torch.zeros_like(added[0]), torch.finfo(added.dtype)
     for chunk in range(len(added))[:: -1 if back else 1]:
+        # Products of what has decayed further would be subnormal, for which many CPUs take a hundred times as long.
+        x = F.hardshrink(x, numbers.tiny / numbers.eps)
         before[chunk] = x = starts[chunk].reshape(x.shape) if chunk in starts else x
         x = torch.baddbmm(torch.addcmul(added[chunk], gamma[chunk], x), left[chunk].mT, right[chunk] @ x, alpha=-1)
     return before.view(shape), x.view(shape[1:])
