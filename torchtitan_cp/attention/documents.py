@@ -1,20 +1,18 @@
 """Assigns packed documents to ranks, whole where they fit: who holds all of a document exchanges no keys for it.
 
 Every rank gets the same number of tokens and the same area of the mask. Documents are placed largest first, each
-on the rank with the most work left to take, or split over as few ranks as can take it. The shortest ones fill up what
-is left, first where most area is lacking, and only the last of them are cut to make the counts exact. A rank's share of
-a long document is rows from its head and rows from its tail, as many of each as give the rank its area: zigzag is the
-case of one document on all ranks. Where ranks sit in nodes, documents are assigned to the nodes first and then, within
-each, to its ranks.
+on the rank with the most work left to take, or split over as few ranks as can take it, and these in as few nodes. The
+shortest ones fill up what is left, first where most area is lacking, and only the last of them are cut to make the
+counts exact. A rank's share of a long document is rows from its head and rows from its tail, as many of each as give
+the rank its area: zigzag is the case of one document on all ranks.
 """
 
 import heapq
-import math
 from bisect import insort
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import pairwise
-from operator import itemgetter
+from itertools import chain, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from torchtitan_cp.attention.layout import PairsBefore, pairs_before
@@ -22,10 +20,9 @@ from torchtitan_cp.attention.mask import AttentionMask, Span
 
 # A document is placed whole on a rank that it overfills by no more than this fraction of an even share of the work.
 SLACK = 0.04
-# Documents that fill a rank up have at most this fraction of an even share of the work.
-FILLS = 0.25
 # Times that the cuts of documents that share bins are worked out, each with the newest cuts of the others.
 SWEEPS = 2
+LOAD = attrgetter("load")
 
 
 class Part(NamedTuple):
@@ -48,18 +45,22 @@ class Part(NamedTuple):
 new_part = partial(tuple.__new__, Part)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bin:
-    """A rank, or a node of ranks, while it is filled.
+    """A rank while it is filled.
 
     Attributes:
+        node: of the rank.
         tokens: that it still takes.
         area: pairs that it lacks of an even share.
+        load: work beyond what the shortest documents will bring, less an even share of that.
         parts: what it was given.
     """
 
+    node: int
     tokens: int
     area: float
+    load: float
     parts: list[Part] = field(default_factory=list)
 
     def take(self, part: Part) -> None:
@@ -74,30 +75,44 @@ Shares = list[tuple[Bin, Part]]
 
 
 def assign_documents(
-    sequence_length: int,
-    ranks: int,
-    mask: AttentionMask,
-    ranks_per_node: int,
-    fill_fraction: float = 0.2,
-    most: float = math.inf,
+    sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int, filling: float, short: float
 ) -> list[list[Span]]:
     """Spans for each rank: S/P tokens in all, in any order and some of them empty.
 
     Args:
         ranks: divide S; ranks_per_node: divide these.
-        fill_fraction: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
-        most: nothing is returned as soon as a rank would have more than so many even shares of the pairs.
+        filling: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
+        short: those and all documents that are not split have at most this fraction of an even share of the area.
     """
-    before, tokens = pairs_before(mask, sequence_length), sequence_length // ranks
-    held, even = [_whole_parts(mask, sequence_length)], before[sequence_length] / ranks
-    for bins, room in ((ranks // ranks_per_node, tokens * ranks_per_node), (ranks_per_node, tokens)):
-        if bins > 1:
-            nodes, held = held, []
-            for node in nodes:
-                held += _assign(node, bins, room, (fill_fraction * bins * room, FILLS * even), before)
-                if room == tokens and max(sum([part[0] for part in rows]) for rows in held[-bins:]) > most * even:
-                    return []
-    return [[span for part in rows for span in (part[2:4], part[4:6])] for rows in held]
+    before, parts = pairs_before(mask, sequence_length), _whole_parts(mask, sequence_length)
+    tokens, even = sequence_length // ranks, before[sequence_length] / ranks
+    first, density = _find_filling(parts, filling * sequence_length, short * even)
+    even_work = even - density * tokens
+    bins, splits, late = [Bin(rank // ranks_per_node, tokens, even, -even_work) for rank in range(ranks)], [], []
+    nodes = [bins[rank : rank + ranks_per_node] for rank in range(0, ranks, ranks_per_node)]
+    # The least loaded first; of those, one of each node in turn, so that a document takes as many in one as in another.
+    order = [*chain.from_iterable(zip(*nodes, strict=True))]
+    for part in parts[:first]:
+        area, size = part[:2]
+        work = area - density * size
+        most = SLACK * even_work - work
+        place = next((one for one in order if one.load <= most and one.tokens >= size), None)
+        if place is not None:
+            place.take(part)
+            place.load += work
+            order.remove(place)
+            insort(order, place, key=LOAD)
+        elif area > short * even:
+            splits.append((part, _split(part, -most, order, nodes)))
+        else:
+            late.append(part)
+    _fill(late + parts[first:], bins, before)
+    for part, shares in splits * min(SWEEPS, len(splits)):
+        _cut_evenly(part, shares, before)
+    for _, shares in splits:
+        for taker, part in shares:
+            taker.parts.append(part)
+    return [[span for part in one.parts for span in (part[2:4], part[4:6])] for one in bins]
 
 
 @lru_cache(maxsize=16)
@@ -107,42 +122,6 @@ def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
     ends = pairwise((position, before[position]) for position in before.borders)
     parts = [new_part((more - less, stop - start, start, stop, stop, stop)) for (start, less), (stop, more) in ends]
     return sorted(parts, reverse=True)
-
-
-def _assign(
-    parts: list[Part], count: int, tokens: int, filling: tuple[float, float], before: PairsBefore
-) -> list[list[Part]]:
-    """The parts of each of `count` bins that take so many tokens each.
-
-    Args:
-        filling: tokens of the shortest documents, which fill up at the end, and the most pairs of one.
-    """
-    parts = sorted(parts, reverse=True)
-    even = sum([part[0] for part in parts]) / count
-    first, density = _find_filling(parts, *filling)
-    even_work = even - density * tokens
-    bins, splits = [Bin(tokens, even) for _ in range(count)], []
-    # Work beyond what the shortest documents will bring, less an even share, of each bin: the least loaded first.
-    loads = [(-even_work, number) for number in range(count)]
-    for part in parts[:first]:
-        area, size = part[:2]
-        work = area - density * size
-        most = SLACK * even_work - work
-        place = next((entry for entry in loads if entry[0] <= most and bins[entry[1]].tokens >= size), None)
-        if place is None:
-            splits.append((part, _split(part, -most, bins, loads)))
-            continue
-        load, number = place
-        bins[number].take(part)
-        loads.remove(place)
-        insort(loads, (load + work, number), key=itemgetter(0))
-    _fill(parts[first:], bins, before)
-    for part, shares in splits * min(SWEEPS, len(splits)):
-        _cut_evenly(part, shares, before)
-    for _, shares in splits:
-        for taker, part in shares:
-            taker.parts.append(part)
-    return [one.parts for one in bins]
 
 
 def _find_filling(parts: list[Part], tokens: float, most_pairs: float) -> tuple[int, float]:
@@ -155,19 +134,13 @@ def _find_filling(parts: list[Part], tokens: float, most_pairs: float) -> tuple[
     return first, area / max(1, held)
 
 
-def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, int]]) -> Shares:
-    """Split a document over the fewest bins that can take it, the least loaded ones, by what each still takes."""
-    chosen, taken, room = 0, 0.0, 0
-    while chosen < len(loads) and (taken < work or room < part.tokens):
-        load, number = loads[chosen]
-        taken += max(-load, 0)
-        room += bins[number].tokens
-        chosen += 1
-    wanted = [min(bins[n].tokens, int(part.tokens * max(-load, 0) / (taken or 1))) for load, n in loads[:chosen]]
-    left, shares = part.tokens - sum(wanted), []
-    for place, share in enumerate(wanted):
-        load, number = loads[place]
-        one = bins[number]
+def _split(part: Part, work: float, order: list[Bin], nodes: list[list[Bin]]) -> Shares:
+    """Split a document over the fewest bins that can take it, by what each still takes."""
+    chosen, shares = _choose_bins(part.tokens, work, order, nodes), []
+    lacking = sum([max(-one.load, 0) for one in chosen])
+    wanted = [min(one.tokens, int(part.tokens * max(-one.load, 0) / (lacking or 1))) for one in chosen]
+    left = part.tokens - sum(wanted)
+    for one, share in zip(chosen, wanted, strict=True):
         tokens = min(share + left, one.tokens)
         left -= tokens - share
         if tokens:
@@ -175,9 +148,37 @@ def _split(part: Part, work: float, bins: list[Bin], loads: list[tuple[float, in
             shares.append((one, new_part((area, tokens, *part[2:]))))
             one.tokens -= tokens
             one.area -= area
-            loads[place] = (load + work * tokens / part.tokens, number)
-    loads.sort(key=itemgetter(0))
+            one.load += work * tokens / part.tokens
+    order.sort(key=LOAD)
     return shares
+
+
+def _choose_bins(tokens: int, work: float, order: list[Bin], nodes: list[list[Bin]]) -> list[Bin]:
+    """The least loaded bins that can take so much, of fewer nodes if that takes no more bins than it saves nodes."""
+    chosen = _least_loaded(tokens, work, order) or order
+    spanned = len({one.node for one in chosen})
+    if spanned > 1:
+        within, lacking, room = set[int](), 0.0, 0
+        for node in sorted(nodes, key=lambda node: sum([one.load for one in node])):
+            if lacking >= work and room >= tokens:
+                break
+            within.add(node[0].node)
+            lacking -= sum([one.load for one in node])
+            room += sum([one.tokens for one in node])
+        held = _least_loaded(tokens, work, [one for one in order if one.node in within])
+        if held and len(held) + len(within) <= len(chosen) + spanned:
+            return held
+    return chosen
+
+
+def _least_loaded(tokens: int, work: float, order: list[Bin]) -> list[Bin]:
+    """The first of these that can take so much, or none."""
+    for count, one in enumerate(order, 1):
+        work += min(one.load, 0)
+        tokens -= one.tokens
+        if work <= 0 and tokens <= 0:
+            return order[:count]
+    return []
 
 
 def _fill(parts: list[Part], bins: list[Bin], before: PairsBefore) -> None:

@@ -188,20 +188,21 @@ def rows_sent(
     Under a window this is an upper bound: a whole segment is counted where a part of it is read.
     """
     sent, crossing, band = [0] * layout.ranks, [0] * layout.ranks, mask.band
+    # Sets of ranks are the bits of a number: these are others, and those in other nodes.
+    others = [~(1 << rank) for rank in range(layout.ranks)]
+    far = [~(((1 << ranks_per_node) - 1) << rank // ranks_per_node * ranks_per_node) for rank in range(layout.ranks)]
     for _, segments in documents_of(layout, mask, sequence_length):
         if len(segments) == 1:
             continue
         # Without a causal order, or with a window to the right, earlier queries read a row too.
-        readers = set() if band.high == 0 else {segment.rank for segment in segments}
+        readers = 0 if band.high == 0 else sum({1 << segment.rank for segment in segments})
         for rank, _, start, stop in reversed(segments):
             reading = readers
             if band.low is not None:
-                reading = {s.rank for s in segments if s.rank in readers and s.start + band.low < stop}
-            node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
-            inside = len(reading.intersection(node))
-            crossing[rank] += (stop - start) * (len(reading) - inside)
-            sent[rank] += (stop - start) * (len(reading) - (rank in reading))
-            readers.add(rank)
+                reading &= sum({1 << s.rank for s in segments if s.start + band.low < stop})
+            sent[rank] += (stop - start) * (reading & others[rank]).bit_count()
+            crossing[rank] += (stop - start) * (reading & far[rank]).bit_count()
+            readers |= 1 << rank
     return sent, crossing
 
 

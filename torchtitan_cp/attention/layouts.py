@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 
 from torchtitan_cp.attention.documents import assign_documents
@@ -26,12 +26,10 @@ from torchtitan_cp.attention.tiles import count_pairs
 RowPairs = tuple[float, float]
 ROW_PAIRS: RowPairs = (250, 2000)
 NODE_RANKS = 8
-# Pairs of the busiest rank over the mean at which documents that stay in nodes are not assigned to all ranks instead.
-EVEN = 1.05
 # Ranks of a ring of which the messages of each step are counted, not all together.
 STEP_RANKS = 16
 # `relative_time` at which no other layout is tried; and where trying takes long: with so many ranks times documents.
-FAIR, FAIR_OF_MANY, MANY = 1.06, 1.2, 8_000
+FAIR, FAIR_OF_MANY, MANY = 1.06, 1.25, 8_000
 
 
 def documents(
@@ -44,11 +42,10 @@ def documents(
 ) -> Layout:
     """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
 
-    Documents that cannot be assigned evenly within nodes first are assigned to all ranks at once. That is taken if it
-    is within 6 % of an even share of the work, messages included, by `relative_time` (20 % of many documents on many
-    ranks). If not, they are also cut more evenly within nodes, and the fastest of these, `balanced` and `zigzag` is
-    taken. Batch rows that are packed differently are cut at the borders of all their documents, and assigned by their
-    summed area.
+    That is taken if it is within 6 % of an even share of the work, messages included, by `relative_time` (25 % of many
+    documents on many ranks). If not, documents are also cut more evenly, and the fastest of these, `balanced` and
+    `zigzag` is taken. Batch rows that are packed differently are cut at the borders of all their documents, and
+    assigned by their summed area.
 
     Args:
         ranks_per_node: consecutive ranks that sit in one node, within which documents stay first.
@@ -127,9 +124,8 @@ def _waits(
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
-    assign = partial(assign_documents, sequence_length, ranks, mask)
-    yield Layout.of(assign(ranks_per_node, 0.2, EVEN) or assign(ranks, 0.2))
-    yield Layout.of(assign(ranks_per_node, 0.5))
+    for filling, short in ((0.25, 0.125), (0.5, 0.25)):
+        yield Layout.of(assign_documents(sequence_length, ranks, mask, ranks_per_node, filling, short))
     yield balanced(sequence_length, ranks, mask)
     if sequence_length % (2 * ranks) == 0:
         yield zigzag(sequence_length, ranks)

@@ -31,13 +31,13 @@ def test_every_rank_holds_as_many_tokens_and_every_token_is_held_once(
     kind: str, ranks: int, ranks_per_node: int
 ) -> None:
     for seed in range(20):
-        mask, seq_len, fill_fraction = draw_mask(seed, 48 * ranks, *WINDOWS[kind]), 48 * ranks, (0.2, 0.5)[seed % 2]
-        held = assign_documents(seq_len, ranks, mask, ranks_per_node, fill_fraction)
+        mask, seq_len, filling = draw_mask(seed, 48 * ranks, *WINDOWS[kind]), 48 * ranks, (0.25, 0.5)[seed % 2]
+        held = assign_documents(seq_len, ranks, mask, ranks_per_node, filling, filling / 2)
         assert [sum(stop - start for start, stop in spans) for spans in held] == [48] * ranks
         layout = Layout.of(held)
         positions = sorted(position for rank in range(ranks) for position in layout.positions(rank).tolist())
         assert positions == list(range(seq_len))
-        assert Layout.of(assign_documents(seq_len, ranks, mask, ranks_per_node, fill_fraction)) == layout
+        assert Layout.of(assign_documents(seq_len, ranks, mask, ranks_per_node, filling, filling / 2)) == layout
 
 
 @pytest.mark.parametrize("case", [0, 3, 5, 6], ids=lambda case: f"{CASES[case][3]} {CASES[case][0]}")
@@ -112,7 +112,7 @@ def test_messages_that_compute_hides_count_by_the_rates_given() -> None:
 
 
 def test_one_document_on_all_ranks_is_cut_as_zigzag_cuts_it() -> None:
-    held = assign_documents(4096, 4, AttentionMask(), 4)
+    held = assign_documents(4096, 4, AttentionMask(), 4, 0.25, 0.125)
     want = zigzag(4096, 4)
     for spans, expected in zip(Layout.of(held).spans, want.spans, strict=True):
         assert sum(spans, ()) == pytest.approx(sum(expected, ()), abs=2)

@@ -100,5 +100,6 @@ def test_a_map_that_decays_to_nothing_holds_no_subnormal_numbers() -> None:
     states, last = scan(
         Factors(keys, keys, keys, keys, keys, gamma), torch.zeros(chunks, 1, 1, 1, dims, dims), {0: torch.eye(dims)}
     )
-    assert not states[-1].any() and not last.any()
+    assert not states[-1].any()
+    assert not last.any()
     assert not states[(states != 0) & (states.abs() < torch.finfo(torch.float32).tiny)].numel()
