@@ -160,13 +160,13 @@ def _choose_bins(tokens: int, work: float, order: list[Bin], nodes: list[list[Bi
     if spanned > 1:
         within, lacking, room = set[int](), 0.0, 0
         for node in sorted(nodes, key=lambda node: sum([one.load for one in node])):
-            if lacking >= work and room >= tokens:
+            if lacking >= (1 - SLACK) * work and room >= tokens:
                 break
             within.add(node[0].node)
             lacking -= sum([one.load for one in node])
             room += sum([one.tokens for one in node])
-        held = _least_loaded(tokens, work, [one for one in order if one.node in within])
-        if held and len(held) + len(within) <= len(chosen) + spanned:
+        held = _least_loaded(tokens, work, inside := [one for one in order if one.node in within]) or inside
+        if len(held) + len(within) <= len(chosen) + spanned:
             return held
     return chosen
 
