@@ -17,7 +17,7 @@ Sources: Yang et al., Gated Delta Networks, 2024; Kimi Linear, 2025; the WY form
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -92,11 +92,20 @@ class TorchKernel:
             self.made = make_factors(self.leaves, scale, rule)
         self.factors = Factors(*(x.detach() for x in self.made))
 
+    @cached_property
+    def added(self) -> Tensor:
+        """What each chunk's own tokens add to the state, `[N, B, Hk, R, K, V]`."""
+        return self.factors.k_out.mT @ self.factors.u
+
+    @cached_property
+    def asked(self) -> Tensor:
+        """What each chunk's own outputs ask of the state that enters it, `[N, B, Hk, R, K, V]`."""
+        return self.factors.q_in.mT @ self.dout - self.factors.w.mT @ (self.factors.attn.mT @ self.dout)
+
     def summarize(self, segment: Stretch) -> Tensor:
         """Of the map S -> A S + B over a segment, B `[b, H, K, V]`; unless its document begins in it, A and B side by
         side, `[b, H, K, K + V]`. A scan's A is diagonal: a column."""
-        factors = self._of(segment)
-        added = factors.k_out.mT @ factors.u
+        factors, added = self._of(segment), self.added[self._chunks(segment)]
         key_dim, value_dim = added.shape[-2:]
         starts = {}
         if segment.offset and self.rule != "scan":
@@ -114,8 +123,8 @@ class TorchKernel:
 
     def gradient_inside(self, segment: Stretch) -> Tensor:
         """G, what a segment's own outputs ask of the state that enters it, `[b, H, K, V]`."""
-        dout = self.dout[self._chunks(segment)]
-        return scan_back(self._of(segment), dout, {})[1].flatten(1, 2)
+        asked = self.asked[self._chunks(segment)]
+        return scan(self._of(segment), asked, {}, back=True)[1].flatten(1, 2)
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """The gradients of the inputs.
@@ -124,7 +133,7 @@ class TorchKernel:
             entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
         """
         states = self._chunk_states(entering)
-        dstates, _ = scan_back(self.factors, self.dout, dict(zip(self.lasts, leaving, strict=False)))
+        dstates, _ = scan(self.factors, self.asked, dict(zip(self.lasts, leaving, strict=False)), back=True)
         dfactors = factor_gradients(self.factors, states, self.dout, dstates)
         with above_autograd():
             return [self._join(x) for x in torch.autograd.grad(self.made, self.leaves, dfactors)]
@@ -132,7 +141,7 @@ class TorchKernel:
     def _chunk_states(self, entering: Tensor) -> Tensor:
         """The states that enter the chunks, `[N, B, Hk, R, K, V]`."""
         starts = dict(zip(self.firsts, entering, strict=False))
-        return scan(self.factors, self.factors.k_out.mT @ self.factors.u, starts)[0]
+        return scan(self.factors, self.added, starts)[0]
 
     def _split(self, x: Tensor) -> Tensor:
         """`[B, S/P, H, D] -> [N, B, Hk, H/Hk, C, D]`, zeros where there is no token."""
@@ -258,7 +267,8 @@ def scan(factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bo
     Args:
         added: `[N, B, Hk, R, K, ..]`.
         starts: by chunk, S that does not come from the chunk before; the first's, where it is not among them, is zeros.
-        back: from the last chunk on, with the transposed map: gradients of what leaves a chunk.
+        back: from the last chunk on, with the transposed map: gradients of the states that leave the chunks, and of the
+            one that enters the first.
     """
     shape, (left, right) = added.shape, (factors.w, factors.k_out) if back else (factors.k_out, factors.w)
     gamma, left, right, added = (x.flatten(1, 3) for x in (factors.gamma, left, right, added))
@@ -269,12 +279,3 @@ def scan(factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bo
         before[chunk] = x = starts[chunk].reshape(x.shape) if chunk in starts else x
         x = torch.baddbmm(torch.addcmul(added[chunk], gamma[chunk], x), left[chunk].mT, right[chunk] @ x, alpha=-1)
     return before.view(shape), x.view(shape[1:])
-
-
-def scan_back(factors: Factors, dout: Tensor, leaving: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
-    """(gradients of the states that leave the chunks, that of the state that enters the first).
-
-    Args:
-        leaving: gradients that do not come from the chunk after; the last chunk's, where not among them, is zeros.
-    """
-    return scan(factors, factors.q_in.mT @ dout - factors.w.mT @ (factors.attn.mT @ dout), leaving, back=True)
