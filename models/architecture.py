@@ -17,7 +17,6 @@ class Hub:
         sizes: config.json -> values of the args; ValueError says why it is not of this architecture.
         config: args -> config.json, without rotary embedding, length and tokens; ValueError says what the format
             cannot express.
-        text_prefix: stands for "model." in checkpoints of models that see pictures too.
         load: for a model that a library knows, in place of `names`: (part, hub name -> slice of a file, read) fills the
             part with what `read`, `checkpoint.hub.read_shard`, gives this rank of a slice; ValueError says what the
             files lack. `config` then also takes the trained length and `rope_parameters` (None: the model's own), and
@@ -29,7 +28,6 @@ class Hub:
     names: Mapping[str, str]
     sizes: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[..., dict[str, Any]]
-    text_prefix: str = ""
     load: Callable[[nn.Module, Mapping[str, Any], Callable[..., bool]], None] | None = None
     writer: Callable[[Any], Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]] | None = None
 

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # As safetensors names them: weights of other kinds are quantized; buffers may be whole numbers.
 PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
-# Of the text model in files with images or sound, newer and older.
-TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 # With these, stored tensors of one shape lie side by side in ours, so that a rank can read its share alone.
 SIDE_BY_SIDE: tuple[list[type], ...] = ([], [loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate])
 
@@ -43,7 +41,7 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
     Raises:
         ValueError: tensors are missing, of another shape or quantized, or the model has no place for them.
     """
-    own, stored = causal.state_dict(keep_vars=True), _text_part(stored)
+    own = causal.state_dict(keep_vars=True)
     rules = _rules(causal, legacy=True)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
@@ -91,14 +89,6 @@ def _rules(causal: PreTrainedModel, *, legacy: bool) -> list[Any]:
         if [type(operation) for operation in operations] not in SIDE_BY_SIDE:
             raise ValueError(f"has {rule.target_patterns[0]} in a form that is not supported: {operations}")
     return rules
-
-
-def _text_part(stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tensors of the text model, by the names they have where it stands alone."""
-    if not any(map(TEXT_PREFIX.match, stored)):
-        return stored
-    alone = {name: TEXT_PREFIX.sub("model.", name).removeprefix("language_model.") for name in stored}
-    return {alone[name]: stored[name] for name in stored if alone[name] != name or name.startswith("lm_head.")}
 
 
 def _check_unknown(causal: PreTrainedModel, hub_names: list[str]) -> None:

@@ -1,7 +1,6 @@
 """First weights and buffers of a causal LM: each tensor drawn by itself, by the rules of its own class."""
 
 import copy
-import hashlib
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ class Initializer:
 
     @torch.no_grad()
     def parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """A whole parameter in fp32. It depends on its name, the seed and the type of the device alone.
+        """A whole parameter in fp32. It depends on its name, its own seed and the type of the device alone.
 
         NaN is what its class leaves to a checkpoint.
         """
@@ -59,11 +58,10 @@ class Initializer:
         assert meta is not None, name
         values = torch.full(meta.shape, torch.nan, device=device)
         owner._parameters[leaf] = nn.Parameter(values, requires_grad=False)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         try:
             # They draw from the generators that all code shares.
             with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-                torch.manual_seed(int.from_bytes(digest[:7], "big"))
+                torch.manual_seed(seed)
                 for around, module in self.shadow.named_modules():
                     vars(module)["_is_hf_initialized"] = not name.startswith(f"{around}." if around else "")
                 self.shadow.initialize_weights()

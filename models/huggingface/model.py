@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from models.huggingface.args import HuggingFaceArgs, transformers_config
 from models.huggingface.attention import NAME as ATTENTION
 from models.huggingface.init import Initializer
+from models.moe.model import balance_loss
 
 FULL = "full_attention"  # the layer type whose frequencies a stage changes
 BIASES = ("e_score_correction_bias", "expert_bias")  # names of buffers
@@ -118,16 +119,8 @@ class HuggingFaceModel(nn.Module):
         """The balance loss times the number of tokens here, fp32."""
         logits, chosen = self.shared.router_logits, self.args.token_copies
         probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
-        experts = probabilities[0].shape[-1]
-        counts = torch.zeros_like(probabilities[0][:, 0], dtype=torch.int64)
-        for x in probabilities:
-            picked = x.topk(chosen, -1).indices.flatten(1)
-            counts = counts.scatter_add(1, picked, torch.ones_like(picked))
-        if self.sum_ranks:
-            counts = self.sum_ranks(counts, plan)
-        shares = counts * chosen / counts.sum(-1, keepdim=True)
-        total: Any = sum(torch.einsum("bsx,bx->", x, shares) for x in probabilities)
-        return total * experts / len(logits)
+        picked = (x.topk(chosen, -1).indices.flatten(1) for x in probabilities)
+        return balance_loss(probabilities, picked, self.sum_ranks, plan) * chosen / len(logits)
 
     def _run_head(self, output: nn.Module) -> Callable[[Tensor], Tensor]:
         """A forward of the output layer that runs the head on its input, where there is one.
@@ -196,7 +189,7 @@ class HuggingFaceModel(nn.Module):
             self.causal.set_attn_implementation(ATTENTION)
 
     def init_parameter(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """First value of a parameter, whole, fp32; it depends on name and seed alone."""
+        """First value of a parameter, whole, fp32; it depends on its name and its own seed alone."""
         return self._initializer.parameter(name, seed, device)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "HuggingFaceModel":

@@ -55,8 +55,8 @@ class LlamaArgs:
 
     @property
     def attention_widths(self) -> tuple[int, ...]:
-        """Hq times the sum of the dims of a key and a value, of each layer."""
-        return (2 * self.n_heads * self.head_dim,) * self.n_layers
+        """Hq times the sum of the dims of a key and a value, of each layer; 0 where it has a recurrent state."""
+        return tuple(0 if state else 2 * self.n_heads * self.head_dim for state in self.state_sizes)
 
     @property
     def state_sizes(self) -> tuple[int, ...]:

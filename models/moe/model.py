@@ -4,6 +4,7 @@ Source: OLMoE (Muennighoff et al., 2024), Qwen3 (2025), DeepSeek-V3 (2024); the 
 et al., 2021), over each sequence by itself as in DeepSeek-V3, section 2.1.2; the z-loss, ST-MoE (Zoph et al., 2022).
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,14 +106,9 @@ class MoeBlock(nn.Module):
     def router_losses(self, hidden: Tensor, plan: Any) -> Tensor:
         """Balance and z-loss, see Moe. The router runs twice, which is cheap."""
         logits, scores, chosen, _ = self.router(self.ffn_norm(hidden))
-        chosen = chosen.flatten(1)
-        counts = torch.zeros_like(scores[:, 0], dtype=chosen.dtype).scatter_add(1, chosen, torch.ones_like(chosen))
-        if self.sum_ranks:
-            counts = self.sum_ranks(counts, plan)
-        shares = counts / counts.sum(-1, keepdim=True)
         if self.args.score_function == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
-        balance = self.args.n_experts * torch.einsum("bse,be->", scores, shares)
+        balance = balance_loss([scores], [chosen.flatten(1)], self.sum_ranks, plan)
         return self.args.balance * balance + self.args.router_z_loss * logits.logsumexp(-1).square().sum()
 
     def mlp(self, hidden: Tensor) -> Tensor:
@@ -121,6 +117,23 @@ class MoeBlock(nn.Module):
         _, _, chosen, shares = self.router(x)
         out = hidden + self.experts(x.flatten(0, 1), chosen.flatten(0, 1), shares.flatten(0, 1)).view_as(hidden)
         return out + self.shared_experts(x) if self.shared_experts else out
+
+
+def balance_loss(scores: Sequence[Tensor], chosen: Iterable[Tensor], sum_ranks: Any, plan: Any) -> Tensor:
+    """X times the sum over tokens t and experts e of f[e] p[t, e], with f and p as in Moe, f counted over all layers.
+
+    Args:
+        scores: p of each layer, `[B, S/cp, X]` fp32; a token's sum to one.
+        chosen: of each layer the experts of all tokens, `[B, S/cp K]` int64.
+        sum_ranks: `attend.sum_ranks`; None if no ranks share a sequence.
+    """
+    counts = torch.zeros_like(scores[0][:, 0], dtype=torch.int64)
+    for picked in chosen:
+        counts = counts.scatter_add(1, picked, torch.ones_like(picked))
+    if sum_ranks:
+        counts = sum_ranks(counts, plan)
+    shares = counts / counts.sum(-1, keepdim=True)
+    return shares.shape[-1] * torch.stack([torch.einsum("bse,be->", p, shares) for p in scores]).sum()
 
 
 class Router(nn.Module):

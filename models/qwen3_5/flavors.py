@@ -42,11 +42,6 @@ class HybridArgs(LlamaArgs):
         return int(self.head_dim * self.rotary_share)
 
     @property
-    def attention_widths(self) -> tuple[int, ...]:
-        """See LlamaArgs; 0 where a layer has no keys."""
-        return tuple(0 if linear else 2 * self.n_heads * self.head_dim for linear in self.linear_layers)
-
-    @property
     def state_sizes(self) -> tuple[int, ...]:
         """See LlamaArgs: Hv K V."""
         size = self.linear_value_heads * self.linear_key_dim * self.linear_value_dim

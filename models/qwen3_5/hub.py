@@ -70,4 +70,4 @@ def config(args: HybridArgs) -> dict[str, Any]:
     }
 
 
-HUB = Hub(NAMES, sizes, config, text_prefix="model.language_model.")
+HUB = Hub(NAMES, sizes, config)

@@ -31,48 +31,40 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Of one safetensors file; a larger tensor has one of its own.
 MAX_FILE_BYTES = 5 * 2**30
 
+# Of the text model in files with images or sound, newer and older.
+TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
+
 # Keys of a rotary embedding -> theirs; one has another name there.
 ROPE_KEYS = {key: key for keys in TAKES.values() for key in keys}
 ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 
 
 @torch.no_grad()
-def load_hub_weights(folder: Path, parts: Iterable[nn.Module], names: Mapping[str, str], text_prefix: str = "") -> None:
-    """Fill the parts of a model from a folder, each rank its own shards.
+def _load_by_names(part: nn.Module, stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Fill a part of a model, each rank its own shards.
 
     Args:
-        folder: with model.safetensors, or with an index and the files it names.
-        parts: this rank's, sharded in any way; parameters have the names they have in the whole model.
+        part: sharded in any way; parameters have the names they have in the whole model.
+        stored: hub name -> slice of a file.
         names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
             of our first dim, as experts are separate tensors there.
-        text_prefix: where names begin with it, it stands for "model.", and what has no other place is passed by.
 
     Raises:
-        ConfigError: files or tensors are missing, a tensor has another shape, or the model has no place for it.
+        ValueError: tensors are missing, one has another shape, or the model has no place for it.
     """
-    files, open_once = _files_by_tensor(folder), cache(_open)
     known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
-    stored = {name: name for name in files}
-    if text_prefix and any(name.startswith(text_prefix) for name in files):
-        stored = {re.sub(f"^{re.escape(text_prefix)}", "model.", name): name for name in files}
-        known |= {re.sub(r"\.\d+\.", ".*.", ours) for ours, name in stored.items() if ours == name}
     unknown = [name for name in stored if re.sub(r"\.\d+\.", ".*.", name) not in known]
     if unknown:
-        raise _broken(folder, f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            for hub_name, entry in hub_names(name, parameter.shape, names):
-                if hub_name not in stored:
-                    raise _broken(folder, f"has no tensor {hub_name}, which is our {name}")
-                path = folder / files[stored[hub_name]]
-                tensor, shape = open_once(path).get_slice(stored[hub_name]), list(parameter.shape)
-                theirs, ours = tensor.get_shape(), shape if entry is None else shape[1:]
-                if theirs != ours:
-                    raise ConfigError(
-                        f"{path}: {hub_name} has the shape {theirs}, and the model's is {ours}",
-                        fix="use the flavor and overrides of that checkpoint",
-                    )
-                read_shard(tensor, [entry or 0] + [0] * (len(shape) - 1), parameter)
+        raise ValueError(f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
+    for name, parameter in part.named_parameters():
+        for hub_name, entry in hub_names(name, parameter.shape, names):
+            if hub_name not in stored:
+                raise ValueError(f"has no tensor {hub_name}, which is our {name}")
+            tensor, shape = stored[hub_name], list(parameter.shape)
+            theirs, ours = tensor.get_shape(), shape if entry is None else shape[1:]
+            if theirs != ours:
+                raise ValueError(f"is of another model: {hub_name} has the shape {theirs}, and the model's is {ours}")
+            read_shard(tensor, [entry or 0] + [0] * (len(shape) - 1), parameter)
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:
@@ -80,7 +72,7 @@ def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list
 
     Args:
         shape: of the whole parameter.
-        names: see `load_hub_weights`.
+        names: see `_load_by_names`.
     """
     layer = next((word for word in name.split(".") if word.isdigit()), "*")
     hub_name = names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", layer, 1)
@@ -113,6 +105,16 @@ def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: boo
         return torch.equal(place, values.to(place).view_as(place))
     place.copy_(values)
     return True
+
+
+def _open_tensors(folder: Path) -> dict[str, Any]:
+    """Name -> slice of a file. Of a model that sees pictures or hears, the text model's, by the names it has alone."""
+    open_once = cache(_open)
+    found = {name: open_once(folder / file).get_slice(name) for name, file in _files_by_tensor(folder).items()}
+    if not any(map(TEXT_PREFIX.match, found)):
+        return found
+    alone = {name: TEXT_PREFIX.sub("model.", name).removeprefix("language_model.") for name in found}
+    return {alone[name]: tensor for name, tensor in found.items() if alone[name] != name or name.startswith("lm_head.")}
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
@@ -226,16 +228,15 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rop
         rope: of the first stage; None: the checkpoint's.
         rotary_dim: dims of a head that it turns.
     """
-    if hub.load:
-        files, open_once = _files_by_tensor(folder), cache(_open)
-        stored = {name: open_once(folder / file).get_slice(name) for name, file in files.items()}
-        try:
-            for part in parts:
+    stored = _open_tensors(folder)
+    try:
+        for part in parts:
+            if hub.load:
                 hub.load(part, stored, read_shard)
-        except ValueError as error:
-            raise _broken(folder, str(error)) from None
-    else:
-        load_hub_weights(folder, parts, hub.names, hub.text_prefix)
+            else:
+                _load_by_names(part, stored, hub.names)
+    except ValueError as error:
+        raise _broken(folder, str(error)) from None
     logger.info("weights from %s", folder)
     theirs = _hub_rope_parameters(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     ours = rope_parameters(rope, rotary_dim) if rope else theirs

@@ -149,21 +149,21 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
         ConfigError: the model has no first values for a parameter, and nothing is loaded.
     """
     for name, parameter in model.named_parameters():
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        own_seed = int.from_bytes(digest[:7], "big")
         if hasattr(model, "init_parameter"):
-            own = model.init_parameter(name, seed, parameter.device)  # type: ignore[operator]
-            if not loads and own.isnan().any():
+            values = model.init_parameter(name, own_seed, parameter.device)  # type: ignore[operator]
+            if not loads and values.isnan().any():
                 raise ConfigError(
                     f"transformers has no first values for {name}",
                     fix="start from trained weights: set model.hub_checkpoint, with model.load_weights = true",
                 )
-            local_tensor(parameter).copy_(own[shard_slices(parameter)])
-            continue
-        std = model.init_std(name)  # type: ignore[operator]
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        if not std:
-            values.fill_(1.0 if std is None else 0.0)
         else:
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest[:7], "big"))
-            nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
+            std = model.init_std(name)  # type: ignore[operator]
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            if not std:
+                values.fill_(1.0 if std is None else 0.0)
+            else:
+                generator = torch.Generator(values.device).manual_seed(own_seed)
+                nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
         local_tensor(parameter).copy_(values[shard_slices(parameter)])

@@ -16,17 +16,8 @@ from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import Samples, read_step
 from torchtitan_cp.data.batches.samples import PackedSequence
 from torchtitan_cp.runtime.device import World
+from torchtitan_cp.training import parity
 from torchtitan_cp.training.model import LayerAttention
-from torchtitan_cp.training.parity import (
-    all_sequences,
-    check_fits,
-    gather,
-    gradients_of,
-    measure_peak,
-    shorten,
-    single_loss,
-    single_model,
-)
 from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import examined_config
 from torchtitan_cp.training.trainer import Trainer
@@ -68,10 +59,10 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         ConfigError: the unsharded model does not fit on one rank.
     """
     trainer = Trainer(examined_config(config, world.size), world)
-    check_fits(trainer)
+    parity.check_fits(trainer)
     largest = max([0, *trainer.model.args.layer_windows])
-    stage = shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
-    layout, peak = trainer.enter_stage(stage), partial(measure_peak, trainer.device)
+    stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
+    layout, peak = trainer.enter_stage(stage), partial(parity.measure_peak, trainer.device)
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
     mask = AttentionMask(document_lengths=(lengths,))
@@ -87,20 +78,21 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         return 0.0
 
     def single(plans: Any = None) -> Side:
-        model = single_model(trainer, stage, weights, LayerAttention() if plans else PlainAttention())
+        model = parity.single_model(trainer, stage, weights, LayerAttention() if plans else PlainAttention())
         own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
 
         def step(changed: int | None) -> float:
             samples.changed = changed
-            tokens, labels, shares, positions, documents = map(trainer.device.move, all_sequences(trainer, layout))
+            whole = parity.all_sequences(trainer, layout)
+            tokens, labels, shares, positions, documents = map(trainer.device.move, whole)
             with own_attention(documents):
-                return single_loss(model, tokens, labels, shares, positions, plans or documents)
+                return parity.single_loss(model, tokens, labels, shares, positions, plans or documents)
 
-        return Side(model, step, lambda: gradients_of(model), peak)
+        return Side(model, step, lambda: parity.gradients_of(model), peak)
 
     with louder(trainer.model.parts.parameters()):
-        weights = gather(trainer, lambda p: p)
-        ranks = Side(trainer.model.parts[0], step, lambda: gather(trainer, lambda p: p.grad), peak)
+        weights = parity.gather(trainer, lambda p: p)
+        ranks = Side(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
         alone = replace(layout, make_plan=make_plan).plans(mask)
         report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
     if world.rank == 0:

@@ -17,8 +17,8 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.checkpoint.hub import (
     INDEX_FILE,
     hub_rope,
-    load_hub_weights,
     rope_parameters,
+    start_from_hub,
 )
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import ConfigError, load_config
@@ -180,7 +180,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
 
     def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            load_hub_weights(tmp_path, [model], HUB.names)
+            start_from_hub(tmp_path, [model], HUB, None, 12)
         return str(caught.value)
 
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, tmp_path / "model.safetensors")

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
+from models.huggingface import HUB
 from models.huggingface.args import args_from_config, transformers_config
 from models.huggingface.hub import load_weights, settings, writer
 from models.huggingface.init import Initializer, on_meta
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
-from torchtitan_cp.checkpoint.hub import read_shard
+from torchtitan_cp.checkpoint.hub import read_shard, start_from_hub
 
 CPU = torch.device("cpu")
 # transformers itself does not read its embedding back: it draws the tied output again.
@@ -155,7 +157,7 @@ def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path) -> None:
     model = Gemma3ForConditionalGeneration(described)
     model.save_pretrained(tmp_path)
     ours = empty_model(json.loads((tmp_path / "config.json").read_text()))
-    load_weights(ours, stored_in(tmp_path), read_shard)
+    start_from_hub(tmp_path, [SimpleNamespace(causal=ours)], HUB, None, 16)  # type: ignore[list-item]
     theirs = model.model.language_model.state_dict()
     for name, values in ours.model.state_dict().items():
         assert torch.equal(values, theirs[name]), name
