@@ -61,8 +61,11 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
             where = f"curriculum.stages[{stage.index}].rope"
             raise ConfigError(f"{where}: {problem}", fix="leave it out; the model keeps its own")
     if config.training.router_bias_update:
-        with torch.device("meta"):
-            model = architecture(config.model).build(dataclasses.replace(args, vocab_size=args.vocab_size or 1), None)
+        model = None
+        if args.n_experts:
+            with torch.device("meta"):
+                sizes = dataclasses.replace(args, vocab_size=args.vocab_size or 1)
+                model = architecture(config.model).build(sizes, None)
         if not getattr(model, "router_biases", None):
             raise ConfigError(
                 f"training.router_bias_update = {config.training.router_bias_update} is for routers that choose "

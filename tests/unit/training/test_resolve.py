@@ -68,11 +68,12 @@ def test_conversations_may_be_as_long_as_the_longest_stage_and_are_packed_whole(
     assert (chat.max_document, text.max_document) == (run.longest, 0)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "moe"])
+@pytest.mark.parametrize("architecture", ["llama", "moe", "qwen3_5"])
 def test_updating_biases_that_routers_lack_is_refused_by_name(tmp_path: Path, architecture: str) -> None:
     path = write_run(tmp_path, EXPERTS if architecture == "moe" else TINY)
+    hybrid = ("--model.architecture=qwen3_5", "--model.flavor=debug", "--model.overrides={}")
     with pytest.raises(ConfigError, match="is for routers that choose experts by scores plus a bias, and this model"):
-        resolve(path, 1, "--training.router_bias_update=1e-3")
+        resolve(path, 1, "--training.router_bias_update=1e-3", *(hybrid if architecture == "qwen3_5" else ()))
 
 
 def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> None:
