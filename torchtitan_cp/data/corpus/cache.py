@@ -30,7 +30,7 @@ from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
 from torchtitan_cp.data.corpus.tokenization import STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece, trains_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
     Raises:
         DataError: as `prepare`, or `load_tokenizer`.
     """
-    return prepare(data, tokenizer).tokenizer if trains_tokenizer(tokenizer) else load_tokenizer(tokenizer)
+    return prepare(data, tokenizer).tokenizer if tokenizer.trained else load_tokenizer(tokenizer)
 
 
 class CacheBuilder:
@@ -157,8 +157,8 @@ class CacheBuilder:
         for name, source in self.sources.items():
             template = find_chat_template(source, self.settings, self.start) if source.conversations else None
             corpora[name] = Corpus(source, template)
-        trains = trains_tokenizer(self.settings)
-        tokenizer = self._train_tokenizer(list(corpora.values())) if trains else load_tokenizer(self.settings)
+        trained = self.settings.trained
+        tokenizer = self._train_tokenizer(list(corpora.values())) if trained else load_tokenizer(self.settings)
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
 
