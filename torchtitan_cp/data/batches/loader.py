@@ -74,7 +74,7 @@ class BatchLayout:
         plan = self.make_plan(self.seq_len, mask=mask)
         plans = {0: plan}
         for window in set(self.windows) - {0}:
-            plans[window] = self.make_plan(self.seq_len, mask=replace(mask, window=(window - 1, -1)), like=plan)
+            plans[window] = self.make_plan(self.seq_len, mask=mask.windowed(window), like=plan)
         return plans
 
 
