@@ -78,7 +78,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         path = complete[-1][1]
     config = load_config(path.parents[1] / "config.toml")
     own = path.parents[1] / TOKENIZER_FILE
-    if config.tokenizer.kind == "sentencepiece" and not config.tokenizer.path and own.is_file():
+    if config.tokenizer.trained and own.is_file():
         config = config.with_keys(tokenizer={"path": str(own)})
     damage = verify_checkpoint(path, collective=collective)
     if damage:

@@ -20,7 +20,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_save
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import VARIANTS
-from torchtitan_cp.config.sections import Stage, StageActivation
+from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
@@ -60,15 +60,8 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
     """The run's config for ranks that share every sequence, without what only training needs."""
 
     def without_training(stage: Stage) -> Stage:
-        return replace(
-            stage,
-            **dict.fromkeys(("cp", "strategy", "tp", "pp", "lr")),  # type: ignore[arg-type]
-            activation=StageActivation(),
-            steps=1,
-            tokens=0,
-            until={},
-            global_batch_tokens=stage.seq_len * config.training.micro_batch_sequences,
-        )
+        tokens = stage.seq_len * config.training.micro_batch_sequences
+        return Stage(stage.name, stage.seq_len, steps=1, global_batch_tokens=tokens, rope=stage.rope, data=stage.data)
 
     given = {name: getattr(options, name) for name in ("variants", "lengths", "depths", "trials")}
     passkey = replace(config.evaluation.passkey, **{name: value for name, value in given.items() if value is not None})

@@ -48,8 +48,7 @@ class CachedAttention:
         """Attention; options as of `attend`."""
         cache, sinks = next(caches), options.get("sinks")
         if not cache:
-            mask = AttentionMask(window=(window - 1, -1)) if window else None
-            out = attend(q, k, v, make_plan(q.shape[1], mask=mask), **options)
+            out = attend(q, k, v, make_plan(q.shape[1], mask=AttentionMask().windowed(window)), **options)
         else:
             assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
             k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all

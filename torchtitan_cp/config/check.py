@@ -27,7 +27,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_groups(config)
     _check_passkey(config.evaluation.passkey)
-    check_sources(config.data, config.tokenizer.kind != "sentencepiece" or bool(config.tokenizer.path))
+    check_sources(config.data, has_tokenizer=not config.tokenizer.trained)
     degrees = resolve_degrees(config.parallel, ranks)
     check_stages(config)
     _check_sections(config, ranks)

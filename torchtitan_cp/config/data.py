@@ -52,8 +52,8 @@ class SourceKeys:
     prompt_field: str = key("", read_by=names.ROW_SOURCES)
     completion_field: str = key("", read_by=names.ROW_SOURCES)
     chat_template: str = ""
-    loss_on: str = key("assistant", choices=names.LOSS_ON)
-    too_long: str = key("split", choices=names.TOO_LONG)
+    loss_on: str = key("assistant", choices=("assistant", "last_assistant", "all"))
+    too_long: str = key("split", choices=("drop", "truncate_left", "truncate_right", "split"))
     group_field: str = key("", read_by=names.ROW_SOURCES)
     group_depth: int = key(0, least=0, read_by=("python-stdlib", "text", "python-docstrings"))
     document: str = key("file", choices=("file", "folder"))
@@ -150,7 +150,7 @@ class StageData:
 
 
 @dataclass(frozen=True)
-class ResolvedStageData:
+class ResolvedStageData(StageData):
     """StageData with [data] filled in where the stage says nothing."""
 
     mixture: dict[str, float]
@@ -159,10 +159,6 @@ class ResolvedStageData:
     document_mask: bool
     restart_positions: bool
     max_epochs: dict[str, float] = field(default_factory=dict)
-    short_share: float = 0.0
-    short_seq_len: int = 0
-    growth_from: int = 0
-    growth_steps: int = 0
 
 
 def check_sources(data: Data, has_tokenizer: bool) -> None:

@@ -97,18 +97,16 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
     """
     if dataclasses.is_dataclass(kind):
         return _build_section(kind, value, where=where, file=file)
-    origin = typing.get_origin(kind)
+    origin, items = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        return build(typing.get_args(kind)[0], value, where=where, file=file)
+        return build(items[0], value, where=where, file=file)
     if origin is tuple:
-        item = typing.get_args(kind)[0]
         if not isinstance(value, list):
-            fix = f"write it as [[{where}]] tables" if dataclasses.is_dataclass(item) else "write it in brackets"
+            fix = f"write it as [[{where}]] tables" if dataclasses.is_dataclass(items[0]) else "write it in brackets"
             raise ConfigError(f"{file}: {where} must be a list, got {value!r}", fix=fix)
-        return tuple(build(item, entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
-    if origin is dict and isinstance(value, dict) and typing.get_args(kind)[1] is not Any:
-        item = typing.get_args(kind)[1]
-        return {name: build(item, entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
+        return tuple(build(items[0], entry, where=f"{where}[{i}]", file=file) for i, entry in enumerate(value))
+    if origin is dict and isinstance(value, dict) and items[1] is not Any:
+        return {name: build(items[1], entry, where=f"{where}.{name}", file=file) for name, entry in value.items()}
     plain = origin or kind
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{file}: {where} is beyond TOML's integers of 64 bits", fix="give a smaller number")

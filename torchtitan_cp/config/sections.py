@@ -72,6 +72,11 @@ class Tokenizer:
     path: str = ""
     vocab_size: int = key(4096, least=300)
 
+    @property
+    def trained(self) -> bool:
+        """Whether it is trained on the corpus."""
+        return self.kind == "sentencepiece" and not self.path
+
 
 @dataclass(frozen=True)
 class Training:

@@ -22,10 +22,6 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 
-# The keys of a stage's data that decide which text a step reads.
-TEXT_KEYS = ("mixture", "packing", "packing_window")
-
-
 @dataclass(frozen=True)
 class StagePlan:
     """One stage, ready to run.
@@ -71,7 +67,7 @@ class StagePlan:
     @property
     def text_recipe(self) -> dict[str, Any]:
         """The settings that decide which text a step of the stage reads, as JSON values."""
-        text = {name: getattr(self.data, name) for name in TEXT_KEYS}
+        text = {name: getattr(self.data, name) for name in ("mixture", "packing", "packing_window")}
         return {"seq_len": self.seq_len, "global_batch_tokens": self.global_batch_tokens, **text}
 
 

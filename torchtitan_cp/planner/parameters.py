@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, trains_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import load_tokenizer
 from torchtitan_cp.training import registry
 
 
@@ -64,5 +64,5 @@ def model_args_of(config: Config) -> Any:
     args, settings = registry.model_args_of(config.model), config.tokenizer
     if args.vocab_size:
         return args
-    size = settings.vocab_size if trains_tokenizer(settings) else load_tokenizer(settings).vocab_size
+    size = settings.vocab_size if settings.trained else load_tokenizer(settings).vocab_size
     return replace(args, vocab_size=size)

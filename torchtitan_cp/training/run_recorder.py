@@ -20,7 +20,6 @@ from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
-from torchtitan_cp.data.corpus.tokenizer import trains_tokenizer
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.health import StepReport
 from torchtitan_cp.metrics import figures
@@ -86,7 +85,7 @@ class RunRecorder:
             text, tokenizer = to_toml(config), self.data.corpus.tokenizer
             check_dump_folder(config.job.dump_folder)
             (self.folder / "config.toml").write_text(text, encoding="utf-8")
-            if tokenizer.path and trains_tokenizer(config.tokenizer):
+            if tokenizer.path and config.tokenizer.trained:
                 shutil.copyfile(tokenizer.path, self.folder / TOKENIZER_FILE)
             logger.open_files(self.folder, done)
             for found in read_evaluations(self.folder):

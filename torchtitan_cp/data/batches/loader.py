@@ -74,7 +74,7 @@ class BatchLayout:
         plan = self.make_plan(self.seq_len, mask=mask)
         plans = {0: plan}
         for window in set(self.windows) - {0}:
-            plans[window] = self.make_plan(self.seq_len, mask=replace(mask, window=(window - 1, -1)), like=plan)
+            plans[window] = self.make_plan(self.seq_len, mask=mask.windowed(window), like=plan)
         return plans
 
 
@@ -185,10 +185,8 @@ def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> 
 
 def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
     """This rank's micro-batches of a step of the stage."""
-    return tuple(
-        read_rows(samples.sequence, batch_layout, rows)
-        for rows in assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
-    )
+    own = assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
+    return tuple(read_rows(samples.sequence, batch_layout, numbers) for numbers in own)
 
 
 def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
@@ -201,9 +199,8 @@ def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, 
         plans[0].shard(torch.from_numpy(np.stack([getattr(row, name) for row in rows])), dim=1)
         for name in ("tokens", "labels", "positions", "document_positions", *["weights"] * batch_layout.weighted)
     )
-    same = bool((positions == positions[0]).all())
+    positions = positions[0] if (positions == positions[0]).all() else positions
     sources = tuple(row.spans[0].source for row in rows)
-    positions = positions[0] if same else positions
     return MicroBatch(tokens, labels, positions, plans, tuple(numbers), sources, within, *weights)
 
 

@@ -113,15 +113,9 @@ class PackedStream:
         tokens, learned, labels = _read(self.stream.store, spans)
         if not self.data.document_mask:
             labels[:-1] = learned[1:]
-        lengths = [stop - start for _, start, stop in spans]
-        positions = [np.arange(length) for length in (lengths if self.data.restart_positions else [self.seq_len])]
-        return PackedSequence(
-            tokens,
-            labels,
-            np.concatenate(positions),
-            self.document_lengths(number),
-            tuple(Span(self.source, *span) for span in spans),
-        )
+        named = tuple(Span(self.source, *span) for span in spans)
+        row = PackedSequence(tokens, labels, np.arange(self.seq_len), self.document_lengths(number), named)
+        return replace(row, positions=row.document_positions) if self.data.restart_positions else row
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
         """The same as `sequence(number).document_lengths`, without reading a token."""

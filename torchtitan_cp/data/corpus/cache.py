@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -30,7 +30,7 @@ from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
 from torchtitan_cp.data.corpus.tokenization import STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece, trains_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
     Raises:
         DataError: as `prepare`, or `load_tokenizer`.
     """
-    return prepare(data, tokenizer).tokenizer if trains_tokenizer(tokenizer) else load_tokenizer(tokenizer)
+    return prepare(data, tokenizer).tokenizer if tokenizer.trained else load_tokenizer(tokenizer)
 
 
 class CacheBuilder:
@@ -157,12 +157,11 @@ class CacheBuilder:
         for name, source in self.sources.items():
             template = find_chat_template(source, self.settings, self.start) if source.conversations else None
             corpora[name] = Corpus(source, template)
-        trains = trains_tokenizer(self.settings)
-        tokenizer = self._train_tokenizer(list(corpora.values())) if trains else load_tokenizer(self.settings)
+        tokenizer = self._train_tokenizer(corpora.values()) if self.settings.trained else load_tokenizer(self.settings)
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}
         return {"tokenizer": str(tokenizer.path or ""), "folders": folders}
 
-    def _train_tokenizer(self, corpora: list[Corpus]) -> Tokenizer:
+    def _train_tokenizer(self, corpora: Collection[Corpus]) -> Tokenizer:
         """The tokenizer that follows from these corpora and the recipe: trained on all of them, once."""
         recipe = [RECIPE_VERSION, self.settings.vocab_size, *(corpus.fingerprint for corpus in corpora)]
         model = self.root / f"tokenizer-{_digest(recipe)}.model"
@@ -178,7 +177,7 @@ class CacheBuilder:
                 f"the trained tokenizer {model} is damaged", fix="delete it: it is trained again"
             ) from error
 
-    def _training_texts(self, corpora: list[Corpus]) -> Iterator[str]:
+    def _training_texts(self, corpora: Collection[Corpus]) -> Iterator[str]:
         """The text of every document that is not held out. It logs no skipped record: the tokenizing pass does."""
         for corpus in corpora:
             with corpus.show_progress("reading text to train a tokenizer on") as update:

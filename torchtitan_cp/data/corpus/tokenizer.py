@@ -112,10 +112,7 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, and 256 to end a document."""
 
     path: Path | None = None
-
-    def __init__(self) -> None:
-        self.vocab_size, self.eos_id, self.fingerprint = 257, 256, "bytes"
-        self.eos_token = END_NAMES[0]
+    vocab_size, eos_id, eos_token, fingerprint = 257, 256, END_NAMES[0], "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
@@ -212,11 +209,6 @@ def _encode_parts(
 Tokenizer = SentencePieceTokenizer | ByteTokenizer | HuggingFaceTokenizer
 
 
-def trains_tokenizer(settings: TokenizerConfig) -> bool:
-    """Whether the tokenizer is trained on the corpus."""
-    return settings.kind == "sentencepiece" and not settings.path
-
-
 def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `[tokenizer]` names, from its file.
 
@@ -260,7 +252,7 @@ def check_tokenizer(settings: TokenizerConfig) -> None:
     Raises:
         DataError: as load_tokenizer.
     """
-    if not trains_tokenizer(settings):
+    if not settings.trained:
         load_tokenizer(settings)
 
 
