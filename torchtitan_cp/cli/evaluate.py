@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.names import VARIANTS
+from torchtitan_cp.config.names import VARIANTS, format_tokens
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.evaluation import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
@@ -80,12 +80,13 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
 def write_result(out: Path, saved: SavedModel, result: EvaluationResult) -> None:
     """Write evaluation.json, and images of loss by position and of each variant of prompts."""
     out.mkdir(parents=True, exist_ok=True)
-    about = {"checkpoint": str(saved.path), "stage": saved.stage.name, "seq_len": saved.stage.seq_len}
+    name = saved.stage.name or format_tokens(saved.stage.seq_len)
+    about = {"checkpoint": str(saved.path), "stage": name, "seq_len": saved.stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
     curve = {saved.path.name: (result.position_starts, result.position_losses)}
     imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
-    for name, found in result.retrieval.items():
-        imsave(out / f"{name}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=name))
+    for variant, found in result.retrieval.items():
+        imsave(out / f"{variant}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=variant))
 
 
 def main(arguments: list[str]) -> int:

@@ -395,7 +395,7 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     last = ranks(2)(evaluated, path)[0][0][-1]
     for size in (1, 2):
         found = ranks(size)(grid, tmp_path / "run", tmp_path / f"out{size}")[0]
-        assert found["seq_len"] == 256
+        assert (found["stage"], found["seq_len"]) == (last["stage"], 256)
         assert found["retrieval"] == last["retrieval"]
         for name in ("loss", "unigram", "context_gain", "short_loss_rise", "position_losses"):
             assert found[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name

@@ -120,6 +120,10 @@ def test_what_is_no_list_of_token_ids_is_counted_and_named(tmp_path: Path, caplo
     parquet.write_table(pa.table({"ids": pa.array([[1 << 63], [7]], pa.list_(pa.uint64()))}), folder / "a.parquet")
     [document] = read(rows_data("parquet", folder, token_field="ids"))
     assert list(document.content) == [7]
+    write_files(tmp_path / "none", {"a.jsonl": '{"ids": "text"}'})
+    with pytest.raises(DataError) as caught:
+        read(rows_data("jsonl", tmp_path / "none", token_field="ids"))
+    assert "check path, source and token_field of" in str(caught.value.fix)
 
 
 def test_token_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Corpus:
                 document.place, empty = (indices[0], skipped_before, number), False
                 yield document
         if empty:
-            keys = ("messages_field", "prompt_field")
+            keys = ("messages_field", "prompt_field", "token_field")
             field = next((name for name in keys if getattr(self.source, name)), "text_field")
             summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
             raise DataError(
