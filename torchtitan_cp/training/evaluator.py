@@ -17,16 +17,9 @@ from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
 from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
-from torchtitan_cp.evaluation import (
-    Budget,
-    EvaluationResult,
-    Frame,
-    Prompt,
-    PromptWriter,
-    Retrieval,
-    evaluating,
-    unigram_loss,
-)
+from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
+from torchtitan_cp.evaluation.prompts import Frame, Prompt, PromptWriter
+from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin, sum_by_index
 from torchtitan_cp.optim.loss import wrong_answers
 from torchtitan_cp.runtime.signals import any_rank

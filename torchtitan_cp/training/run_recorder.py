@@ -21,8 +21,8 @@ from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
 from torchtitan_cp.data.corpus.tokenizer import trains_tokenizer
-from torchtitan_cp.evaluation import EvaluationResult
-from torchtitan_cp.health import StepReport
+from torchtitan_cp.evaluation.result import EvaluationResult
+from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.metrics import figures
 from torchtitan_cp.metrics.expert_load import expert_fields, expert_loads
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations

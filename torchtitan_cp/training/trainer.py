@@ -15,7 +15,7 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
-from torchtitan_cp.evaluation import EvaluationResult
+from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.monitor import StepReport

@@ -26,7 +26,7 @@ from torchtitan_cp.cli.evaluate import evaluate, evaluation_config, main, write_
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.batches.samples import held_out_samples
-from torchtitan_cp.evaluation import Prompt
+from torchtitan_cp.evaluation.prompts import Prompt
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.evaluator import resized
