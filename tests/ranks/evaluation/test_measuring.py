@@ -83,8 +83,7 @@ def sums(path: Path, *overrides: str) -> Sums:
     trainer = prepared(path, *overrides)
     stage = trainer.stages[0]
     shape = resized(trainer.enter_stage(stage), stage.seq_len)
-    data = trainer.data_pipeline.stage_data(stage)
-    whole, cut = (trainer.evaluator.held_out_losses(shape, data, block) for block in (0, BLOCK))
+    whole, cut = (trainer.evaluator.held_out_losses(shape, stage, block) for block in (0, BLOCK))
     assert whole
     assert cut
     assert all(part.training for part in trainer.model.parts)
