@@ -94,10 +94,7 @@ class Progress:
         first = saved.text_step if saved.stage == self.stage else 0
         skipped = [self.stage, first, self.text_step + 1]
         return dataclasses.replace(
-            saved,
-            step=self.step + 1,
-            skipped_ranges=[*saved.skipped_ranges, skipped],
-            block_tokens=self.block_tokens,
+            saved, step=self.step + 1, skipped_ranges=[*saved.skipped_ranges, skipped], block_tokens=self.block_tokens
         )
 
 
