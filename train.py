@@ -18,7 +18,7 @@ from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.data.errors import PreparationStoppedError
-from torchtitan_cp.health import NonFiniteError
+from torchtitan_cp.health.recovery import NonFiniteError
 from torchtitan_cp.planner.devices import ACCELERATORS
 from torchtitan_cp.planner.dry_run import dry_run, print_walks
 from torchtitan_cp.planner.fake_cuda import use_fake_cuda

@@ -84,10 +84,10 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
 
     stage, report, losses = trainer.stages[0], trainer.forward_backward(batches), torch.rand(batches[0].labels.shape)
     metrics_logger = MetricsLogger(config.metrics, 1, 0, enabled=False)
-    recorder = RunRecorder(config, world, trainer.model, trainer.data_pipeline, metrics_logger)
+    recorder = RunRecorder(trainer.model, trainer.data_pipeline, metrics_logger)
     recorder.start(0)
     progress = dataclasses.replace(trainer.progress, health=dataclasses.asdict(RecoveryState()))
-    recorder.start_stage(stage, progress, batches[0], "", 0.0)
+    recorder.start_stage(stage, progress, batches[0], 0.0)
 
     def tell() -> None:
         recorder.start_step(stage, 1, batches)

@@ -93,12 +93,13 @@ class Progress:
         """
         first = saved.text_step if saved.stage == self.stage else 0
         skipped = [self.stage, first, self.text_step + 1]
-        return dataclasses.replace(
-            saved,
-            step=self.step + 1,
-            skipped_ranges=[*saved.skipped_ranges, skipped],
-            block_tokens=self.block_tokens,
-        )
+        back = dataclasses.replace(saved, step=self.step + 1, skipped_ranges=[*saved.skipped_ranges, skipped])
+        return back.under_config_of(self)
+
+    def under_config_of(self, other: "Progress") -> "Progress":
+        """This place in the run with what the config says now."""
+        of_config = {name: getattr(other, name) for name in ("block_tokens", "data_order", "identity")}
+        return dataclasses.replace(self, **of_config)
 
 
 def read_progress(folder: Path) -> Progress:

@@ -21,7 +21,7 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import VARIANTS, format_tokens
 from torchtitan_cp.config.sections import Stage
-from torchtitan_cp.evaluation import EvaluationResult
+from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.metrics.figures import draw_loss_by_position, draw_retrieval_map
 from torchtitan_cp.runtime.device import World, find_device, start_ranks, stop_ranks
 from torchtitan_cp.training.registry import args_from

@@ -4,8 +4,3 @@
 `replay` runs that module again on one process, `inject` makes faults for drills. The model, the loop and the text come
 in as modules, callables and plain values. Imports `config` and `attention` at most.
 """
-
-from torchtitan_cp.health.monitor import StepReport
-from torchtitan_cp.health.recovery import NonFiniteError
-
-__all__ = ["NonFiniteError", "StepReport"]

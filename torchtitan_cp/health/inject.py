@@ -32,13 +32,7 @@ class Injector:
         ConfigError: on all ranks, if the rank does not have the module.
     """
 
-    def __init__(
-        self,
-        settings: Inject,
-        parts: Any,
-        vocabulary: int,
-        shares_batch_with: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, settings: Inject, parts: Any, vocabulary: int, shares_batch_with: Callable[[int], bool]) -> None:
         self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
         # A part whose output is tied to the embedding holds the embedding for its weight, without running it.
         self.modules: dict[str, nn.Module] = {}

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torchtitan_cp.config.sections import Health
 logger = logging.getLogger(__name__)
 
 # Entries of a rank's vector. The blocks' largest outputs and then their squared gradient norms follow.
-LOSS, DIVISOR, LEARNED, GRADIENT, LOGIT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(9)
+LOSS, DIVISOR, LEARNED, LOGIT, GRADIENT, MEMORY, STOP, SAVE, FIRST_BLOCK = range(9)
 
 MAD_TO_STD = 1.4826  # median absolute deviations (MAD) of a normal distribution in a standard deviation
 MIN_STD_FRACTION = 0.05  # of the median: a number that hardly varies still has this standard deviation
@@ -108,32 +108,22 @@ class HealthMonitor:
         return values
 
     def check_step(
-        self,
-        loss_sum: Tensor,
-        divisor: Tensor,
-        learned_tokens: Tensor,
-        largest_logit: Tensor,
-        square_norms: Tensor,
-        peak_memory_bytes: int,
-        stop_and_save_requests: tuple[bool, bool],
+        self, sums: Sequence[Tensor], square_norms: Tensor, peak_memory_bytes: int, requests: tuple[bool, bool]
     ) -> StepReport:
         """Gather what the forward and backward just run gave on every rank. Collective.
 
         Args:
-            loss_sum: summed loss of this rank's tokens, scalar.
-            divisor: of the loss; learned_tokens: of the step; scalars over all ranks.
-            largest_logit: of this rank, scalar.
+            sums: four scalars: the summed loss of this rank's tokens, its divisor and the learned tokens of all ranks,
+                the largest logit of this rank.
             square_norms: this rank's share of the squared gradient norm of each block and of the parameters in none,
                 `[blocks + 1]`.
             peak_memory_bytes: of this rank.
-            stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
+            requests: whether this rank asks to stop, and to save, after the step.
         """
-        device = loss_sum.device
         largest_values = self.pop_largest()
-        on_host = torch.tensor([peak_memory_bytes, *stop_and_save_requests], dtype=torch.float64)
-        scalars = (loss_sum, divisor, learned_tokens, largest_values[-1], largest_logit)
-        numbers = (*scalars, on_host, largest_values[:-1], square_norms)
-        own = torch.cat([x.to(device, torch.float64, non_blocking=True).flatten() for x in numbers])
+        on_host = torch.tensor([peak_memory_bytes, *requests], dtype=torch.float64)
+        numbers = (*sums, largest_values[-1], on_host, largest_values[:-1], square_norms)
+        own = torch.cat([x.to(sums[0].device, torch.float64, non_blocking=True).flatten() for x in numbers])
         report = read_report(gather_rows(own))
         if report.findings or not self.settings.spike_threshold:
             return report

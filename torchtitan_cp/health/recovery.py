@@ -9,6 +9,8 @@ from torchtitan_cp.config.sections import Health
 
 # (step or None) -> path and progress of the newest good checkpoint, older than that step if one is given.
 FindCheckpoint = Callable[[int | None], tuple[Path, Any] | None]
+# A message for the log; path and progress of the checkpoint to load, None leaves the weights as they are.
+Recovery = tuple[str, tuple[Path, Any] | None]
 
 
 class NonFiniteError(RuntimeError):
@@ -38,21 +40,6 @@ class RecoveryState:
     healthy_steps: int = 0
     rolled_back_to: int = -1
     replays: int = 0
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What the run does about a bad step.
-
-    Attributes:
-        action: skip, rollback or lower_lr.
-        message: for the log.
-        checkpoint: path and progress of the checkpoint to load; None leaves the weights as they are.
-    """
-
-    action: str
-    message: str
-    checkpoint: tuple[Path, Any] | None = None
 
 
 class RecoveryPolicy:
@@ -97,17 +84,14 @@ class RecoveryPolicy:
                 'this step; health.on_nonfinite = "skip" skips such steps'
             )
         if state.skips <= limit and weights_finite:
-            message = f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)"
-            return Recovery("skip", message)
+            return f"{what}. Skipped: no weight was changed ({state.skips} of at most {limit} in a row)", None
         # If the last rollback was followed by no healthy step, its checkpoint is no use.
         too_new = state.rolled_back_to if state.rolled_back_to >= 0 and not state.healthy_steps else None
         checkpoint = find_checkpoint(too_new) if settings.policy else None
         lowered = ""
         if "rollback" in settings.policy and checkpoint and state.rollbacks < settings.max_rollbacks:
-            action = "rollback"
             state.rollbacks += 1
         elif "lower_lr" in settings.policy and state.lr_cuts < settings.max_lr_cuts:
-            action = "lower_lr"
             state.lr_cuts, state.lr_steps_left = state.lr_cuts + 1, settings.lr_steps
             lowered = (
                 f"; the learning rate is LOWERED to {self.lr_factor:g} of its schedule for {settings.lr_steps} steps"
@@ -124,4 +108,4 @@ class RecoveryPolicy:
             state.bad_steps, state.healthy_steps, state.rolled_back_to = 0, 0, checkpoint[1].step
             message = f"{what}. ROLLED BACK to {checkpoint[0]}, and the text since is skipped"
         counts = f" ({state.rollbacks} rollbacks, {state.lr_cuts} cuts so far)"
-        return Recovery(action, message + lowered + counts, checkpoint)
+        return message + lowered + counts, checkpoint

@@ -82,12 +82,7 @@ class Bundle:
 
 
 def save_bundle(
-    diagnoser: Diagnoser,
-    found: Diagnosis,
-    step: int,
-    micro_batches: Sequence[Any],
-    about: dict[str, Any],
-    folder: Path,
+    diagnoser: Diagnoser, found: Diagnosis, step: int, micro_batches: Sequence[Any], about: dict[str, Any], folder: Path
 ) -> Diagnosis:
     """Write the culprit's inputs and weights, whole whatever ranks they are spread over. Collective.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchtitan_cp.attention import Plan
 from torchtitan_cp.config.names import format_tokens
+from torchtitan_cp.metrics.throughput import imbalance
 
 DPI = 110
 MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
@@ -92,7 +93,6 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
         plan: of any rank of the context-parallel group.
     """
     owners, ranks = attention_owners(plan), plan.ring_layout.ranks
-    pairs = np.bincount(owners[owners != NOT_ALLOWED], minlength=ranks)
     figure, axes = _figure(5.4, 5.4, xlabel="key", ylabel="query")
     colors = _colors("turbo", np.linspace(0.1, 0.9, ranks))
     image = np.ones((*owners.shape, 3))
@@ -100,9 +100,7 @@ def draw_attention_owners(plan: Plan, title: str = "") -> np.ndarray:
     axes.imshow(image, extent=(0, plan.sequence_length, plan.sequence_length, 0), interpolation="nearest")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda place, _: format_tokens(round(place)))
-    axes.set_title(
-        f"{title}\n{ranks} ranks, the busiest has {pairs.max() / pairs.mean():.2f} times the mean", fontsize=10
-    )
+    axes.set_title(f"{title}\n{ranks} ranks, the busiest has {imbalance(plan):.2f} times the mean", fontsize=10)
     for rank in range(min(ranks, 8)):
         axes.plot([], [], marker="s", linestyle="", color=colors[rank], label=f"rank {rank}")
     axes.legend(loc="upper right", frameon=False, fontsize=8)

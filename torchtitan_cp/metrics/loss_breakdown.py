@@ -77,11 +77,6 @@ class LossBreakdown:
             dim=1,
         )
 
-    @property
-    def tokens(self) -> int:
-        """Tokens counted."""
-        return int(self.sums[1, : len(bin_starts(self.seq_len))].sum())
-
     def means(self) -> dict[str, dict[str, float]]:
         """Mean losses in nats, by field of StepRecord, then by first position of a bin or by source.
 

@@ -9,7 +9,7 @@ from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.records import BadRecordError
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.data.errors import DataError
-from torchtitan_cp.evaluation import Frame
+from torchtitan_cp.evaluation.prompts import Frame
 from torchtitan_cp.training.registry import start_folder
 
 QUESTION, ANSWER = "QUESTIONPLACE", "ANSWERPLACE"  # stand for content; templates may strip spaces around it

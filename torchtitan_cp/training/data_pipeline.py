@@ -5,7 +5,7 @@ import pickle
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
@@ -122,20 +123,17 @@ class DataPipeline:
                     fix="set validation_fraction of a source above 0, or give the stage steps",
                 )
 
-    def start_stage(self, stage: StagePlan, first_tokens: Mapping[str, int], skipped_steps: int = 0) -> None:
-        """Read this stage's sequences from now on; see `stage_samples`."""
-        self.samples = self.stage_samples(stage, first_tokens, skipped_steps)
-
-    def stage_samples(self, stage: StagePlan, first_tokens: Mapping[str, int], skipped_steps: int = 0) -> StageSamples:
-        """The sequences of a stage.
+    def start_stage(self, stage: StagePlan, progress: Progress) -> None:
+        """Read this stage's sequences from now on.
 
         Args:
-            first_tokens: for each source, how much of its stream earlier stages took.
-            skipped_steps: steps of text that recovery skipped; the stage reads as many more.
+            progress: says how much of each source's stream earlier stages took, and how many steps of text recovery
+                skipped; the stage reads as many more.
         """
         sequences = stage.global_batch_tokens // stage.seq_len
         data, seed = self.stage_data(stage), self.config.training.seed
-        return StageSamples(
+        first_tokens, skipped_steps = progress.source_tokens, progress.skipped_steps(stage.index)
+        self.samples = StageSamples(
             self.streams, stage.seq_len, data, seed, stage.index, sequences, first_tokens, stage.steps, skipped_steps
         )
 

@@ -13,20 +13,13 @@ from torch import Tensor
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import Evaluation, ResolvedStageData
+from torchtitan_cp.config.sections import Evaluation
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
 from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
-from torchtitan_cp.evaluation import (
-    Budget,
-    EvaluationResult,
-    Frame,
-    Prompt,
-    PromptWriter,
-    Retrieval,
-    evaluating,
-    unigram_loss,
-)
+from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
+from torchtitan_cp.evaluation.prompts import Frame, Prompt, PromptWriter
+from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.metrics.loss_breakdown import bin_starts, sum_by_bin, sum_by_index
 from torchtitan_cp.optim.loss import wrong_answers
 from torchtitan_cp.runtime.signals import any_rank
@@ -118,17 +111,17 @@ class Evaluator:
         if not (at_end or stage.until or self._affords(self.settings.tokens)):
             logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
             return None
-        layout, data = resized(batch_layout, stage.seq_len), self.data_pipeline.stage_data(stage)
+        layout = resized(batch_layout, stage.seq_len)
         try:
-            held_out = self.held_out_losses(layout, data)
+            held_out = self.held_out_losses(layout, stage)
             if held_out is None:
                 return None
             rise = self._short_loss_rise(stage, layout, short_before, at_end)
             retrieval = self.measure_retrieval(stage, layout)
-            gain, by_position = self._context_gain(held_out, layout, data), held_out
+            gain, by_position = self._context_gain(held_out, layout, stage), held_out
             length = self.settings.position_seq_len or stage.seq_len
             if length != stage.seq_len and self._is_due(f"loss by position to {length:,}"):
-                by_position = self.held_out_losses(resized(layout, length), data) or held_out
+                by_position = self.held_out_losses(resized(layout, length), stage) or held_out
         except _Stopped:
             logger.info("evaluation stopped: the run is stopping%s", "; the next start makes it" * at_end)
             return None
@@ -165,18 +158,17 @@ class Evaluator:
 
     # Losses --------------------------------------------------------------------------------------------------
 
-    def held_out_losses(
-        self, batch_layout: BatchLayout, data: ResolvedStageData, block: int = 0
-    ) -> HeldOutLosses | None:
+    def held_out_losses(self, batch_layout: BatchLayout, stage: StagePlan, block: int = 0) -> HeldOutLosses | None:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
         Args:
             batch_layout: gives the length, and which rank reads what.
-            data: of the stage; gives the mixture and the mask of documents.
+            stage: gives the mixture and the mask of documents.
             block: cut documents into blocks of so many tokens, none of which sees another; 0: leave them whole.
         """
         seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
         count, starts = max(1, self.settings.tokens // seq_len), bin_starts(seq_len)
+        data = self.data_pipeline.stage_data(stage)
         samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
             return None
@@ -222,17 +214,15 @@ class Evaluator:
             return None
         if not self._is_due(what, for_gate):
             return None
-        found = self.held_out_losses(resized(batch_layout, first.seq_len), self.data_pipeline.stage_data(first))
+        found = self.held_out_losses(resized(batch_layout, first.seq_len), first)
         return found.loss / before - 1 if found else None
 
-    def _context_gain(
-        self, held_out: HeldOutLosses, batch_layout: BatchLayout, data: ResolvedStageData
-    ) -> float | None:
+    def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: StagePlan) -> float | None:
         """How much lower the loss is with all of the context than within blocks; None if it is not measured."""
         block = self.settings.context_gain_tokens
         if not block or batch_layout.seq_len < 2 * block or not self._is_due("context gain"):
             return None
-        cut = self.held_out_losses(batch_layout, data, block)
+        cut = self.held_out_losses(batch_layout, stage, block)
         return _mean(cut.late) - _mean(held_out.late) if cut else None
 
     def _batches(

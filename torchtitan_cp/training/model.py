@@ -394,10 +394,10 @@ class ParallelModel:
         (place,) = (self.mesh.mesh == rank).nonzero().tolist()
         return tuple(place[1:3]) == self.role[1:]
 
-    def resolve_strategy(self, batch_layout: BatchLayout) -> str:
+    def resolve_strategy(self, plan: Plan) -> str:
         """The name of the exchange between ranks; what was chosen for `auto`."""
         tp = self.meshes.degrees.tp
-        return resolve_strategy(batch_layout.plans()[0], self.args.n_heads // tp, self.args.n_kv_heads // tp)[0]
+        return resolve_strategy(plan, self.args.n_heads // tp, self.args.n_kv_heads // tp)[0]
 
     def pipeline_summary(self, stage: StagePlan) -> str:
         """Schedule, layers and bubble of the pipeline, for the log; empty without one."""

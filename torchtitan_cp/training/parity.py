@@ -127,10 +127,7 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
     """Run a stage's first step both ways. Collective."""
     name = f"cp {stage.cp} x dp {stage.dp}, {stage.strategy}"
-    if trainer.world.rank == 0:
-        logger.info(
-            "parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences
-        )
+    logger.info("parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences)
     batch_layout = trainer.enter_stage(stage)
     parallel, parallel_peak = _parallel_step(trainer, batch_layout)
     weights = gather(trainer, lambda p: p)

@@ -1,6 +1,5 @@
 """Where a run begins: at its newest checkpoint, or with fresh weights or those of a Hugging Face checkpoint."""
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,8 +87,7 @@ def resume(
             "data.%s: the data order changes from here, and some text may be read twice", ", data.".join(other_order)
         )
     checkpoints.load(path, model.parts, model.optimizers)
-    of_config = {name: getattr(fresh, name) for name in ("block_tokens", "data_order", "identity")}
-    progress = dataclasses.replace(before, **of_config)
+    progress = before.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
     changed = _changes(before.text_recipe, stages[progress.stage].text_recipe)
     if changed and progress.stage_step and not is_stage_over(progress, stages):

@@ -13,15 +13,15 @@ from torch import Tensor
 from torchtitan_cp.attention import Plan
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
-from torchtitan_cp.config import Config, to_toml
+from torchtitan_cp.config import to_toml
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
-from torchtitan_cp.evaluation import EvaluationResult
-from torchtitan_cp.health import StepReport
+from torchtitan_cp.evaluation.result import EvaluationResult
+from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.metrics import figures
 from torchtitan_cp.metrics.expert_load import expert_fields, expert_loads
 from torchtitan_cp.metrics.jsonl_sink import METRICS_FILE, read_evaluations
@@ -31,7 +31,6 @@ from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
 from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, mean_keys
 from torchtitan_cp.parallel.experts import Routing
-from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 
@@ -43,8 +42,6 @@ class RunRecorder:
     """Records a run and changes nothing in it.
 
     Args:
-        config: of the run.
-        world: this process among the ranks.
         model: that is trained.
         data: that it reads.
         metrics_logger: takes the records.
@@ -54,10 +51,9 @@ class RunRecorder:
         message_seconds: of the newest step, in which context-parallel messages were waited for, and were in flight.
     """
 
-    def __init__(
-        self, config: Config, world: World, model: ParallelModel, data: DataPipeline, metrics_logger: MetricsLogger
-    ) -> None:
-        self.config, self.world, self.model, self.data, self.logger = config, world, model, data, metrics_logger
+    def __init__(self, model: ParallelModel, data: DataPipeline, metrics_logger: MetricsLogger) -> None:
+        self.model, self.data, self.logger = model, data, metrics_logger
+        self.config, self.world = config, world = model.config, model.world
         device, self.folder = world.device, Path(config.job.dump_folder)
         self.peak = find_peak(device.device, device.name, model.compute_dtype, config.metrics.peak_tflops)
         self.peak_checked = world.rank != 0
@@ -108,15 +104,14 @@ class RunRecorder:
         )
         logger.console.start_bar()
 
-    def start_stage(
-        self, stage: StagePlan, progress: Progress, batch: MicroBatch, exchange: str, seconds: float
-    ) -> None:
+    def start_stage(self, stage: StagePlan, progress: Progress, batch: MicroBatch, seconds: float) -> None:
         """Say what the stage is, and draw who computes what of its first micro-batch if several ranks share it.
 
         Args:
             progress: before the stage's next step.
-            exchange: between context-parallel ranks, by name; seconds: that entering the stage took.
+            seconds: that entering the stage took.
         """
+        exchange = self.model.resolve_strategy(batch.plan)
         step, first = progress.step, progress.step - progress.stage_step
         self.logger.say(
             f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
@@ -227,7 +222,7 @@ class RunRecorder:
             "mfu_mask": self._mfu(speed, flops),
             "cp_imbalance": max(imbalance(batch.plan) for batch in self.micro_batches),
             "cp_keys_sent": max(batch.plan.keys_sent for batch in self.micro_batches),
-            "unlabelled": 1 - self.step_losses.tokens / stage.global_batch_tokens,
+            "unlabelled": 1 - report.learned_tokens / stage.global_batch_tokens,
             "memory_bytes": memory | {"other": other},
             **(expert_fields(*routing, stage.global_batch_tokens) if routing else {}),
         }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config import Config
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.health.diagnosis import Diagnoser, Diagnosis
 from torchtitan_cp.health.inject import Injector
@@ -32,10 +31,8 @@ class StepRunner:
         healthy_batches: of the newest healthy step of this stage, which a spike is compared with.
     """
 
-    def __init__(
-        self, config: Config, model: ParallelModel, stop_and_save_requests: Callable[[], tuple[bool, bool]]
-    ) -> None:
-        args, health = model.args, config.health
+    def __init__(self, model: ParallelModel, stop_and_save_requests: Callable[[], tuple[bool, bool]]) -> None:
+        config, args, health = model.config, model.args, model.config.health
         self.config, self.model, self.stop_and_save_requests = config, model, stop_and_save_requests
         self.monitor = HealthMonitor(health, model.parts, args.n_layers, model.device)
         self.injector = Injector(health.inject, model.parts, args.vocab_size, model.shares_batch_with)
@@ -71,7 +68,7 @@ class StepRunner:
         # Also of a bad step and of its repetitions, so that it counts in no later one.
         self.routing = self.model.routing.take() if self.model.args.n_experts else None
         memory = self.model.world.device.peak_memory_bytes()
-        return self.monitor.check_step(*sums, self.model.square_norms(), memory, self.stop_and_save_requests())
+        return self.monitor.check_step(sums, self.model.square_norms(), memory, self.stop_and_save_requests())
 
     def _repeat(
         self, step: int, micro_batches: Sequence[MicroBatch], within: AbstractContextManager[Any]

@@ -15,7 +15,7 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, UserError
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
-from torchtitan_cp.evaluation import EvaluationResult
+from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.monitor import StepReport
@@ -78,7 +78,7 @@ class Trainer:
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
-        self.steps = StepRunner(config, self.model, self._stop_and_save_requests)
+        self.steps = StepRunner(self.model, self._stop_and_save_requests)
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.evaluator = Evaluator(
             self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
@@ -152,7 +152,7 @@ class Trainer:
             return
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.steps.start_stage(self.progress.recent)
-        self.recorder = RunRecorder(self.config, self.world, self.model, self.data_pipeline, self.metrics_logger)
+        self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(done)
         try:
             with self.signals, exports as no_waiting:
@@ -212,8 +212,7 @@ class Trainer:
         check_agreement(f"stage {stage.index + 1}", batch_facts(batch_layout, first))
         if self.announced_stage != stage.index:
             self.announced_stage = stage.index
-            exchange = self.model.resolve_strategy(batch_layout)
-            self.recorder.start_stage(stage, self.progress, first[0], exchange, time.perf_counter() - begun)
+            self.recorder.start_stage(stage, self.progress, first[0], time.perf_counter() - begun)
         batches = itertools.chain([first], batches)
         freeze_long_lived_objects()
         for _ in range(left):
@@ -240,9 +239,8 @@ class Trainer:
     def _leave_stage(self) -> None:
         """Move to the next stage, which reads on where this one stopped."""
         progress = self.progress
-        skipped = progress.skipped_steps(progress.stage)
-        samples = self.data_pipeline.stage_samples(self.stage, progress.source_tokens, skipped)
-        source_tokens = progress.source_tokens | samples.tokens_after(progress.text_step)
+        self.data_pipeline.start_stage(self.stage, progress)  # after a resume it may not have been entered
+        source_tokens = progress.source_tokens | self.data_pipeline.samples.tokens_after(progress.text_step)
         self._set_progress(stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=source_tokens)
         self.steps.start_stage([])  # another length has other numbers
 
@@ -258,7 +256,7 @@ class Trainer:
         done = {name: getattr(self.progress, name) for name in ("step", "text_step")}
         # The keys of its data are compared one by one.
         check_agreement(f"stage {stage.index + 1}", vars(stage) | vars(stage.data) | done | {"data": ""})
-        self.data_pipeline.start_stage(stage, self.progress.source_tokens, self.progress.skipped_steps(stage.index))
+        self.data_pipeline.start_stage(stage, self.progress)
         return self.model.configure_stage(stage)
 
     # A step ------------------------------------------------------------------------------------------------
@@ -354,18 +352,18 @@ class Trainer:
             self.checkpoints.wait()
             return self.checkpoints.find_newest(before, healthy=True)
 
-        recovery = policy.choose_action(what, find_good_checkpoint, weights_finite=weights_finite)
-        if recovery.checkpoint is None:
+        message, checkpoint = policy.choose_action(what, find_good_checkpoint, weights_finite=weights_finite)
+        if checkpoint is None:
             self.progress = self.progress.after_skip()
         else:
-            path, saved = recovery.checkpoint
+            path, saved = checkpoint
             self.checkpoints.load(path, self.model.parts, self.model.optimizers)
             self.progress = self.progress.after_rollback(saved)
             self.steps.start_stage(saved.recent)
             # So that a resumed run skips that text too.
             self.save_requested = True
         self._keep_health()
-        self.metrics_logger.warn(recovery.message, self.progress.step)
+        self.metrics_logger.warn(message, self.progress.step)
 
     # Between steps -----------------------------------------------------------------------------------------
 
@@ -437,8 +435,7 @@ class Trainer:
             self.checkpoints.wait()
             if self.checkpoints.newest_step != self.progress.step:
                 self._save(self._stage_finished())
-                self.checkpoints.wait()
-            self.checkpoints.close()
+            self.checkpoints.close()  # waits for it
             if self.checkpoints.newest_step != self.progress.step:
                 raise UserError(
                     f"the last checkpoint, of step {self.progress.step}, could not be written to "

@@ -26,7 +26,7 @@ from torchtitan_cp.cli.evaluate import evaluate, evaluation_config, main, write_
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.batches.samples import held_out_samples
-from torchtitan_cp.evaluation import Prompt
+from torchtitan_cp.evaluation.prompts import Prompt
 from torchtitan_cp.runtime.device import start_ranks
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.evaluator import resized
@@ -83,8 +83,7 @@ def sums(path: Path, *overrides: str) -> Sums:
     trainer = prepared(path, *overrides)
     stage = trainer.stages[0]
     shape = resized(trainer.enter_stage(stage), stage.seq_len)
-    data = trainer.data_pipeline.stage_data(stage)
-    whole, cut = (trainer.evaluator.held_out_losses(shape, data, block) for block in (0, BLOCK))
+    whole, cut = (trainer.evaluator.held_out_losses(shape, stage, block) for block in (0, BLOCK))
     assert whole
     assert cut
     assert all(part.training for part in trainer.model.parts)

@@ -24,8 +24,9 @@ from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.replay import build, main
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.data.batches.loader import read_step
-from torchtitan_cp.health import NonFiniteError, StepReport
 from torchtitan_cp.health.diagnosis import Diagnoser
+from torchtitan_cp.health.monitor import StepReport
+from torchtitan_cp.health.recovery import NonFiniteError
 from torchtitan_cp.health.replay import Bundle, replay
 from torchtitan_cp.runtime import watchdog as failure
 from torchtitan_cp.training.model import ParallelModel

@@ -17,9 +17,9 @@ def run_exchange() -> StepReport:
     monitor = HealthMonitor(Health(), [part], 2, torch.device("cpu"))
     part.layers["0"](torch.ones(1, requires_grad=True)).backward()
     part.layers["1"](torch.tensor([0.0 if rank else -4.0]))
-    loss_sum, divisor, learned, logit = (torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 4, 2.0 + rank))
+    sums = tuple(torch.tensor(value) for value in (10.0 * (rank + 1), 6.0, 4, 2.0 + rank))
     squares = torch.tensor([9.0, 7.0, 0.0 if rank else 24.0])
-    return monitor.check_step(loss_sum, divisor, learned, logit, squares, 1000 + rank, (bool(rank), False))
+    return monitor.check_step(sums, squares, 1000 + rank, (bool(rank), False))
 
 
 def test_every_rank_learns_the_same(ranks: Callable[[int], RankPool]) -> None:

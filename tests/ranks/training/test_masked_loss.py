@@ -233,7 +233,7 @@ def held_out(path: Path, *overrides: str) -> tuple[float, list[list[float]], str
     pipeline, stage = trainer.data_pipeline, trainer.stages[0]
     pipeline.held_out = {name: masked(held_out_stream()) for name in pipeline.held_out}
     layout = trainer.enter_stage(stage)
-    losses = trainer.evaluator.held_out_losses(resized(layout, S), pipeline.stage_data(stage))
+    losses = trainer.evaluator.held_out_losses(resized(layout, S), stage)
     result = trainer.evaluator.evaluate(stage, layout, at_end=True, short_before=None)
     assert losses
     assert result

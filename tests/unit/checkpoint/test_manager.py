@@ -16,10 +16,11 @@ def test_skipped_text_is_counted_by_stage_and_a_rollback_covers_all_since_its_ch
     skipped = saved.after_skip().after_skip()
     assert (skipped.step, skipped.stage_step, skipped.skipped_ranges) == (6, 4, [[0, 3, 9], [1, 4, 5], [1, 5, 6]])
     # A healthy step reads text 6, and the step on text 7 is bad.
-    later = dataclasses.replace(skipped, step=7, stage_step=5, trained_tokens=8)
+    later = dataclasses.replace(skipped, step=7, stage_step=5, trained_tokens=8, data_order={"order": "files"})
     back = later.after_rollback(saved)
     assert (back.step, back.stage_step, back.trained_tokens, back.skipped_ranges) == (8, 4, 7, [[0, 3, 9], [1, 4, 8]])
     assert back.text_step == back.stage_step + back.skipped_steps(1) == 8
+    assert back.data_order == {"order": "files"}  # of the config now, not of the checkpoint's
     # Once more, to the same checkpoint, after two steps.
     again = dataclasses.replace(back, step=10, stage_step=6).after_rollback(saved)
     assert again.skipped_ranges == [[0, 3, 9], [1, 4, 11]]

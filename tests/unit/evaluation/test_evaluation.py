@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_cp.evaluation import Budget, EvaluationResult, Retrieval, evaluating, unigram_loss
+from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
+from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 
 
 def test_unigram_loss_is_that_of_the_frequencies_plus_one() -> None:

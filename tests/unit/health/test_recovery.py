@@ -19,7 +19,12 @@ def policy_of(**settings: object) -> RecoveryPolicy:
 
 
 def decide(it: RecoveryPolicy, *, can_roll_back: bool = True, weights_finite: bool = True) -> str:
-    return it.choose_action(WHAT, lambda _: CHECKPOINT if can_roll_back else None, weights_finite=weights_finite).action
+    find = lambda _: CHECKPOINT if can_roll_back else None  # noqa: E731
+    message, checkpoint = it.choose_action(WHAT, find, weights_finite=weights_finite)
+    assert ("ROLLED BACK to step-7" in message) == (checkpoint == CHECKPOINT)
+    if "LOWERED" in message:
+        return "lower_lr"
+    return "rollback" if checkpoint else "skip"
 
 
 def climb(it: RecoveryPolicy, *, can_roll_back: bool = True) -> list[str]:
@@ -67,10 +72,11 @@ def test_the_end_says_what_was_tried() -> None:
 def test_what_is_done_is_said() -> None:
     it = policy_of(max_consecutive_skips=1, max_rollbacks=0, lr_factor=0.25, lr_steps=9)
     find = lambda _: CHECKPOINT  # noqa: E731
-    assert it.choose_action(WHAT, find).message == f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
-    lowered = it.choose_action(WHAT, find)
-    assert lowered.checkpoint == CHECKPOINT
-    assert lowered.message == (
+    skipped = f"{WHAT}. Skipped: no weight was changed (1 of at most 1 in a row)"
+    assert it.choose_action(WHAT, find) == (skipped, None)
+    message, checkpoint = it.choose_action(WHAT, find)
+    assert checkpoint == CHECKPOINT
+    assert message == (
         f"{WHAT}. ROLLED BACK to step-7, and the text since is skipped; the learning rate is LOWERED to "
         "0.25 of its schedule for 9 steps (0 rollbacks, 1 cuts so far)"
     )

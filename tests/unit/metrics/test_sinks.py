@@ -17,7 +17,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Metrics
-from torchtitan_cp.evaluation import EvaluationResult, Retrieval
+from torchtitan_cp.evaluation.result import EvaluationResult, Retrieval
 from torchtitan_cp.metrics.console_sink import COLUMNS, ConsoleSink
 from torchtitan_cp.metrics.jsonl_sink import JsonLinesSink, read_evaluations
 from torchtitan_cp.metrics.logger import MetricsLogger

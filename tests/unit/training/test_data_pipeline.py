@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.corpus_cache import BYTES
 from tests.support.texts import text_corpus
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
 from torchtitan_cp.curriculum import StagePlan, resolve_stages
@@ -31,20 +32,20 @@ def test_a_source_that_reaches_its_max_epochs_is_reported_when_the_stage_starts_
     tmp_path: Path,
 ) -> None:
     pipeline, stage = pipeline_of(tmp_path, max_epochs={"notes": 0.5})
-    pipeline.start_stage(stage, {})
+    pipeline.start_stage(stage, Progress())
     [step] = re.findall(r"; notes reaches max_epochs in step (\d+) of the stage", pipeline.describe_stage(stage))
     assert 1 < int(step) < stage.steps
     assert "epochs)" not in pipeline.describe_epochs(int(step) - 1)
     described = pipeline.describe_epochs(int(step))
     assert re.fullmatch(r"read so far: books 0\.\d\d times, notes 0\.50 times \(its max_epochs\)", described)
     used_up = {"notes": pipeline.samples.tokens_after(stage.steps)["notes"]}
-    pipeline.start_stage(stage, used_up)
+    pipeline.start_stage(stage, Progress(source_tokens=used_up))
     assert "; notes reached max_epochs before the stage" in pipeline.describe_stage(stage)
 
 
 def test_a_stage_without_limits_mentions_none(tmp_path: Path) -> None:
     pipeline, stage = pipeline_of(tmp_path)
-    pipeline.start_stage(stage, {})
+    pipeline.start_stage(stage, Progress())
     assert pipeline.describe_stage(stage) == "; mixture books 50%, notes 50%"
 
 
