@@ -57,7 +57,6 @@ class DryModel(ParallelModel):
     def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, begins: StagePlan) -> None:
         with real_tensors():
             meshes = Meshes(world.device.device.type, run.degrees[begins.index])
-            meshes.for_cp(1)
         super().__init__(run, world, meshes, begins)
         self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
         for parameter in self.parts.parameters():

@@ -231,10 +231,9 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """What of a layer's gathers and reductions does not hide behind a layer's work; in a pipeline once a step."""
-    degrees, parameters = planned.degrees, planned.gathered_block
-    gather, reduce = _fsdp_seconds(planned, parameters)
+    gather, reduce = _fsdp_seconds(planned, planned.gathered_block)
     how = planned.config.parallel.fsdp_reshard
-    if degrees.pp > 1:
+    if planned.degrees.pp > 1:
         # Freed by each forward, its weights are gathered again for the next one.
         gathers = 1.0 if how == "always" else 1 / planned.stage.micro_batches
         return max(0.0, gather - forward) * gathers + max(0.0, reduce - backward) / planned.stage.micro_batches
