@@ -11,7 +11,7 @@ from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
-from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, stage_memory
+from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.training.resolve import resolve_run
@@ -50,8 +50,9 @@ class Estimate(PlannedStage):
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the fullest rank."""
-        return stage_memory(self)
+        """The fullest moment of a step on the pipeline rank that holds most."""
+        moments = (memory for own in self.ranks for memory in rank_memory(self, own))
+        return max(moments, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:

@@ -121,17 +121,11 @@ def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
     return again + (block.second_norm if tiles == 1 else block.stream)
 
 
-def stage_memory(planned: PlannedStage) -> Memory:
-    """The fullest moment of a stage's step on the pipeline rank that holds most."""
-    moments = (memory for own in planned.ranks for memory in _rank_memory(planned, own))
-    return max(moments, key=lambda memory: memory.total)
-
-
 Moment = tuple[str, float, dict[str, float]]
 """What a moment is called, the share of activations freed by then, and what it adds, by kind."""
 
 
-def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
+def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
     """Each moment of a step on a pipeline rank."""
     always, parked = _always(planned, own)
     weights = _gathered_weights(planned, own)
