@@ -89,8 +89,7 @@ class DryModel(ParallelModel):
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
-        tracker = self.tracker
-        return StageWalk(stage, len(batches), tracker.peak, dict(tracker.at_peak), Counter(tracker.messages))
+        return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
