@@ -52,8 +52,7 @@ def build_optimizer(
         matrices = [group for group in groups if group["muon"]]
         optimizer = Muon(matrices, optimizer, momentum=settings.muon_momentum, dtype=compute_dtype)
     if settings.offload_state:
-        device = next(model.parameters()).device
-        if device.type == "cpu":
+        if next(model.parameters()).device.type == "cpu":
             logger.warning("optimizer.offload_state is inactive: the optimizer's state is in host memory on a CPU")
         else:
             keep_state_on_host(optimizer)

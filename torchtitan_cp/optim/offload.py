@@ -1,13 +1,12 @@
 """Optimizer state in host memory; in a step it is on the device for a few parameters at a time."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from torchtitan_cp.optim.muon import matrix_batches
 
@@ -36,7 +35,7 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
 
     def move(part: Part, moved: Callable[[Tensor], Tensor]) -> None:
         """Replace the state of these parameters; step counters stay where they are."""
-        with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+        with torch.no_grad(), torch.cuda.stream(stream):  # of None it does nothing
             for parameter in (parameter for group in part for parameter in group["params"]):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if value.ndim:
@@ -74,7 +73,5 @@ def _map_plain(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A tensor with the plain tensors inside it, of a DTensor or a quantised tensor, replaced."""
     if is_traceable_wrapper_subclass(value):
         # Since torch 2.13 a DTensor's parts are not only tensors: its mesh is one.
-        names, context = value.__tensor_flatten__()
-        inner = {name: _map_plain(getattr(value, name), function) for name in names}
-        return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+        return transform_subclass(value, lambda _, part: _map_plain(part, function))
     return function(value) if isinstance(value, Tensor) else value

@@ -37,10 +37,7 @@ def convert_linears(model: nn.Module, recipe: str, device_type: str) -> None:
         raise ConfigError(
             f"training.float8 = {recipe!r}: no linear layer has sizes divisible by {DIVISOR}", fix="leave it at 'none'"
         )
-    chosen = set(map(id, fitting))
-    float8.convert_to_float8_training(
-        model, config=settings, module_filter_fn=lambda module, name: id(module) in chosen
-    )
+    float8.convert_to_float8_training(model, config=settings, module_filter_fn=lambda module, name: module in fitting)
     logger.info("float8, %s: %d of %d linear layers of the blocks", recipe, len(fitting), len(linears))
 
 

@@ -7,7 +7,6 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,13 +26,12 @@ class OffloadedTensor:
     """A tensor on its way to the host, there, or on its way back.
 
     Attributes:
-        previous: the tensor offloaded just before this one, if it is still needed.
+        previous: the tensor offloaded just before this one; a weak reference.
         uses: how often it was saved and is not yet restored.
     """
 
-    def __init__(self, memory: "HostMemory", tensor: Tensor, previous: "OffloadedTensor | None") -> None:
-        self.memory, self.device = memory, tensor.device
-        self.previous = weakref.ref(previous) if previous else None
+    def __init__(self, memory: "HostMemory", tensor: Tensor) -> None:
+        self.memory, self.device, self.previous = memory, tensor.device, memory.last
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self.back: Tensor | None = None
         self.uses = 1
@@ -77,12 +75,10 @@ class HostMemory:
 
     def copy_stream(self, source: Tensor | None = None) -> Any:
         """A context for copies beside the computation: after `source` is computed, whose memory lives until then."""
-        if self.stream is None:
-            return nullcontext()
-        if source is not None:
+        if self.stream is not None and source is not None:
             self.stream.wait_stream(torch.cuda.current_stream(source.device))
             local_tensor(source).record_stream(self.stream)
-        return torch.cuda.stream(self.stream)
+        return torch.cuda.stream(self.stream)  # of None it does nothing
 
     def wait_for(self, tensor: Tensor) -> None:
         """Order the computation after the copy back, and keep the tensor's memory until the computation is done."""
@@ -95,7 +91,7 @@ class HostMemory:
         """An OffloadedTensor in the tensor's place, or the tensor itself if it is small."""
         if tensor.nbytes < self.min_bytes:
             return tensor
-        offloaded = OffloadedTensor(self, tensor, self.last() if self.last else None)
+        offloaded = OffloadedTensor(self, tensor)
         self.last = weakref.ref(offloaded)
         return offloaded
 

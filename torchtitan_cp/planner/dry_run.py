@@ -57,7 +57,6 @@ class DryModel(ParallelModel):
     def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, begins: StagePlan) -> None:
         with real_tensors():
             meshes = Meshes(world.device.device.type, run.degrees[begins.index])
-            meshes.for_cp(1)
         super().__init__(run, world, meshes, begins)
         self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
         for parameter in self.parts.parameters():
@@ -90,8 +89,7 @@ class DryModel(ParallelModel):
         for optimizer in self.optimizers:
             optimizer.step()
         self.zero_grad()
-        tracker = self.tracker
-        return StageWalk(stage, len(batches), tracker.peak, dict(tracker.at_peak), Counter(tracker.messages))
+        return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)

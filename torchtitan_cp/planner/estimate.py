@@ -1,6 +1,6 @@
 """A stage of a config on a cluster: FLOPs, memory, messages, the time of a step and what limits it."""
 
-from dataclasses import dataclass
+from collections import Counter
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
-from torchtitan_cp.planner.memory import Memory, add_up, block_bytes, kept_bytes, stage_memory
+from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.training.resolve import resolve_run
@@ -34,7 +34,6 @@ class Volume(NamedTuple):
     step_bytes: float
 
 
-@dataclass(frozen=True)
 class Estimate(PlannedStage):
     """A stage, and what is worked out of it once it is asked for; raises as `find_exchange`."""
 
@@ -51,8 +50,9 @@ class Estimate(PlannedStage):
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the fullest rank."""
-        return stage_memory(self)
+        """The fullest moment of a step on the pipeline rank that holds most."""
+        moments = (memory for own in self.ranks for memory in rank_memory(self, own))
+        return max(moments, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
@@ -98,13 +98,12 @@ class Estimate(PlannedStage):
         """What the rank that sends most sends for attention, by strategy; hybrid only where it is possible."""
         stage, inner = self.stage, self.config.context_parallel.all_to_all_ranks
         windows = [window for own in self.ranks for window in own.windows]
-        traded = {"all_to_all": stage.cp, "hybrid": inner}  # else one rank: itself
         forwards = 2 if self.config.activation.checkpoint == "full" else 1
         found = {}
         for strategy in EXCHANGES:
             if strategy == "hybrid" and (inner in (1, stage.cp) or stage.cp % inner):
                 continue
-            costs = {window: self.attention(strategy, traded.get(strategy, 1), window) for window in set(windows)}
+            costs = {window: self.attention(strategy, window) for window in set(windows)}
             mean = sum(costs[window].forward_bytes + costs[window].backward_bytes for window in windows) / len(windows)
             sent = {window: forwards * cost.forward_bytes + cost.backward_bytes for window, cost in costs.items()}
             step = max(sum(sent[window] for window in own.windows) for own in self.ranks)
@@ -143,16 +142,18 @@ def model_flops(args: Any, seq_len: int) -> tuple[float, float]:
 def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage, degrees = planned.config, planned.stage, planned.degrees
-    parts = [_ends_seconds(planned, own)]
-    for window in set(own.windows):
-        attention = planned.attention(planned.strategy, planned.all_to_all_ranks, window)
-        times, layer = own.windows.count(window) * stage.micro_batches, _layer_seconds(planned, attention, window)
-        parts.append({name: times * value for name, value in layer.items()})
+    layers = [
+        (count, _layer_seconds(planned, planned.attention(planned.strategy, window), window))
+        for window, count in Counter(own.windows).items()
+    ]
     if states := own.layers - len(own.windows):
         layer = _layer_seconds(planned, state_layer(planned), 0)
         layer["attention"] += _recurrence_seconds(planned)
-        parts.append({name: states * stage.micro_batches * value for name, value in layer.items()})
-    total = add_up(*parts)
+        layers.append((states, layer))
+    total = _ends_seconds(planned, own)
+    for count, layer in layers:
+        for name, seconds in layer.items():
+            total[name] = total.get(name, 0.0) + count * stage.micro_batches * seconds
     if degrees.pp > 1:
         share = bubble_fraction(config.parallel, degrees.pp, own.pipeline_stages, stage.micro_batches)
         total["pipeline bubble"] = sum(total.values()) * share / (1 - share)
@@ -231,10 +232,9 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """What of a layer's gathers and reductions does not hide behind a layer's work; in a pipeline once a step."""
-    degrees, parameters = planned.degrees, planned.gathered_block
-    gather, reduce = _fsdp_seconds(planned, parameters)
+    gather, reduce = _fsdp_seconds(planned, planned.gathered_block)
     how = planned.config.parallel.fsdp_reshard
-    if degrees.pp > 1:
+    if planned.degrees.pp > 1:
         # Freed by each forward, its weights are gathered again for the next one.
         gathers = 1.0 if how == "always" else 1 / planned.stage.micro_batches
         return max(0.0, gather - forward) * gathers + max(0.0, reduce - backward) / planned.stage.micro_batches

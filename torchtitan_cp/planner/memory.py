@@ -1,6 +1,6 @@
 """Bytes of a rank at the fullest moment of a step, by kind. Formulas and reasons: docs/memory.md, docs/planner.md."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan_cp.attention.linear.kernel import CHUNK, PART
@@ -23,15 +23,6 @@ class Memory:
         return sum(self.by_kind.values())
 
 
-def add_up(*parts: Mapping[str, float]) -> dict[str, float]:
-    """The sum of each key."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
-
-
 @dataclass(frozen=True)
 class BlockBytes:
     """Bytes of one layer's tensors on a rank for one micro-batch; the mean, where some have a recurrent state.
@@ -39,7 +30,6 @@ class BlockBytes:
     Attributes:
         stream: its input, cut along the sequence by tp.
         first_norm, second_norm: what a norm keeps, with its gathered output; the first's input is the stream.
-        balance: what experts' balance keeps of a second pass of the second norm.
         qkv: rotated q, k and v, none where an all-to-all keeps its own; given: what their products give, before that.
         out: attention and log-sum-exp.
         all_to_all: what an all-to-all keeps.
@@ -50,7 +40,6 @@ class BlockBytes:
     stream: float
     first_norm: float
     second_norm: float
-    balance: float
     qkv: float
     given: float
     out: float
@@ -68,7 +57,7 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     # A norm keeps its input, or where it is not fused two fp32 copies (in fp32 one is the input); its output is whole.
     second = (stream if planned.fused_norm else 2 * FP32_BYTES * e / tp) + e * c
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
-    traded = planned.all_to_all_ranks
+    traded = planned.all_to_all_ranks(planned.strategy)
     own, kept_by_trade = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
     qkv = given = tokens * (query + 2 * key) * c if traded == 1 else 0.0
     out = tokens * (query * c + heads.query * FP32_BYTES)
@@ -85,8 +74,6 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         stream=tokens * stream,
         first_norm=tokens * first,
         second_norm=tokens * second,
-        # Experts' balance passes the norm once more, beside the same input.
-        balance=tokens * (second - stream) if args.token_copies else 0.0,
         qkv=qkv,
         given=given,
         out=out,
@@ -118,7 +105,7 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
         return block.stream, attention, 0.0
     if mode == "selective":
         # Products give q, k, v before their rotation; wo and w2 the width; w1 and w3 two of the MLP's tensors.
-        width = planned.tokens * planned.args.dim * planned.element_bytes
+        width = block.stream * planned.degrees.tp
         # Rows that come back from experts are joined by a product.
         joined = width if planned.sent_to_experts else 0.0
         ffn = 0.0 if tiles > 1 else block.ffn / 2 + (block.copies / 2 or width) + joined
@@ -129,20 +116,16 @@ def kept_bytes(planned: PlannedStage, block: BlockBytes) -> tuple[float, float, 
 
 def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
     """What a layer that is not recomputed keeps of its second norm: in tiles its input, and what is outside of them."""
-    return block.balance + (block.second_norm if tiles == 1 else block.stream)
-
-
-def stage_memory(planned: PlannedStage) -> Memory:
-    """The fullest moment of a stage's step on the pipeline rank that holds most."""
-    moments = (memory for own in planned.ranks for memory in _rank_memory(planned, own))
-    return max(moments, key=lambda memory: memory.total)
+    # Experts' balance passes the norm once more, beside the same input.
+    again = block.second_norm - block.stream if block.copies else 0.0
+    return again + (block.second_norm if tiles == 1 else block.stream)
 
 
 Moment = tuple[str, float, dict[str, float]]
 """What a moment is called, the share of activations freed by then, and what it adds, by kind."""
 
 
-def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
+def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
     """Each moment of a step on a pipeline rank."""
     always, parked = _always(planned, own)
     weights = _gathered_weights(planned, own)
@@ -162,7 +145,7 @@ def _rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
         # Without accumulation a shard's gradient exists once its layer has run backward.
         shards = gone if planned.stage.micro_batches == 1 else 1.0
         now = always | {"gradients": always["gradients"] * shards}
-        yield Memory(moment, add_up(dict.fromkeys(KINDS, 0.0), now, held, extra))
+        yield Memory(moment, {kind: sum(part.get(kind, 0.0) for part in (now, held, extra)) for kind in KINDS})
 
 
 def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], float]:
@@ -225,7 +208,7 @@ def _block_moments(
     reduced = planned.gathered_block * (c + 2 * planned.reduce_bytes) + output
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
-    gradient = planned.tokens * args.dim / tp * c
+    gradient = block.stream  # of the layer's output, which is as large as its input
     # With offload two layers' shares are on the device at a time.
     attention = 0.0 if mode == "full" else block.out + block.all_to_all
     parked = 2 * (block.stream + attention) if activation.offload else 0.0
@@ -246,7 +229,7 @@ def _block_moments(
         "communication": traffic,
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
-    group = (planned.stage.cp, planned.all_to_all_ranks)
+    group = (planned.stage.cp, planned.all_to_all_ranks(planned.strategy))
     working = find_exchange(planned.strategy, planned.stage.cp).working_bytes(planned.tokens, *group, planned.heads)
     in_attention = {
         "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
@@ -260,7 +243,7 @@ def _block_moments(
     moments: list[Moment] = [(f"{part} of the first layer backward", 0.0, extra) for part, extra in layer]
     if tp > 1 and recomputed:
         # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.
-        whole = planned.tokens * args.dim * c
+        whole = block.stream * tp
         in_sum = {
             "block_inputs": block.first_norm + 2 * gradient + parked,
             "attention": in_mlp["attention"],

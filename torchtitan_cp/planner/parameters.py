@@ -17,8 +17,8 @@ class Parameters:
         muon: of these, those of 2-D parameters that are no norm, bias or sink; experts are one 3-D tensor.
         token_matrices: of its matrices, those that a token uses: only some experts.
         experts: of a layer's, those of all its experts.
-        embedding: V E, and what else is outside the layers; output: V E, 0 where it is tied to the embedding.
-        last_norm: E.
+        embedding: V E, and what else is outside the layers.
+        head: the last norm, and the output's V E where it is not tied to the embedding.
     """
 
     block: int
@@ -26,13 +26,12 @@ class Parameters:
     token_matrices: int
     experts: int
     embedding: int
-    output: int
-    last_norm: int
+    head: int
 
     def ends(self, opens: bool, closes: bool, tied: bool) -> int:
         """Outside the layers, on a pipeline rank that has the first layer (`opens`) or the last (`closes`)."""
         embedding = self.embedding if opens or (closes and tied) else 0
-        return embedding + (self.output + self.last_norm if closes else 0)
+        return embedding + (self.head if closes else 0)
 
 
 def count_parameters(args: Any, tp: int = 1) -> Parameters:
@@ -44,9 +43,9 @@ def count_parameters(args: Any, tp: int = 1) -> Parameters:
     # Experts lie in one tensor of three dims.
     experts = (matrices - met) * args.n_experts // max(1, args.n_experts - args.token_copies)
     alone = met - 3 * args.dim * args.token_ffn_dim // tp if args.token_copies else matrices
-    untied = 0 if args.tie_embeddings else -(-args.vocab_size // tp) * args.dim
+    output_rows = 0 if args.tie_embeddings else -(-args.vocab_size // tp)
     block, embedding = matrices + args.small_parameters(tp), args.embedding_parameters(tp)
-    return Parameters(block, alone, met, experts, embedding, untied, args.dim)
+    return Parameters(block, alone, met, experts, embedding, (output_rows + 1) * args.dim)
 
 
 def total_parameters(args: Any) -> int:

@@ -24,27 +24,25 @@ def _volume(estimate: Estimate, strategy: str) -> str:
 
 
 Columns = dict[str, Callable[[Estimate], str]]
-STAGE: Columns = {"stage": lambda estimate: estimate.stage.name}
-# Title -> heading -> cell of a stage.
+# Title -> heading -> cell of a stage, after its name.
 TABLES: dict[str, Columns] = {
-    "memory of a rank, GiB": STAGE
-    | {kind.replace("_", " "): partial(_kind, kind=kind) for kind in KINDS}
+    "memory of a rank, GiB": {kind.replace("_", " "): partial(_kind, kind=kind) for kind in KINDS}
     | {
         "sum": lambda estimate: f"{estimate.memory.total / GIB:.2f}",
         "fits": lambda estimate: "yes" if estimate.fits else "NO",
         "fullest during": lambda estimate: estimate.memory.moment,
     },
-    "attention's messages, sent by a rank: MiB a layer, GiB a step": STAGE
-    | {"cp": lambda estimate: str(estimate.stage.cp), "strategy": lambda estimate: estimate.strategy}
+    "attention's messages, sent by a rank: MiB a layer, GiB a step": {
+        "cp": lambda estimate: str(estimate.stage.cp),
+        "strategy": lambda estimate: estimate.strategy,
+    }
     | {strategy: partial(_volume, strategy=strategy) for strategy in EXCHANGES},
-    "rows sent to experts and back, by a rank: GiB a step": STAGE
-    | {
+    "rows sent to experts and back, by a rank: GiB a step": {
         "ep": lambda estimate: str(estimate.degrees.ep),
         "in all": lambda estimate: f"{estimate.dispatch_bytes / GIB:.2f}",
         "to other ranks": lambda estimate: f"{estimate.dispatch_bytes * (1 - 1 / estimate.degrees.ep) / GIB:.2f}",
     },
-    "a step of the whole job": STAGE
-    | {
+    "a step of the whole job": {
         "PFLOP linear": lambda estimate: f"{estimate.linear_flops / 1e15:.4g}",
         "attention": lambda estimate: f"{estimate.attention_flops / 1e15:.4g}",
         "micro-batches": lambda estimate: str(estimate.stage.micro_batches),
@@ -77,9 +75,9 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     for title, columns in TABLES.items():
         if "experts" in title and estimates[0].degrees.ep == 1:
             continue
-        table = Table(*columns, title=title)
+        table = Table("stage", *columns, title=title)
         for estimate in estimates:
-            table.add_row(*(cell(estimate) for cell in columns.values()))
+            table.add_row(estimate.stage.name, *(cell(estimate) for cell in columns.values()))
         console.print(table)
     for estimate in estimates:
         if cheaper := [key for key in CUTTING if getattr(estimate.stage.data, key)]:

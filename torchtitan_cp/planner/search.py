@@ -74,10 +74,9 @@ def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
         for pp in _powers(min(cluster.ranks // tp, args.n_layers, MOST_PIPELINE_RANKS)):
             if cluster.ranks % (tp * pp) == 0:
                 fsdp, node = cluster.ranks // (tp * pp), cluster.accelerator.ranks_per_node // tp
-                shared = (
-                    [ep for ep in (1, node, fsdp) if args.n_experts % ep == fsdp % ep == 0] if args.n_experts else [1]
-                )
-                yield from (Choice(tp, pp, mode, ep) for ep in dict.fromkeys(shared) for mode in ACTIVATIONS)
+                sizes = dict.fromkeys((1, node, fsdp) if args.n_experts else (1,))
+                shared = [ep for ep in sizes if args.n_experts % ep == fsdp % ep == 0]
+                yield from (Choice(tp, pp, mode, ep) for ep in shared for mode in ACTIVATIONS)
 
 
 def _powers(most: int) -> list[int]:

@@ -144,10 +144,10 @@ class PlannedStage:
             return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, AttentionMask().band)
         return self.stage.strategy
 
-    @cached_property
-    def all_to_all_ranks(self) -> int:
-        """Ranks that trade heads."""
-        return self.stage.cp if self.strategy == "all_to_all" else self.stage.all_to_all_ranks
+    def all_to_all_ranks(self, strategy: str) -> int:
+        """Ranks that trade heads under a strategy."""
+        hybrid = self.config.context_parallel.all_to_all_ranks if self.stage.cp > 1 else 1
+        return {"all_to_all": self.stage.cp, "hybrid": hybrid}.get(strategy, 1)
 
     @cached_property
     def heads(self) -> Heads:
@@ -174,10 +174,10 @@ class PlannedStage:
         forward, backward = (self.cluster.rate(self.config.training.compute_dtype, share) for share in shares)
         return Rates(self.cluster, forward, backward, self.degrees.tp)
 
-    def attention(self, strategy: str, all_to_all_ranks: int, window: int) -> LayerCost:
+    def attention(self, strategy: str, window: int) -> LayerCost:
         """Attention of one layer with this window, for one sequence, on the rank that works most."""
         group = {"seq_len": self.stage.seq_len, "ranks": self.stage.cp, "layout": self.config.context_parallel.layout}
-        group |= {"strategy": strategy, "all_to_all_ranks": all_to_all_ranks}
+        group |= {"strategy": strategy, "all_to_all_ranks": self.all_to_all_ranks(strategy)}
         return busiest_layer(self.mask, window, self._heads(*self.args.heads_of(window)), self.rates(window), **group)
 
 
