@@ -1,6 +1,7 @@
 """Optimizer state in host memory; in a step it is on the device for a few parameters at a time."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def keep_state_on_host(optimizer: Optimizer) -> None:
 
     def move(part: Part, moved: Callable[[Tensor], Tensor]) -> None:
         """Replace the state of these parameters; step counters stay where they are."""
-        with torch.no_grad(), torch.cuda.stream(stream):  # of None it does nothing
+        with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
             for parameter in (parameter for group in part for parameter in group["params"]):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if value.ndim:

@@ -7,6 +7,7 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,10 +76,12 @@ class HostMemory:
 
     def copy_stream(self, source: Tensor | None = None) -> Any:
         """A context for copies beside the computation: after `source` is computed, whose memory lives until then."""
-        if self.stream is not None and source is not None:
+        if self.stream is None:
+            return nullcontext()  # torch.cuda.stream(None) asks CUDA for its device
+        if source is not None:
             self.stream.wait_stream(torch.cuda.current_stream(source.device))
             local_tensor(source).record_stream(self.stream)
-        return torch.cuda.stream(self.stream)  # of None it does nothing
+        return torch.cuda.stream(self.stream)
 
     def wait_for(self, tensor: Tensor) -> None:
         """Order the computation after the copy back, and keep the tensor's memory until the computation is done."""
