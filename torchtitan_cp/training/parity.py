@@ -96,12 +96,20 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank.
     """
+    # Which tokens a capacity drops depends on the ranks.
+    config = config.with_keys(parallel={"expert_capacity": 0.0})
     trainer = Trainer(config, world)
-    check_fits(trainer)
     # The first stage with each layout.
-    layouts = {(stage.cp, stage.strategy, stage.all_to_all_ranks): stage for stage in reversed(trainer.stages)}
-    stages = sorted(layouts.values(), key=lambda stage: stage.index)
-    comparisons = [_compare(trainer, shorten(trainer, stage, length)) for stage in stages]
+    layouts = {
+        (stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks): stage
+        for stage in reversed(trainer.stages)
+    }
+    comparisons = []
+    for stage in sorted(layouts.values(), key=lambda stage: stage.index):
+        if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
+            trainer = Trainer(config, world, begins=stage.index)
+        check_fits(trainer)
+        comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
@@ -126,7 +134,8 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
 
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
     """Run a stage's first step both ways. Collective."""
-    name = f"cp {stage.cp} x dp {stage.dp}, {stage.strategy}"
+    pipeline = f" x pp {stage.pp}" * (stage.pp > 1)
+    name = f"cp {stage.cp} x dp {stage.dp}" + f" x tp {stage.tp}" * (stage.tp > 1) + f"{pipeline}, {stage.strategy}"
     if trainer.world.rank == 0:
         logger.info(
             "parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences
