@@ -99,7 +99,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
             samples.changed = changed
             tokens, labels, shares, positions, documents = map(trainer.device.move, all_sequences(trainer, layout))
             with own_attention(documents):
-                return single_loss(model, tokens, labels, shares, positions, plans or documents)
+                z_loss = trainer.config.training.z_loss
+                return single_loss(model, z_loss, tokens, labels, shares, positions, plans or documents)
 
         return Side(model, step, lambda: gradients_of(model), peak)
 

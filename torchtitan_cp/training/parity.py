@@ -185,7 +185,7 @@ def _single_step(
     inputs = [x.to(trainer.device.device) for x in all_sequences(trainer, batch_layout)]
     peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
-        loss = single_loss(model, *inputs)
+        loss = single_loss(model, trainer.config.training.z_loss, *inputs)
     peak = peak_bytes()
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     return _values(loss, attention, gradients_of(model)), peak
@@ -208,11 +208,18 @@ def single_model(
 
 
 def single_loss(
-    model: nn.Module, tokens: Tensor, labels: Tensor, weights: Tensor, positions: Tensor, plan: Any
+    model: nn.Module,
+    z_loss: float,
+    tokens: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    plan: Any,
 ) -> float:
     """The loss of whole sequences, from full logits in fp32; its backward has run where gradients are enabled.
 
     Args:
+        z_loss: weight of it in what is differentiated.
         weights: of each token in the mean over all tokens, as all others `[sequences, S]`.
     """
 
@@ -220,7 +227,8 @@ def single_loss(
         logits = output(hidden).float().flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
         loss = (losses * weights.flatten()).sum()
-        return loss, loss.detach()
+        squares = logits.logsumexp(-1).square() * weights.flatten()
+        return loss + z_loss * squares.sum(), loss.detach()
 
     differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plan, head))
     if torch.is_grad_enabled():
