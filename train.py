@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
             if options.device:
                 use_fake_cuda(options.device)
             walks = dry_run(config, ranks, options.rank, "cuda" if options.device else "cpu")
-            print_walks(Console(), walks, ranks, options.rank)
+            print_walks(Console(markup=False), walks, ranks, options.rank)
             return 0
         longest = max(config.job.startup_timeout_seconds, config.job.timeout_seconds, config.checkpoint.timeout_seconds)
         with name_lost_ranks():

@@ -46,13 +46,13 @@ def main(arguments: list[str]) -> int:
 
 def _plan(config: Config, options: argparse.Namespace) -> int:
     """Print the estimates of a config, or of what a search finds. Returns the exit code."""
-    console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False)
+    console = Console(width=200 if not sys.stdout.isatty() else None, highlight=False, markup=False)
     check_stages(config)
     cluster = _cluster_of(options, config)
     if options.search:
         config, reasons = search(config, cluster)
         for reason in reasons:
-            console.print(reason, markup=False)
+            console.print(reason)
     estimates = plan_config(config, cluster)
     print_estimates(console, estimates)
     if options.write:

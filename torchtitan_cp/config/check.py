@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from torchtitan_cp.config.data import check_sources, check_stage_data
-from torchtitan_cp.config.degrees import Degrees, resolve_degrees
+from torchtitan_cp.config.degrees import Degrees, length_unit, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.names import MEASURED, SCHEDULES
 from torchtitan_cp.config.rope import Rope, check_rope
@@ -66,8 +66,14 @@ def _check_sections(config: Config, ranks: int) -> None:
             "checkpoint.export needs checkpoints, and checkpoint.enable = false",
             fix='enable checkpoints, or set checkpoint.export = "no"',
         )
-    splits = any(resolve_degrees(parallel, ranks, stage).tp > 1 for stage in stages)
-    if parallel.async_tp and not (config.compile.enable and splits):
+    degrees_tp = {resolve_degrees(parallel, ranks, stage).tp for stage in stages}
+    if config.optimizer.state == "8bit" and len(degrees_tp) > 1:
+        raise ConfigError(
+            "optimizer.state = '8bit' does not work with stages of different tp: torchao cuts its blocks along the "
+            "first dimension of a matrix only",
+            fix="keep one tp, or use state = 'float32'",
+        )
+    if parallel.async_tp and not (config.compile.enable and max(degrees_tp) > 1):
         raise ConfigError(
             "parallel.async_tp needs the compiler and tensor-parallel ranks",
             fix="set compile.enable = true and parallel.tp above 1, or leave it out",
@@ -168,8 +174,8 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
     degrees.check_divides_fsdp(f"{where}.cp", cp, " or -1 for all, or start another number of ranks (NPROC=...)")
-    _check_measured_lengths(config, stage, where, cp * tp)
-    unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
+    unit = length_unit(cp, tp)
+    _check_measured_lengths(config, stage, where, cp * tp, unit)
     if stage.seq_len % unit:
         lower = stage.seq_len // unit * unit
         raise ConfigError(
@@ -191,8 +197,8 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
         _check_micro_batches(stage, where, config.parallel.pp_schedule, degrees.pp, unit)
 
 
-def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int) -> None:
-    """The stage's cp x tp `ranks` must be able to share the other lengths at which it is measured, too."""
+def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int, unit: int) -> None:
+    """The stage's cp x tp `ranks` share the other lengths at which it is measured, too: multiples of `unit`."""
     evaluation = config.evaluation
     wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in evaluation.passkey.lengths}
     wanted[f"evaluation.position_seq_len is {evaluation.position_seq_len} tokens"] = evaluation.position_seq_len
@@ -200,10 +206,10 @@ def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int
         first = config.curriculum.stages[0].seq_len
         wanted[f"{where}.until measures short_loss_rise at {first} tokens, the first stage's"] = first
     for what, length in wanted.items():
-        if length % (2 * ranks):
+        if length % unit:
             raise ConfigError(
                 f"{what}, which the cp x tp = {ranks} ranks of {where} cannot share",
-                fix=f"make that length a multiple of {2 * ranks}, or leave it out",
+                fix=f"make that length a multiple of {unit}, or leave it out",
             )
 
 

@@ -57,6 +57,11 @@ class Degrees:
         return stage.seq_len * self.stage_dp(stage) * micro_batch_sequences
 
 
+def length_unit(cp: int, tp: int) -> int:
+    """What a sequence's tokens must be a multiple of, so that cp x tp ranks can share it; without cp not of 2."""
+    return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
+
+
 def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) -> Degrees:
     """Fill the one -1 of [parallel] so that the product is `ranks`.
 

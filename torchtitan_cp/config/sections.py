@@ -140,7 +140,8 @@ class Optimizer:
         weight_decay: decoupled weight decay of matrices (norms and biases have none)
         muon_momentum: muon: decay of the momentum
         implementation: how AdamW with float32 state runs; 8bit compiles its own
-        state: AdamW's moments; 8bit (package torchao) resumes on other ranks if shards are whole blocks of 256 values
+        state: AdamW's moments; 8bit (package torchao) resumes on other ranks if tp is the same and shards are whole
+            blocks of 256 values
         offload_state: CUDA: keep the state in host memory; an update fetches that of one parameter at a time
         groups: [[optimizer.groups]] tables of match (a regex), lr_scale and weight_decay; the first match
             applies

@@ -242,9 +242,7 @@ def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:
 
 def _fault_again(module: nn.Module, report: dict[str, Any]) -> AbstractContextManager[None]:
     """The fault that the run made on purpose, if it made one in this module."""
-    # A library may have its own names around those of layers.
-    modules = module.named_modules(prefix=report["unit"])
-    struck = next((found for name, found in modules if f".{name}".endswith(f".{report['struck']}")), None)
+    struck = dict(module.named_modules(prefix=report["unit"])).get(report["struck"])
     settings = Inject(**report["inject"])
     if not report["injected"] or struck is None or settings.where == "weight":
         return nullcontext()

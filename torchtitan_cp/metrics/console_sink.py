@@ -31,11 +31,11 @@ class ConsoleSink:
 
     def __init__(self, total_steps: int, done: int, *, enabled: bool) -> None:
         self.total_steps, self.enabled = total_steps, enabled
-        self.terminal = Console(quiet=not enabled, highlight=False)
+        self.terminal = Console(quiet=not enabled, highlight=False, markup=False)
         self.live = enabled and self.terminal.is_terminal
         self.start_time, self.done_before, self.last_line = time.monotonic(), done, 0.0
         self.bar = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -51,7 +51,7 @@ class ConsoleSink:
 
     def print(self, text: str) -> None:
         """Print lines of text above the bar."""
-        self.terminal.print(text, markup=False, soft_wrap=True)
+        self.terminal.print(text, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         """Move the bar; without a terminal, print a line unless the last one is less than half a minute old."""

@@ -156,6 +156,7 @@ def _colors(name: str, where: Any) -> Any:
 
 def _figure(width: float, height: float, **labels: str) -> tuple[Any, Any]:
     """A figure of this many inches, and its axes with their labels and title."""
+    importlib.import_module("matplotlib").rcParams["text.parse_math"] = False  # a stage's name may have dollar signs
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     return figure, figure.add_subplot(**labels)
 

@@ -11,7 +11,7 @@ import torch
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.doctor import examine, louder
 from torchtitan_cp.attention.recording import Side
-from torchtitan_cp.config import Config
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import Samples, read_step
 from torchtitan_cp.data.batches.samples import PackedSequence
@@ -22,7 +22,7 @@ from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import examined_config
 from torchtitan_cp.training.trainer import Trainer
 
-DOCTOR_TOKENS = 256
+DOCTOR_TOKENS, LEAST_TOKENS = 256, 16
 
 
 @dataclass
@@ -56,12 +56,17 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         whether the model is safe.
 
     Raises:
-        ConfigError: the unsharded model does not fit on one rank.
+        ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
     """
     trainer = Trainer(examined_config(config, world.size), world)
     parity.check_fits(trainer)
     largest = max([0, *trainer.model.args.layer_windows])
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
+    if stage.seq_len < LEAST_TOKENS:
+        raise ConfigError(
+            f"the doctor cuts a sequence into documents, for which {stage.seq_len} tokens are too few",
+            fix=f"give it a length: --doctor {DOCTOR_TOKENS}",
+        )
     layout, peak = trainer.enter_stage(stage), partial(parity.measure_peak, trainer.device)
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
@@ -86,7 +91,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
             whole = parity.all_sequences(trainer, layout)
             tokens, labels, shares, positions, documents = map(trainer.device.move, whole)
             with own_attention(documents):
-                return parity.single_loss(model, tokens, labels, shares, positions, plans or documents)
+                z_loss = trainer.config.training.z_loss
+                return parity.single_loss(model, z_loss, tokens, labels, shares, positions, plans or documents)
 
         return Side(model, step, lambda: parity.gradients_of(model), peak)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Evaluation
 from torchtitan_cp.curriculum import StagePlan
@@ -209,7 +210,7 @@ class Evaluator:
         what = "the loss at the first stage's length"
         if not (stage.index and before and (at_end or for_gate)):
             return None
-        if first.seq_len % (2 * ranks):
+        if first.seq_len % length_unit(stage.cp, stage.tp):
             self.left_out[f"{what}, which cp x tp = {ranks} ranks cannot share"] = None
             return None
         if not self._is_due(what, for_gate):
@@ -251,7 +252,7 @@ class Evaluator:
         if not (passkey.trials and self.data_pipeline.held_out):
             return {}
         # By default a quarter, half and all of the stage's length, rounded down to what its ranks can share.
-        unit = 2 * stage.cp * stage.tp
+        unit = length_unit(stage.cp, stage.tp)
         default = [stage.seq_len // part // unit * unit for part in (4, 2, 1)]
         lengths = tuple(sorted({length for length in passkey.lengths or default if length}))
         depths = tuple(place / max(1, passkey.depths - 1) for place in range(passkey.depths))

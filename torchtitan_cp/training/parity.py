@@ -96,12 +96,20 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank.
     """
+    # Which tokens a capacity drops depends on the ranks.
+    config = config.with_keys(parallel={"expert_capacity": 0.0})
     trainer = Trainer(config, world)
-    check_fits(trainer)
     # The first stage with each layout.
-    layouts = {(stage.cp, stage.strategy, stage.all_to_all_ranks): stage for stage in reversed(trainer.stages)}
-    stages = sorted(layouts.values(), key=lambda stage: stage.index)
-    comparisons = [_compare(trainer, shorten(trainer, stage, length)) for stage in stages]
+    layouts = {
+        (stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks): stage
+        for stage in reversed(trainer.stages)
+    }
+    comparisons = []
+    for stage in sorted(layouts.values(), key=lambda stage: stage.index):
+        if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
+            trainer = Trainer(config, world, begins=stage.index)
+        check_fits(trainer)
+        comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
         check_dump_folder(config.job.dump_folder)
@@ -126,7 +134,8 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
 
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
     """Run a stage's first step both ways. Collective."""
-    name = f"cp {stage.cp} x dp {stage.dp}, {stage.strategy}"
+    pipeline = f" x pp {stage.pp}" * (stage.pp > 1)
+    name = f"cp {stage.cp} x dp {stage.dp}" + f" x tp {stage.tp}" * (stage.tp > 1) + f"{pipeline}, {stage.strategy}"
     logger.info("parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences)
     batch_layout = trainer.enter_stage(stage)
     parallel, parallel_peak = _parallel_step(trainer, batch_layout)
@@ -173,7 +182,7 @@ def _single_step(
     inputs = [x.to(trainer.device.device) for x in all_sequences(trainer, batch_layout)]
     peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
-        loss = single_loss(model, *inputs)
+        loss = single_loss(model, trainer.config.training.z_loss, *inputs)
     peak = peak_bytes()
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     return _values(loss, attention, gradients_of(model)), peak
@@ -196,11 +205,18 @@ def single_model(
 
 
 def single_loss(
-    model: nn.Module, tokens: Tensor, labels: Tensor, weights: Tensor, positions: Tensor, plan: Any
+    model: nn.Module,
+    z_loss: float,
+    tokens: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    plan: Any,
 ) -> float:
     """The loss of whole sequences, from full logits in fp32; its backward has run where gradients are enabled.
 
     Args:
+        z_loss: weight of it in what is differentiated.
         weights: of each token in the mean over all tokens, as all others `[sequences, S]`.
     """
 
@@ -208,7 +224,8 @@ def single_loss(
         logits = output(hidden).float().flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
         loss = (losses * weights.flatten()).sum()
-        return loss, loss.detach()
+        squares = logits.logsumexp(-1).square() * weights.flatten()
+        return loss + z_loss * squares.sum(), loss.detach()
 
     differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plan, head))
     if torch.is_grad_enabled():

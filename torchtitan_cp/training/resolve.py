@@ -132,7 +132,7 @@ def examined_config(config: Config, ranks: int) -> Config:
     ones = dict.fromkeys(("pp", "tp", "dp_replicate", "dp_shard"), 1)
     return config.with_keys(
         curriculum={"stages": (stage,)},
-        parallel={**ones, "cp": ranks, "ep": ep, "pp_split": (), "async_tp": False},
+        parallel={**ones, "cp": ranks, "ep": ep, "pp_split": (), "async_tp": False, "expert_capacity": 0.0},
         training={"compute_dtype": "float32", "float8": "none", "micro_batch_sequences": 1},
         context_parallel={"kernel": "auto", "kv_transfer": "exact"},
         compile={"enable": False},

@@ -49,19 +49,20 @@ class Trainer:
         config: of the run; it is checked against the number of ranks.
         world: this process among them.
         model_args: of the model, if they are known.
+        begins: number of the stage whose tp and pp this process has; None: of the stage where the run stands.
 
     Attributes:
         progress: where the run stands.
     """
 
-    def __init__(self, config: Config, world: World, model_args: Any = None) -> None:
+    def __init__(self, config: Config, world: World, model_args: Any = None, begins: int | None = None) -> None:
         run = resolve_run(config, world.size, model_args)
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages
         self.folder = Path(config.job.dump_folder)
         self.checkpoints = CheckpointManager(self.folder / "checkpoints", config.checkpoint)
         self.saved = self.checkpoints.find_newest() if config.checkpoint.enable else None
-        begins = find_first_stage(self.saved, self.stages)
+        first = find_first_stage(self.saved, self.stages) if begins is None else self.stages[begins]
         if config.training.deterministic:
             use_deterministic_kernels()
 
@@ -76,8 +77,8 @@ class Trainer:
         self.data_pipeline.check_gates(self.stages)
 
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
-        self.meshes = Meshes(self.device.device.type, run.degrees[begins.index])
-        self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, begins)
+        self.meshes = Meshes(self.device.device.type, run.degrees[first.index])
+        self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
         self.steps = StepRunner(self.model, self._stop_and_save_requests)
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.evaluator = Evaluator(

@@ -289,6 +289,15 @@ cp = 2
 """
 
 
+def test_a_rank_alone_is_measured_at_odd_lengths(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    text = GATED[: GATED.index("[[curriculum.stages]]")].replace("{share}", "1.0").replace("lengths = [64, 128]\n", "")
+    path = write_run(tmp_path, text + ODD.replace("130", "101").replace("260", "203").replace("520", "101"))
+    overrides = ("--curriculum.stages[1].cp=1", "--curriculum.stages[1].global_batch_tokens=203")
+    lines, _ = ranks(1)(evaluated, path, *overrides)[0]
+    assert [line["retrieval"]["passkey"]["lengths"] for line in lines] == [[25, 50, 101], [50, 101, 203]]
+    assert lines[1]["short_loss_rise"] is not None
+
+
 @pytest.mark.deep
 def test_a_first_length_that_later_ranks_cannot_share_is_left_out_and_told(
     ranks: Callable[[int], RankPool], tmp_path: Path

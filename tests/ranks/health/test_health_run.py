@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.deep import deep_rows
+from tests.support.doctor import write_family
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manager import CheckpointManager
@@ -317,6 +318,14 @@ OVERFLOWS = {
         "layers.1.feed_forward.w2",
     ),
 }
+
+
+def test_a_fault_in_the_embedding_of_a_library_is_made_again_offline(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    fault = ("--health.on_nonfinite=skip", "--health.inject.step=1", "--health.inject.where=embedding")
+    ranks(1)(train, write_family(tmp_path, "Llama"), "--curriculum.stages[0].steps=1", *fault)
+    assert main([str(tmp_path / "run" / "health" / "step-1")]) == 0
 
 
 @deep_rows("case", OVERFLOWS, default=["in attention"])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.deep import deep_rows
 from tests.support.doctor import diagnose, write_family
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import EXPERTS, TINY, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.samples import PackedSequence, Span
@@ -27,6 +27,20 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
     assert any(line.startswith("gradients, layers.1: relative difference") for line in lines)
     assert "MiB on one process" in lines[-2]
     assert lines[-1] == "safe: nothing differs"
+
+
+def test_experts_are_safe_where_the_run_drops_tokens_and_has_a_z_loss(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    overrides = ("--parallel.expert_capacity=0.5", "--training.z_loss=1e-2")
+    safe, printed = ranks(2)(diagnose, write_run(tmp_path, EXPERTS), "", *overrides)[0]
+    assert safe, printed
+
+
+def test_a_sequence_too_short_for_documents_is_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    short = ("--curriculum.stages[0].seq_len=8", "--curriculum.stages[0].global_batch_tokens=16")
+    with pytest.raises(RankFailure, match="documents, for which 8 tokens are too few"):
+        ranks(2)(diagnose, write_run(tmp_path), "", *short)
 
 
 def test_tokens_count_in_the_loss_where_no_label_of_the_text_does() -> None:

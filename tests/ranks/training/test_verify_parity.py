@@ -10,7 +10,7 @@ from torch import Tensor
 from models import ARCHITECTURES
 from tests.support.parity import rows_of, verify
 from tests.support.rank_pool import RankPool
-from tests.support.runs import write_conversations, write_run
+from tests.support.runs import EXPERTS, write_conversations, write_run
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
 from torchtitan_cp.config import ConfigError, load_config
@@ -73,6 +73,18 @@ def test_parity_holds_on_packed_conversations_with_a_masked_loss(
     ranks: Callable[[int], RankPool], tmp_path: Path, overrides: list[str]
 ) -> None:
     assert ranks(4)(verify, write_conversations(tmp_path), *overrides) == [True] * 4
+
+
+def test_every_stage_is_compared_with_its_own_tp_and_without_a_capacity_of_experts(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    text = EXPERTS + "tp = 2\n[[curriculum.stages]]\nseq_len = 128\nsteps = 1\nglobal_batch_tokens = 512\ncp = 2\n"
+    assert ranks(2)(verify, write_run(tmp_path, text), "--parallel.expert_capacity=0.5") == [True] * 2
+    assert [found["layout"] for found in rows_of(tmp_path)] == ["cp 1 x dp 1 x tp 2, auto", "cp 2 x dp 1, auto"]
+
+
+def test_parity_holds_with_a_z_loss(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    assert ranks(2)(verify, write_run(tmp_path), "--training.z_loss=1e-3") == [True] * 2
 
 
 def test_a_broken_exchange_is_found_and_the_first_layer_named(

@@ -368,6 +368,19 @@ def test_prompts_that_cannot_ask_or_be_shared_are_refused(passkey: Passkey, mess
     assert message in refuse(config_with(stage, evaluation=Evaluation(passkey=passkey)), 8)
 
 
+def test_moments_of_8_bits_keep_one_tp() -> None:
+    split, eight = dataclasses.replace(STAGE, tp=2), Optimizer(state="8bit")
+    assert "'8bit' does not work with stages of different tp" in refuse(config_with(STAGE, split, optimizer=eight), 2)
+    check_config(config_with(split, split, optimizer=eight), 2)
+
+
+def test_a_rank_alone_is_measured_at_odd_lengths() -> None:
+    odd = dataclasses.replace(STAGE, seq_len=101, global_batch_tokens=101)
+    gated = dataclasses.replace(odd, steps=0, until={"short_loss_rise": 0.1, "max_tokens": 9000.0})
+    evaluation = Evaluation(interval=5, position_seq_len=203, passkey=Passkey(lengths=(101,)))
+    check_config(config_with(odd, gated, evaluation=evaluation), 1)
+
+
 def test_a_gate_that_nothing_measures_is_refused() -> None:
     gated = dataclasses.replace(STAGE, steps=0, until={"short_loss_rise": 0.1, "max_tokens": 9000.0})
     assert "compares with the end of the first stage: this one" in refuse(

@@ -60,6 +60,10 @@ def test_only_an_expert_without_tokens_is_black() -> None:
     assert black[1] > black[0] + 500  # of text and axes
 
 
+def test_a_name_with_dollar_signs_is_no_formula() -> None:
+    draw_loss_by_position({"$\\x$": ([0, 16], [3.0, 2.0])})
+
+
 def test_lengths_are_written_in_powers_of_two() -> None:
     assert [format_tokens(length) for length in (100, 512, 1024, 3000, 65536, 1 << 20)] == [
         "100",

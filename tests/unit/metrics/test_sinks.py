@@ -241,6 +241,17 @@ def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
     assert rows == [["1M", "1,048,576", "64", "12,000", *measured], ["8K", "8,192", "2", "40", *["-"] * 7]]
 
 
+def test_a_name_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    console = ConsoleSink(100, 0, enabled=True)
+    row = dict(zip(COLUMNS, ("[long] 8K[/b]", 8192, 2, 40, *[None] * 7), strict=True))
+    console.print_stages([row])
+    console.terminal.print(console.bar)
+    console.bar.update(console.task, description="stage 1 ([long] 8K[/b])")
+    console.terminal.print(console.bar)
+    printed = capsys.readouterr().out
+    assert printed.count("[long] 8K[/b]") == 2
+
+
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     logger = MetricsLogger(Metrics(), 100, 0, enabled=False)
     logger.console.start_bar()
