@@ -109,14 +109,14 @@ def stage_options(
     """
     # A stage alone may be shorter than a warm-up that all share, and its time does not depend on its learning rate.
     chosen = dataclasses.replace(with_choice(config, choice, cluster), lr_scheduler=LRScheduler())
-    inner = chosen.context_parallel.all_to_all_ranks
+    inner, fsdp = chosen.context_parallel.all_to_all_ranks, cluster.ranks // (choice.tp * choice.pp)
     found = []
     for stage in config.curriculum.stages:
         # Without its gate, which compares with other stages, at its longest.
         most = stage.until.get("max_tokens")
         alone = dataclasses.replace(stage, until={}, tokens=int(most)) if most else stage
         options: list[Estimate] = []
-        for cp in _powers(cluster.ranks // (choice.tp * choice.pp)):
+        for cp in (degree for degree in range(1, fsdp + 1) if fsdp % degree == 0):
             for strategy in EXCHANGES if cp > 1 else ("ring",):
                 if strategy == "hybrid" and not 1 < inner < cp:
                     continue

@@ -181,3 +181,23 @@ def test_workers_survive_the_signals_of_a_scheduler_and_not_their_process(tmp_pa
     script.write_text(SIGNALLED)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run([sys.executable, script], cwd=REPOSITORY, env=environment, timeout=120, check=True)
+
+
+KILLED = (
+    SIGNALLED[: SIGNALLED.index("    for number in")]
+    + """    print(*started, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+@pytest.mark.deep  # it starts workers
+def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, script]
+    # Its workers have its output, so this waits for them too.
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=60, check=False, stdout=subprocess.PIPE)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout

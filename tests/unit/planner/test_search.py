@@ -31,6 +31,13 @@ def test_the_best_layout_fits_and_is_no_slower_than_the_given_one(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_a_node_of_three_shares_a_sequence_by_three(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    one = ["--curriculum.stages[0].seq_len=6144", "--curriculum.stages[0].global_batch_tokens=6144"]
+    found, _ = search(load_config(write_run(tmp_path), one), make_cluster("h100-80g", ranks_per_node=3))
+    assert found.curriculum.stages[0].cp == 3
+
+
 def test_the_written_file_plans_as_the_search_said_and_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,13 @@ of them a rank reads; the plan made from their documents decides which tokens of
 
 import gc
 import hashlib
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import active_children, resource_tracker
+from multiprocessing import active_children, parent_process, resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -230,15 +232,26 @@ def read_steps(
         pin_memory=pin,
         prefetch_factor=-(-read_ahead // workers),
         multiprocessing_context=START_METHOD,
-        worker_init_fn=_collect_garbage_rarely,
+        worker_init_fn=_start_worker,
     )
     return map(tuple, _start_without_stop_signals(loader))  # pinning makes lists
 
 
-def _collect_garbage_rarely(worker: int) -> None:
-    """Plans are many small objects without cycles, and looking through them all takes a third of a worker's time."""
+def _start_worker(worker: int) -> None:
+    """End with the rank, also if it is killed: torch looks after a worker's parent, which is the server that forked it.
+
+    Plans are many small objects without cycles, and looking through them all takes a third of a worker's time.
+    """
+    threading.Thread(target=_end_with_rank, daemon=True).start()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+
+
+def _end_with_rank() -> None:
+    rank = parent_process()
+    assert rank
+    rank.join()
+    os._exit(1)
 
 
 def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
