@@ -289,6 +289,7 @@ cp = 2
 """
 
 
+@pytest.mark.deep
 def test_a_rank_alone_is_measured_at_odd_lengths(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     text = GATED[: GATED.index("[[curriculum.stages]]")].replace("{share}", "1.0").replace("lengths = [64, 128]\n", "")
     path = write_run(tmp_path, text + ODD.replace("130", "101").replace("260", "203").replace("520", "101"))

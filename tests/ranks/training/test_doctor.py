@@ -29,6 +29,7 @@ def test_an_architecture_of_ours_is_safe(ranks: Callable[[int], RankPool], tmp_p
     assert lines[-1] == "safe: nothing differs"
 
 
+@pytest.mark.deep
 def test_experts_are_safe_where_the_run_drops_tokens_and_has_a_z_loss(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_parity_holds_on_packed_conversations_with_a_masked_loss(
     assert ranks(4)(verify, write_conversations(tmp_path), *overrides) == [True] * 4
 
 
+@pytest.mark.deep
 def test_every_stage_is_compared_with_its_own_tp_and_without_a_capacity_of_experts(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
