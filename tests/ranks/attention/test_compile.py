@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
 from torchtitan_cp.attention.strategies import STRATEGIES
@@ -88,7 +87,8 @@ def test_stages_of_other_lengths_and_degrees_run_in_one_compiled_block(ranks: Ca
         assert graphs <= 5, "a stage compiles at most once, and 7 of them less often"
 
 
-@deep_rows("recomputed", [False, True], default=[False])
+@pytest.mark.deep
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_ranks_that_trade_heads_change_in_one_compiled_block(
     ranks: Callable[[int], RankPool], recomputed: bool
 ) -> None:

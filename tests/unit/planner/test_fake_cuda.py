@@ -76,6 +76,7 @@ def test_a_tensor_on_the_wrong_device_ends_a_walk_and_offloading_lowers_its_peak
 
 
 @needs_compiler
+@pytest.mark.deep
 def test_the_command_walks_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     command = [
