@@ -111,6 +111,7 @@ def run_batches() -> float:
     return max(differences)
 
 
+@pytest.mark.deep
 def test_batches_of_other_sizes_with_documents_of_their_own_run_in_one_compiled_block(
     ranks: Callable[[int], RankPool],
 ) -> None:

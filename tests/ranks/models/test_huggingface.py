@@ -16,7 +16,7 @@ SAVED = "--activation.checkpoint=attention_saved"
 HAND_KEYS_ON = ("Gemma 4",)
 
 
-@deep_rows("family", ON_RANKS, default=["gpt-oss"])
+@deep_rows("family", ON_RANKS, default=[])
 def test_two_ranks_by_ring_compiled_and_recomputed_give_the_gradients_of_eager_attention(
     ranks: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
