@@ -243,7 +243,7 @@ def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], 
 @deep_rows(
     ("override", "code", "said"),
     [("--health.inject.step=2", 3, "error: step 2 "), ("--data.text_field=none", 2, "error: ")],
-    default=[("--health.inject.step=2", 3, "error: step 2 ")],
+    default=[("--data.text_field=none", 2, "error: ")],
 )
 def test_a_message_of_a_rank_is_the_last_thing_on_the_screen_said_once_and_no_rank_starts_again(
     start: Callable[..., LaunchedJob], long_toml: Path, tmp_path: Path, override: str, code: int, said: str

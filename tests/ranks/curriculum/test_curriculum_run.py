@@ -205,6 +205,7 @@ def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]
     return trainer.progress.step, taken, "\n".join(said)
 
 
+@pytest.mark.deep
 def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
