@@ -82,7 +82,8 @@ def assign_documents(
     Args:
         ranks: divide S; ranks_per_node: divide these.
         filling: the shortest documents that hold this fraction of the tokens fill the ranks up at the end.
-        short: those and all documents that are not split have at most this fraction of an even share of the area.
+        short: a document of at most this fraction of an even share of the area is never split over chosen ranks; only
+            such documents fill up.
     """
     before, parts = pairs_before(mask, sequence_length), _whole_parts(mask, sequence_length)
     tokens, even = sequence_length // ranks, before[sequence_length] / ranks

@@ -42,7 +42,7 @@ def documents(
 ) -> Layout:
     """Hold packed documents whole where they fit, and long ones on as few ranks as their tokens and area ask.
 
-    That is taken if it is within 6 % of an even share of the work, messages included, by `relative_time` (25 % of many
+    This is taken if it is within 6 % of an even share of the work, messages included, by `relative_time` (25 % of many
     documents on many ranks). If not, documents are also cut more evenly, and the fastest of these, `balanced` and
     `zigzag` is taken. Batch rows that are packed differently are cut at the borders of all their documents, and
     assigned by their summed area.
@@ -124,6 +124,7 @@ def _waits(
 
 
 def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per_node: int) -> Iterator[Layout]:
+    # The more fills up, the more even the ranks, and the more documents are cut.
     for filling, short in ((0.25, 0.125), (0.5, 0.25)):
         yield Layout.of(assign_documents(sequence_length, ranks, mask, ranks_per_node, filling, short))
     yield balanced(sequence_length, ranks, mask)
