@@ -123,8 +123,8 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> No
         ConfigError: naming what differs.
     """
     for name, value in now.items():
-        if saved.get(name) != value:
+        if saved.get(name, value) != value:
             raise ConfigError(
-                f"{path} was written with {name} {saved.get(name)}, and the config now gives {value}",
+                f"{path} was written with {name} {saved[name]}, and the config now gives {value}",
                 fix="undo the change, or give the new run a folder of its own: --job.dump_folder=...",
             )

@@ -47,7 +47,7 @@ def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResul
         task = bar.add_task("evaluating", total=None)
         trainer.evaluator.set_activity = lambda _: bar.update(task, advance=1)
         batch_layout = trainer.model.configure_stage(stage)
-        result = trainer.evaluator.evaluate(stage, batch_layout, at_end=True, short_before=saved.short_loss)
+        result = trainer.evaluator.evaluate(stage, batch_layout, at_end=True, short_loss=saved.short_loss)
     if result is None:
         raise ConfigError(
             "the corpus of this run holds nothing out: data.validation_fraction = 0",

@@ -21,10 +21,10 @@ from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
+from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.registry import architecture, args_from
 
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> int:
 def _generate(options: argparse.Namespace) -> int:
     """Print the prompt and what continues it, or answers. Returns the exit code."""
     saved = open_saved_model(options.checkpoint)
-    tokenizer = tokenizer_of(saved.config.data, saved.config.tokenizer)
+    tokenizer = tokenizer_of(saved.config)
     template = chat_template_of(saved.config) if options.chat else None
     if options.chat and not template:
         raise ConfigError(

@@ -13,6 +13,7 @@ from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
 START_BYTES = 2**16
+MOST_TOKENS = 1e15  # of a stage
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -170,6 +171,8 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     if len(ends) != 1:
         has = " and ".join(ends) if ends else "none of steps, tokens and until"
         raise ConfigError(f"{where} has {has}", fix="give one of them")
+    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MOST_TOKENS:
+        raise ConfigError(f"{where}.{ends[0]} asks for more than {MOST_TOKENS:.0e} tokens", fix="make it shorter")
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp

@@ -212,13 +212,13 @@ def _check_names(data: Data) -> None:
                 f"data.{entry.name} is set beside [[data.sources]], and none of them reads it",
                 fix=f"move {entry.name} into the tables it is meant for",
             )
-    names = [source.name for source in data.sources]
-    for index, name in enumerate(names):
+    taken = [source.name for source in data.sources]
+    for index, name in enumerate(taken):
         if not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(
                 f"data.sources[{index}].name = {name!r} is not a name", fix="use letters, digits, '_', '-' and '.'"
             )
-        if name in names[:index]:
+        if name in taken[:index]:
             raise ConfigError(f"data.sources[{index}].name = {name!r} is taken", fix="give each source its own name")
 
 
@@ -232,13 +232,13 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
     Raises:
         ConfigError: the first rule that is broken, with its fix.
     """
-    names = set(data.by_name())
+    known = set(data.by_name())
     tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture, "data.max_epochs": data.max_epochs}
     for dotted, named in tables.items():
-        unknown = sorted(set(named) - names)
+        unknown = sorted(set(named) - known)
         if unknown:
             raise ConfigError(
-                f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(names))}",
+                f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(known))}",
                 fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
             )
         if named and not 0 < sum(named.values()) < math.inf:

@@ -95,8 +95,8 @@ def _check_yarn(rope: Rope, where: str) -> None:
 def _check_original(rope: Rope, seq_len: int, where: str) -> None:
     if rope.original_seq_len < 2:
         raise ConfigError(
-            f"{where} has kind = {rope.kind!r} and no original_seq_len",
-            fix="add the length that the model was trained on before, e.g. original_seq_len = 8192",
+            f"{where} has kind = {rope.kind!r} and original_seq_len = {rope.original_seq_len}",
+            fix="set it to the length that the model was trained on before, e.g. original_seq_len = 8192",
         )
     # Llama 3.1's scaling belongs to its weights, at any length.
     if rope.original_seq_len > seq_len and not rope.short_factor and rope.kind != "llama3":

@@ -31,7 +31,8 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
     for index, (name, (starts, losses)) in enumerate(curves.items()):
         color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # A logarithmic axis has no 0: every point is drawn one position further.
-        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=name)
+        # A legend leaves out labels that begin with an underscore.
+        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=f" {name}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda place, _: format_tokens(round(place)))
     axes.grid(alpha=0.3)

@@ -41,8 +41,13 @@ def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None
         keys: that a token sees in each layer, on average; None: those of one causal sequence.
     """
     keys = causal_keys(args.layer_windows, seq_len) if keys is None else keys
-    attention = sum(width * seen for width, seen in zip(args.attention_widths, keys, strict=True))
-    return 6.0 * (args.linear_parameters() + attention + 3 * sum(args.state_sizes))
+    return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, keys)))
+
+
+def _mixer_costs(args: Any, keys: Sequence[float]) -> list[float]:
+    """A sixth of the FLOPs per token of each layer's attention or recurrence; see `flops_per_token`."""
+    layers = zip(args.attention_widths, keys, args.state_sizes, strict=True)
+    return [width * seen + 3 * state for width, seen, state in layers]
 
 
 def causal_keys(windows: Sequence[int], seq_len: int) -> list[float]:
@@ -58,9 +63,7 @@ def layer_costs(args: Any, seq_len: int) -> list[float]:
     """
     output = args.dim * args.vocab_size
     weights = (args.linear_parameters() - output) // args.n_layers
-    keys = causal_keys(args.layer_windows, seq_len)
-    layers = zip(args.attention_widths, keys, args.state_sizes, strict=True)
-    costs = [6.0 * (weights + width * seen + 3 * state) for width, seen, state in layers]
+    costs = [6.0 * (weights + cost) for cost in _mixer_costs(args, causal_keys(args.layer_windows, seq_len))]
     costs[0] += args.dim  # a look-up: backward adds each number once
     costs[-1] += 6.0 * output
     return costs

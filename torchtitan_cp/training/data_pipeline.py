@@ -20,12 +20,24 @@ from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream
-from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache
+from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache, prepare
 from torchtitan_cp.data.corpus.store import TokenStore
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.registry import start_folder
 
 POLL_SECONDS = 0.5
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The run's tokenizer: from its file, or as it was trained on the corpus.
+
+    Raises:
+        UserError: the file, or the corpus, cannot be read.
+    """
+    if not config.tokenizer.trained:
+        return load_tokenizer(config.tokenizer)
+    return prepare(config.data, config.tokenizer, start=start_folder(config.model)).tokenizer
 
 
 def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> PreparedCorpus:

@@ -96,14 +96,14 @@ class Evaluator:
         self.prompts = PromptWriter(lambda text: encode([text])[0], data_pipeline.filler, settings.passkey)
 
     def evaluate(
-        self, stage: StagePlan, batch_layout: BatchLayout, *, at_end: bool, short_before: float | None
+        self, stage: StagePlan, batch_layout: BatchLayout, *, at_end: bool, short_loss: float | None
     ) -> EvaluationResult | None:
         """Measure what [evaluation] asks for and there is time for, and what the stage's gate asks for. Collective.
 
         Args:
             batch_layout: which rank reads what of the stage.
             at_end: of the stage. Between steps an evaluation may be left out.
-            short_before: loss at the first stage's length at that stage's end, if it was measured.
+            short_loss: loss at the first stage's length at that stage's end, if it was measured.
 
         Returns:
             None if nothing is held out, there is no time, or a stop was requested.
@@ -117,7 +117,7 @@ class Evaluator:
             held_out = self.held_out_losses(layout, stage)
             if held_out is None:
                 return None
-            rise = self._short_loss_rise(stage, layout, short_before, at_end)
+            rise = self._short_loss_rise(stage, layout, short_loss, at_end)
             retrieval = self.measure_retrieval(stage, layout)
             gain, by_position = self._context_gain(held_out, layout, stage), held_out
             length = self.settings.position_seq_len or stage.seq_len

@@ -17,12 +17,12 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Rope
-from torchtitan_cp.data.corpus.cache import tokenizer_of
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.chat import chat_template_of, end_tokens
+from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import args_from, config_for_hub, hub_config, hub_of, start_folder
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     saved = open_saved_model(checkpoint)
     args = args_from(saved.config.model, saved.sizes)
     config = config_for_hub(saved.config.model, args)
-    tokenizer = tokenizer or tokenizer_of(saved.config.data, saved.config.tokenizer)
+    tokenizer = tokenizer or tokenizer_of(saved.config)
     hub = hub_of(saved.config.model)
     to_hub = hub.writer(args) if hub.writer else partial(_by_names, args, hub.names)
     unfinished = out.with_name(f"{out.name}.partial")

@@ -33,6 +33,7 @@ from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
+from torchtitan_cp.training.resolve import exact_config
 from torchtitan_cp.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -96,8 +97,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank.
     """
-    # Which tokens a capacity drops depends on the ranks.
-    config = config.with_keys(parallel={"expert_capacity": 0.0})
+    config = exact_config(config)
     trainer = Trainer(config, world)
     # The first stage with each layout.
     layouts = {

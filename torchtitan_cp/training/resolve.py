@@ -125,16 +125,25 @@ def _with_limits(data: Data, stages: tuple[Stage, ...]) -> Data:
     return replace(data, max_document=limit(data), sources=sources)
 
 
+def exact_config(config: Config) -> Config:
+    """The config without what rounds or drops numbers on purpose, so that ranks can be compared with one process."""
+    return config.with_keys(
+        parallel={"expert_capacity": 0.0},
+        training={"float8": "none", "reduce_dtype": "float32"},
+        context_parallel={"kv_transfer": "exact"},
+    )
+
+
 def examined_config(config: Config, ranks: int) -> Config:
     """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
     stage = replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
     ep = math.gcd(config.parallel.ep, ranks)
     ones = dict.fromkeys(("pp", "tp", "dp_replicate", "dp_shard"), 1)
-    return config.with_keys(
+    return exact_config(config).with_keys(
         curriculum={"stages": (stage,)},
-        parallel={**ones, "cp": ranks, "ep": ep, "pp_split": (), "async_tp": False, "expert_capacity": 0.0},
-        training={"compute_dtype": "float32", "float8": "none", "micro_batch_sequences": 1},
-        context_parallel={"kernel": "auto", "kv_transfer": "exact"},
+        parallel={**ones, "cp": ranks, "ep": ep, "pp_split": (), "async_tp": False},
+        training={"compute_dtype": "float32", "micro_batch_sequences": 1},
+        context_parallel={"kernel": "auto"},
         compile={"enable": False},
         checkpoint={"enable": False, "export": "no"},
     )

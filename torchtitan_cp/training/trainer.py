@@ -96,6 +96,8 @@ class Trainer:
             "seed": config.training.seed,
             "optimizer": f"{config.optimizer.name}, state in {config.optimizer.state}",
         }
+        if config.optimizer.state == "8bit":  # torchao cuts their blocks by shard
+            identity["the tensor-parallel degree of 8-bit moments"] = first.tp
         order = {name: getattr(config.data, name) for name in ("order", "separator")}
         self.progress = Progress(identity=identity, block_tokens=run.longest, data_order=order)
 
@@ -371,7 +373,7 @@ class Trainer:
     def _evaluate(self, stage: StagePlan, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
         found = self.evaluator.evaluate(
-            stage, batch_layout, at_end=self._stage_over(), short_before=self.progress.short_loss
+            stage, batch_layout, at_end=self._stage_over(), short_loss=self.progress.short_loss
         )
         self.model.pop_timings()  # those of the evaluation are not the next step's
         # The evaluation may have taken long.

@@ -84,8 +84,11 @@ def test_every_stage_is_compared_with_its_own_tp_and_without_a_capacity_of_exper
     assert [found["layout"] for found in rows_of(tmp_path)] == ["cp 1 x dp 1 x tp 2, auto", "cp 2 x dp 1, auto"]
 
 
-def test_parity_holds_with_a_z_loss(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    assert ranks(2)(verify, write_run(tmp_path), "--training.z_loss=1e-3") == [True] * 2
+def test_parity_holds_with_a_z_loss_and_without_what_rounds_on_purpose(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    rounding = "--training.reduce_dtype=bfloat16", "--context_parallel.kv_transfer=float8", "--parallel.cp=2"
+    assert ranks(2)(verify, write_run(tmp_path), "--training.z_loss=1e-3", *rounding) == [True] * 2
 
 
 def test_a_broken_exchange_is_found_and_the_first_layer_named(

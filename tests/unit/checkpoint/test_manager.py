@@ -45,5 +45,6 @@ def test_a_progress_written_before_its_keys_were_renamed_is_read() -> None:
 
 def test_going_on_with_another_model_or_other_data_names_what_differs() -> None:
     check_identity({"data": "abc", "seed": 1}, {"data": "abc", "seed": 1}, Path("step-1"))
+    check_identity({"data": "abc"}, {"data": "abc", "what only later versions write": 2}, Path("step-1"))
     with pytest.raises(ConfigError, match=r"step-1 was written with data abc, and the config now gives xyz"):
         check_identity({"data": "abc"}, {"data": "xyz"}, Path("step-1"))

@@ -80,6 +80,11 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
         (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "is not a multiple of seq_len 1024 x 2 sequences"),
         (dataclasses.replace(STAGE, global_batch_tokens=3000), 2, "fix: use 4096"),
         (dataclasses.replace(STAGE, steps=0), 1, "has none of steps, tokens and until"),
+        (
+            dataclasses.replace(STAGE, steps=0, until={"validation_loss": 1.0, "max_tokens": 1e30}),
+            1,
+            "until asks for more than 1e+15 tokens",
+        ),
         (dataclasses.replace(STAGE, tokens=5), 1, "has steps and tokens"),
         (
             dataclasses.replace(STAGE, steps=0, until={"accuracy": 1.0}),

@@ -195,8 +195,8 @@ def config_of(rope: Rope) -> Config:
         ),
         (dataclasses.replace(YARN, factor=1.0, attention_factor=1.5), " has kind = 'yarn' and no factor"),
         (dataclasses.replace(LONGROPE, factor=1.0), " has kind = 'longrope' and no factor"),
-        (Rope(kind="yarn", factor=4.0), " has kind = 'yarn' and no original_seq_len\n  fix: add the length that"),
-        (Rope(kind="llama3", factor=8.0), " has kind = 'llama3' and no original_seq_len"),
+        (Rope(kind="yarn", factor=4.0), " has kind = 'yarn' and original_seq_len = 0\n  fix: set it to the length"),
+        (Rope(kind="llama3", factor=8.0), " has kind = 'llama3' and original_seq_len = 0"),
         (
             dataclasses.replace(YARN, original_seq_len=32768),
             ".original_seq_len = 32768 is longer than the stage's seq_len = 16384\n  fix: use kind = 'none'",

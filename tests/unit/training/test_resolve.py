@@ -10,6 +10,7 @@ from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import ConfigError, UserError, load_config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.data.corpus.cache import CacheBuilder
+from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import register, start_folder
 from torchtitan_cp.training.resolve import ResolvedRun, check_files, resolve_run
 
@@ -83,6 +84,8 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
     config = load_config(path, ["--data.chat_template=", f"--model.hub_checkpoint={hub}"])
     check_files(config)
     assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
+    trained = config.with_keys(tokenizer={"kind": "sentencepiece", "vocab_size": 320})
+    assert tokenizer_of(trained).vocab_size == 320, "generate and export train it again where the run's copy is gone"
 
 
 def test_a_run_on_conversations_without_a_template_is_refused_before_it_starts(tmp_path: Path) -> None:

@@ -86,10 +86,13 @@ class PreparedCorpus:
 
 
 def prepare(
-    data: Data, tokenizer: TokenizerConfig, stop_requested: Callable[[], bool] = lambda: False
+    data: Data,
+    tokenizer: TokenizerConfig,
+    stop_requested: Callable[[], bool] = lambda: False,
+    start: Path | None = None,
 ) -> PreparedCorpus:
-    """The corpus's tokens; see `CacheBuilder.build` and `open_cache`."""
-    return open_cache(CacheBuilder(data, tokenizer, stop_requested).build(), tokenizer)
+    """The corpus's tokens; see `CacheBuilder` and `open_cache`."""
+    return open_cache(CacheBuilder(data, tokenizer, stop_requested, start).build(), tokenizer)
 
 
 def open_cache(locations: dict[str, Any], tokenizer: TokenizerConfig) -> PreparedCorpus:
@@ -114,15 +117,6 @@ def _open_source(name: str, folder: Path) -> PreparedSource:
         unigram_counts=np.load(folder / UNIGRAM_FILE),
         fingerprint=manifest["content_fingerprint"],
     )
-
-
-def tokenizer_of(data: Data, tokenizer: TokenizerConfig) -> Tokenizer:
-    """The run's tokenizer: from its file, or as it was trained on the corpus.
-
-    Raises:
-        DataError: as `prepare`, or `load_tokenizer`.
-    """
-    return prepare(data, tokenizer).tokenizer if tokenizer.trained else load_tokenizer(tokenizer)
 
 
 class CacheBuilder:
