@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class Ranks:
 @contextmanager
 def start_ranks(count: int, threads: int = 1) -> Iterator[Ranks]:
     """Start ranks of so many threads each, and stop them at the end."""
-    store = tempfile.mktemp()
+    folder = tempfile.TemporaryDirectory()
+    store = f"{folder.name}/store"
     pipes, processes = [], []
     for rank in range(count):
         here, there = FORK.Pipe()
@@ -75,6 +77,7 @@ def start_ranks(count: int, threads: int = 1) -> Iterator[Ranks]:
         for process in processes:
             process.kill()
             process.join()
+        folder.cleanup()
 
 
 def take_turn(value: Any) -> None:
@@ -87,6 +90,7 @@ def take_turn(value: Any) -> None:
 def _serve(rank: int, count: int, threads: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    tempfile.tempdir = str(Path(store).parent)  # what a rank leaves there is deleted with it
     use_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
     PIPES.append(pipe)

@@ -8,7 +8,6 @@ What does not fit is said so. FLOPs count causal attention once and no recomputa
 import dataclasses
 import gc
 import itertools
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -106,8 +105,7 @@ def measure(
     tiles: of the MLP; compile: 1 with compiled blocks; window: of every layer in tokens, 0 for none.
     """
     device = find_device()
-    store = dist.FileStore(tempfile.mktemp(), 1)
-    dist.init_process_group(device.backend, store=store, rank=0, world_size=1)
+    dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
     shape = FLAVORS[flavor]
     shape = dataclasses.replace(shape, n_layers=layers or shape.n_layers, vocab_size=vocabulary or shape.vocab_size)
     shape = dataclasses.replace(shape, windows=(window,))

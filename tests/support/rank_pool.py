@@ -113,7 +113,8 @@ class RankPool:
         return value
 
     def _start(self) -> None:
-        store = tempfile.mktemp(prefix="ranks-")
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        store = f"{self.folder.name}/store"
         for rank in range(self.size):
             here, there = FORK.Pipe()
             place = (rank, self.size, backend_of(self.size), store)
@@ -133,6 +134,8 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
+        if self.processes:
+            self.folder.cleanup()
         self.processes, self.pipes, self.groups = [], [], 0
 
 
