@@ -122,7 +122,7 @@ def look_at(config: PreTrainedConfig) -> Look:
     except _Refusal:
         raise
     except Exception as error:
-        what = "its attention cannot be replaced" if str(error) == repr(NAME) else error
+        what = "its attention cannot be replaced" if str(error) == repr(NAME) else f"{type(error).__name__}: {error}"
         raise _Refusal(f"the model of this {type(config).__name__} cannot be built: {what}") from error
 
 

@@ -60,11 +60,24 @@ class ShortConv(nn.Module):
         return self.conv(F.pad(x.mT, (1, 0))).mT
 
 
+class Experts(nn.Module):
+    """Two rows a token, in an order of their own: the last document's first. They are as wide as a sequence is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, LENGTH), nn.Linear(LENGTH, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        tokens = torch.arange(len(rows)).roll(-sum(DOCUMENTS[:-1])).repeat(2)
+        return torch.zeros_like(rows).index_add(0, tokens, self.down(F.silu(self.up(rows[tokens])))).view_as(x)
+
+
 class Layer(nn.Module):
     def __init__(self, window: int, fault: str) -> None:
         super().__init__()
         self.norm, self.attention = nn.RMSNorm(DIM), SelfAttention(window, fault)
-        self.mlp = ShortConv() if fault == "recurrence" else nn.Linear(DIM, DIM)
+        self.mlp = ShortConv() if fault == "recurrence" else nn.Sequential(nn.Linear(DIM, DIM), Experts())
 
     def forward(self, x: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
         x = x + self.attention(self.norm(x), positions, plans)

@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         if len(x) == self.sequences * self.tokens:
             x = x.unflatten(0, (self.sequences, self.tokens))
         dim = next((dim for dim in (1, 2) if x.ndim > dim and x.shape[dim] == self.tokens), None)
-        if dim:
+        if dim and (x.ndim > 2 or len(x) == self.sequences):  # rows of experts may be as wide as a sequence is long
             x = x.movedim(dim, 1)
             self.trace.events[name, side] = (x if side in "qkv" else sketch(x.reshape(*x.shape[:2], -1))).cpu()
 
