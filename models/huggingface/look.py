@@ -182,7 +182,10 @@ class _Run(TorchFunctionMode):
         if {k.shape[2], v.shape[2]} != {self.tokens}:
             raise _Refusal(f"{name} has keys that are not one a token")
         module.attend, module.shared = partial(self.attend, module), self  # type: ignore[assignment]
-        return attention(module, q, k, v, None, **given)
+        try:
+            return attention(module, q, k, v, None, **given)
+        except ValueError as error:
+            raise _Refusal(f"{name} {str(error).partition(' ')[2]}") from error
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _: Any, window: int, **options: Any) -> Tensor:
         """Attention that returns its own values, `[1, tokens, H, D]`."""

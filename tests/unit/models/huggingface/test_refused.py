@@ -33,9 +33,13 @@ def test_check_refuses_a_model_that_would_be_wrong_and_names_layer_and_class(
             {**FAMILIES["Llama"], "output_router_logits": True, "router_aux_loss_coef": 0.01},
             "LlamaForCausalLM has no experts whose balance can be counted: set output_router_logits = false",
         ),
+        (
+            {**FAMILIES["Llama"], "attention_dropout": 0.1},
+            "model.layers.0.self_attn (LlamaAttention) calls attention with dropout, which is not supported",
+        ),
     ],
 )
-def test_check_refuses_quantised_weights_code_and_a_balance_loss_without_experts(
+def test_check_refuses_what_a_config_asks_for_and_no_run_could_do(
     change: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path, {"model_type": "llama"})
