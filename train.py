@@ -14,6 +14,7 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.lock import run_dir_lock
+from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.reference import as_text
@@ -53,8 +54,8 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="train nothing: one step of each stage as one rank of a job, without devices",
     )
-    parser.add_argument("--world-size", type=int, help="with --dry-run: ranks of the job (default 1)")
-    parser.add_argument("--rank", type=int, default=0, help="with --dry-run: which of them to be")
+    parser.add_argument("--world-size", type=at_least(1), help="with --dry-run: ranks of the job (default 1)")
+    parser.add_argument("--rank", type=at_least(0), default=0, help="with --dry-run: which of them to be")
     parser.add_argument(
         "--device",
         choices=[name for name in ACCELERATORS if name != "cpu"],

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.training.resolve import check_files, examined_config, resolve_run
 
@@ -16,11 +17,11 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--ranks", type=int, metavar="N", default=1, help="of the job, on all nodes (default 1)")
+    parser.add_argument(
+        "--ranks", type=at_least(1), metavar="N", default=1, help="of the job, on all nodes (default 1)"
+    )
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
     options, overrides = parser.parse_known_args(arguments)
-    if options.ranks < 1:
-        parser.error("--ranks is at least 1")
 
     def check() -> int:
         config = load_config(options.config, overrides)

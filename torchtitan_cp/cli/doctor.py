@@ -3,6 +3,7 @@
 import argparse
 
 from torchtitan_cp.cli import train
+from torchtitan_cp.cli.options import at_least
 
 
 def main(arguments: list[str]) -> int:
@@ -14,8 +15,12 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--ranks", metavar="N", help="all share the sequence (default: one per GPU; 2 without)")
-    parser.add_argument("--length", metavar="LENGTH", default="0", help="tokens (default: 256, or past every window)")
+    parser.add_argument(
+        "--ranks", type=at_least(1), metavar="N", help="all share the sequence (default: one per GPU; 2 without)"
+    )
+    parser.add_argument(
+        "--length", type=at_least(0), metavar="LENGTH", default=0, help="tokens (default: 256, or past every window)"
+    )
     options, overrides = parser.parse_known_args(arguments)
-    ranks = ["--nproc", options.ranks] if options.ranks else []
-    return train.main([options.config, *ranks, "--doctor", options.length, *overrides])
+    ranks = ["--nproc", str(options.ranks)] if options.ranks else []
+    return train.main([options.config, *ranks, "--doctor", str(options.length), *overrides])

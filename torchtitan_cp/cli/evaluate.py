@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import VARIANTS, format_tokens
 from torchtitan_cp.config.sections import Stage
@@ -99,10 +100,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="variants of prompts")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a prompt, multiples of 2 x ranks")
-    parser.add_argument("--depths", type=int, help="how many places of the key, evenly from top to end")
-    parser.add_argument("--trials", type=int, help="prompts for each length and depth")
-    parser.add_argument("--tokens", type=int, help="held-out tokens that each loss is measured on")
+    parser.add_argument("--lengths", nargs="+", type=at_least(1), help="tokens of a prompt, multiples of 2 x ranks")
+    parser.add_argument("--depths", type=at_least(1), help="how many places of the key, evenly from top to end")
+    parser.add_argument("--trials", type=at_least(0), help="prompts for each length and depth")
+    parser.add_argument("--tokens", type=at_least(1), help="held-out tokens that each loss is measured on")
     parser.add_argument(
         "--stage", type=int, help="number of the stage whose length and text are used (default its own)"
     )

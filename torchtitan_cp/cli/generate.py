@@ -20,6 +20,7 @@ from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
@@ -237,9 +238,11 @@ def main(arguments: list[str]) -> int:
         help="answer each line of standard input; /file PATH puts a file before the next line, /quit ends",
     )
     parser.add_argument("--system", type=utf8_text, default="", help="with --chat: the system's message")
-    parser.add_argument("--max-tokens", type=int, default=200, help="how many to generate at most (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers (default 0)")
+    parser.add_argument(
+        "--max-tokens", type=at_least(0), default=200, help="how many to generate at most (default 200)"
+    )
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0 is greedy (default 0.8)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the random numbers (default 0)")
     options = parser.parse_args(arguments)
     return run_command(lambda: _generate(options))
 

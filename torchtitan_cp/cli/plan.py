@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
@@ -30,10 +31,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--device", default="h100-80g", choices=[*ACCELERATORS, HERE], help="here: this machine's, measured in seconds"
     )
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus-per-node", type=int, default=0, help="default: the device's usual node")
-    parser.add_argument("--intra-bandwidth", type=float, default=0.0, help="GB/s a rank sends inside a node")
-    parser.add_argument("--inter-bandwidth", type=float, default=0.0, help="GB/s a rank sends to other nodes")
+    parser.add_argument("--nodes", type=at_least(1), default=1)
+    parser.add_argument("--gpus-per-node", type=at_least(0), default=0, help="default: the device's usual node")
+    parser.add_argument(
+        "--intra-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends inside a node"
+    )
+    parser.add_argument(
+        "--inter-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends to other nodes"
+    )
     parser.add_argument("--search", action="store_true", help="find the fastest layout of the ranks that fits")
     parser.add_argument(
         "--write", type=Path, metavar="TOML", help="with --search: write the config it finds to a new file"

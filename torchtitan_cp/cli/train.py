@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.load import OVERRIDE
 
@@ -24,7 +25,7 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
         ("--verify-parity", "compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs"),
         ("--doctor", "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not"),
     ):
-        parser.add_argument(flag, nargs="?", const=0, type=int, metavar="LENGTH", help=f"train nothing: {what}")
+        parser.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {what}")
 
 
 def default_ranks() -> int:
@@ -72,14 +73,14 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this node (default: one per GPU; 2 without)")
-    parser.add_argument("--nnodes", type=int, metavar="N", default=1, help="nodes (default 1)")
+    parser.add_argument(
+        "--nproc", type=at_least(1), metavar="N", help="ranks on this node (default: one per GPU; 2 without)"
+    )
+    parser.add_argument("--nnodes", type=at_least(1), metavar="N", default=1, help="nodes (default 1)")
     parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="accepted; nodes number themselves")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
     add_comparison_arguments(parser)
     options, rest = parser.parse_known_args(arguments)
-    if min(1 if options.nproc is None else options.nproc, options.nnodes) < 1:
-        parser.error("--nproc and --nnodes are at least 1")
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
     program = [str(TRAIN), options.config, *rest]

@@ -1,12 +1,10 @@
 """Devices by their data sheets, and how much of them kernels are assumed to reach."""
 
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import torch
 
-from torchtitan_cp.config import ConfigError
 from torchtitan_cp.metrics.throughput import PEAK_FLOPS
 
 GB, GIB = 1e9, 2**30
@@ -154,12 +152,6 @@ def make_cluster(name: str, nodes: int = 1, measured: Accelerator | None = None,
     Args:
         measured: a device that is not in the table.
         given: numbers to take instead of the device's own, by the names of `Accelerator`; 0 takes its own.
-
-    Raises:
-        ConfigError: numbers below 1.
     """
-    if nodes < 1 or not all(0 <= value < inf for value in given.values()):
-        problem = "a cluster has at least one node, and its ranks and bandwidths are finite numbers above 0"
-        raise ConfigError(problem, fix="use --nodes 1 or more, and leave out what the device's table may answer")
     own = {key: value for key, value in given.items() if value}
     return Cluster(name, replace(measured or ACCELERATORS[name], **own), nodes)

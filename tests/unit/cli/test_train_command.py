@@ -37,7 +37,8 @@ def test_every_command_says_what_it_takes_and_another_is_a_message(capsys: pytes
     ("arguments", "said"),
     [
         (["--nnodes", "2"], "several nodes need --rdzv-endpoint"),
-        (["--nproc", "0"], "--nproc and --nnodes are at least 1"),
+        (["--nproc", "0"], "argument --nproc: 0 is not a number from 1 on"),
+        (["--verify-parity", "-4"], "argument --verify-parity: -4 is not a number from 0 on"),
     ],
 )
 def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +46,27 @@ def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: p
         command.main(["x.toml", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "x.toml", "--ranks", "0"],
+        ["doctor", "x.toml", "--length", "-5"],
+        ["plan", "x.toml", "--nodes", "0"],
+        ["plan", "x.toml", "--inter-bandwidth", "inf"],
+        ["evaluate", "run", "--depths", "0"],
+        ["evaluate", "run", "--lengths", "0"],
+        ["generate", "run", "--chat", "--temperature", "nan"],
+        ["generate", "run", "--chat", "--seed", f"{2**80}"],
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_its_option(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert f"argument {arguments[-2]}: {arguments[-1]} is not a number from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

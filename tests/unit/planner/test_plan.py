@@ -45,7 +45,6 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.Captu
     ("arguments", "wanted"),
     [
         (["--nodes", "3"], "curriculum.stages[0].global_batch_tokens"),
-        (["--nodes", "0"], "at least one node"),
         (["--nodes", "128", "--parallel.tp=16"], "parallel.tp = 16 does not divide the model's n_kv_heads"),
         (["--model.flavor=9B"], "model.flavor = '9B' is not known"),
         (

@@ -1,0 +1,20 @@
+"""Numbers on the command line."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+LARGEST = 2**62  # torch takes integers of 64 bits
+
+
+def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
+    """A `type` for argparse: a finite number from `least` on."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= LARGEST:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {least} on")
+        return value
+
+    read.__name__ = kind.__name__  # what argparse calls it where the text is no number
+    return read
