@@ -334,6 +334,5 @@ def _index_received(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tupl
     indexed = []
     for tile in tiles:
         place = bisect_right(starts, tile.k_start) - 1
-        shift = before[place] - starts[place]
-        indexed.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
+        indexed.append(tile.moved(0, before[place] - starts[place]))
     return tuple(indexed)

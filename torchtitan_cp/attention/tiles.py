@@ -40,12 +40,8 @@ class Tile(NamedTuple):
 
     def moved(self, queries: int, keys: int) -> "Tile":
         """The tile so many rows further."""
-        return self._replace(
-            q_start=self.q_start + queries,
-            q_stop=self.q_stop + queries,
-            k_start=self.k_start + keys,
-            k_stop=self.k_stop + keys,
-        )
+        row, q_start, q_stop, k_start, k_stop, *rest = self
+        return Tile(row, q_start + queries, q_stop + queries, k_start + keys, k_stop + keys, *rest)
 
 
 def rows_of(tile: Tile) -> tuple[Rows, Rows]:
