@@ -48,6 +48,10 @@ LATENT: Keys = {
 ROUTED: Keys = {"moe_intermediate_size": 24, "n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2}
 GROUPED: Keys = {**ROUTED, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
 LOCAL: Keys = {"num_local_experts": 6, "num_experts_per_tok": 2}
+EXPERTS: Keys = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT2: Keys = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 512} | dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
+)
 
 
 def rope(theta: float, **others: Any) -> Keys:
@@ -225,6 +229,53 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     "Starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
     "Nemotron": ("nemotron", {**HEAD, "rope_parameters": rope(1e4, partial_rotary_factor=0.5)}),
     "CWM": ("cwm", {**HEAD, **ALTERNATE, "rope_parameters": LLAMA31}),
+    "GPT-2": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "GPTBigCode": ("gpt_bigcode", GPT2),
+    "GPT-NeoX": ("gpt_neox", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "Persimmon": ("persimmon", {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_key_value_heads": 4}),
+    "BitNet": ("bitnet", {}),
+    "InternLM3": ("internlm3", HEAD),
+    "IQuestCoder": ("iquestcoder", HEAD),
+    "HyperCLOVA X": ("hyperclovax", HEAD),
+    "Jais 2": ("jais2", HEAD),
+    "Cohere Compass": ("cohere_compass_text", {**HEAD, **ALTERNATE, **two_ropes()}),
+    "Aria": ("aria_text", {**HEAD, "moe_num_experts": 6, "moe_topk": 2, "attention_dropout": 0.0}),
+    "AFMoE": ("afmoe", {**HEAD, **ALTERNATE, **EXPERTS, "num_shared_experts": 1, "num_dense_layers": 1}),
+    "A.X K1": ("axk1", {**LATENT, **GROUPED, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"]}),
+    "Cohere 2 MoE": (
+        "cohere2_moe",
+        {**HEAD, **ALTERNATE, **EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["sparse"] * 2},
+    ),
+    "Exaone MoE": (
+        "exaone_moe",
+        {**ALTERNATE, **EXPERTS, "num_shared_experts": 1, "n_group": 2, "topk_group": 1}
+        | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "Flint": ("flint", {**HEAD, **ALTERNATE, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    "Granite MoE SWA": ("granitemoe_swa", {**SCALED, **ALTERNATE, **LOCAL, "shared_intermediate_size": 24}),
+    "Hunyuan MoE": ("hunyuan_v1_moe", {**HEAD, "num_experts": 6, "moe_topk": 2, "rope_parameters": rope(1e4)}),
+    "Hunyuan 3": (
+        "hy_v3",
+        {**HEAD, **EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "JetMoE": ("jetmoe", {**LOCAL, "kv_channels": 16}),
+    "Kolibri": ("kolibri1", {**HEAD, **ALTERNATE, **LOCAL, "shared_expert_intermediate_size": 24}),
+    "Laguna": (
+        "laguna",
+        {**HEAD, **EXPERTS, "shared_expert_intermediate_size": 24, "layer_types": ["full_attention"] * 2}
+        | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "LongCat Flash": (
+        "longcat_flash",
+        {**LATENT, **ROUTED, "head_dim": 8, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 24}
+        | {"moe_topk": 2},
+    ),
+    "MiniMax-M3": (
+        "minimax_m3_vl_text",
+        {**HEAD, **LOCAL, "rotary_dim": 8, "shared_intermediate_size": 24, "layer_types": ["full_attention"] * 2}
+        | {"mlp_layer_types": ["sparse"] * 2},
+    ),
+    "Solar Open": ("solar_open", {**HEAD, **GROUPED}),
     "Mellum": (
         "mellum",
         {**HEAD, **ALTERNATE, **LOCAL, "moe_intermediate_size": 24, **two_ropes()}
@@ -348,6 +399,9 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         {**HEAD, **GROUPED, **SPARSE, "layer_types": ["sliding_attention", "compressed_sparse_attention"]},
     ),
     "GLM-DSA": ("glm_moe_dsa", {**LATENT, **ROUTED, **SPARSE, "first_k_dense_replace": 1}),
+    "A.X K2": ("axk2", {**LATENT, **ROUTED, "layer_types": ["indexed_attention"] * 2}),
+    "Hunyuan 4": ("hy_v4", {**LATENT, **GROUPED, "layer_types": ["indexed_attention"] * 2}),
+    "DiffLlama": ("diffllama", HEAD),
     "Doge": ("doge", {"keep_window_size": 8}),
     "Inkling": (
         "inkling_text",
@@ -357,6 +411,7 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
     # Dropout; a bias of the output layer.
     "OPT": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 48, "dropout": 0.1}),
     "Phi": ("phi", {}),
+    "CodeGen": ("codegen", {**GPT2, "rotary_dim": 8}),
 }
 REFUSED: dict[str, Keys] = {
     name: {**SIZES, **keys, "model_type": model_type} for name, (model_type, keys) in _REFUSED.items()
@@ -401,8 +456,10 @@ def _row(name: str, look: Look) -> str:
     rotary = [
         "two" if len(rotaries - {""}) > 1 else "one",
         "of some layers" if "" in rotaries else "",
-        "of a part of each head" if min(dims) < 1 and not latent else "",
+        "of a part of each head" if min(dims, default=1) < 1 and not latent else "",
     ]
+    if rotaries == {""}:
+        rotary = ["none, learned positions"]
     attention = {
         "sinks": any(layer.sinks for layer in layers),
         "soft cap": any(layer.softcap for layer in layers),
