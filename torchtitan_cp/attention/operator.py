@@ -24,7 +24,7 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
 
     What a loader's worker has worked out stays with it where it still holds.
     """
-    if plan.strategy == "auto":
+    if plan.strategy == "auto" and plan.ranks > 1:
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):

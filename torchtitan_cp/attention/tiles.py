@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
     def moved(self, queries: int, keys: int) -> "Tile":
         """The tile so many rows further."""
-        row, q_start, q_stop, k_start, k_stop, *rest = self
-        return Tile(row, q_start + queries, q_stop + queries, k_start + keys, k_stop + keys, *rest)
+        row, q_start, q_stop, k_start, k_stop, band, flipped = self
+        return Tile(row, q_start + queries, q_stop + queries, k_start + keys, k_stop + keys, band, flipped)
 
 
 def rows_of(tile: Tile) -> tuple[Rows, Rows]:

@@ -117,7 +117,7 @@ class RunRecorder:
             f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
             f"sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"attention by {exchange}{_describe_layout(batch.plan)}, rope {describe_rope(stage.rope)}, "
+            f"{_describe_exchange(batch.plan, exchange)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s{self.data.describe_stage(stage)}"
             f"{'; optimizer state reset' * stage.resets_optimizer}{self.model.pipeline_summary(stage)}",
             tag="stage",
@@ -307,11 +307,11 @@ class RunRecorder:
         self.logger.say("\n".join(lines))
 
 
-def _describe_layout(plan: Plan) -> str:
-    """What the layout of a stage's first micro-batch asks of the ranks that share it; empty for one rank."""
+def _describe_exchange(plan: Plan, exchange: str) -> str:
+    """How the ranks that share a sequence attend to all of it, and what its layout asks of them."""
     if plan.ranks == 1:
-        return ""
+        return "each sequence on one rank"
     return (
-        f" on layout {plan.layout.name} (the busiest rank computes {imbalance(plan):.2f} times the mean, "
-        f"a rank sends {plan.keys_sent:.2f} times its keys)"
+        f"attention by {exchange} on layout {plan.layout.name} (the busiest rank computes {imbalance(plan):.2f} times "
+        f"the mean, a rank sends {plan.keys_sent:.2f} times its keys)"
     )

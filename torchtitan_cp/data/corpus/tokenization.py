@@ -31,7 +31,7 @@ from torchtitan_cp.data.corpus.store import (
     token_dtype,
     write_json,
 )
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer
+from torchtitan_cp.data.corpus.tokenizer import Tokenizer, usable_cores
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation")
 GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", "unigram.npy"
 FRAGMENT_CHARACTERS = 1 << 20
-BATCH_CHARACTERS = 16 << 20
+BATCH_CHARACTERS = max(4, usable_cores()) << 20  # a fragment a core; the progress bar moves after each
 CHAT_BATCH_CHARACTERS = 2 << 20  # offsets of tokens take 100 bytes a character until they are arrays
 CONVERSATION_COUNTS = ("conversation longer than max_document", "cut in a turn that is learned", "nothing to learn")
 COMMIT_TOKENS = 16 << 20  # 32 or 64 MB, held in memory until then: the most that is lost with a killed pass
