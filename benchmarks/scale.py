@@ -14,7 +14,7 @@ from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.plan import ring_steps
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
-from torchtitan_cp.planner.exchange import (
+from torchtitan_cp.planner.strategy_costs import (
     BACKWARD_FLOPS,
     FORWARD_FLOPS,
     Heads,

@@ -171,7 +171,7 @@ class _Run(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def attention(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **given: Any) -> Any:
-        """The registered function: ours, which refuses what it would lose, with an `attend` that takes notes."""
+        """The registered function: ours, which refuses what it does not support; its `attend` records the call."""
         name, window = _name(module, self.names), given.get("sliding_window") or 0
         mask = (0 if self.masks else window) if attention_mask is None else _window_of(attention_mask)
         if mask != window:

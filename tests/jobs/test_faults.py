@@ -315,7 +315,7 @@ def test_a_run_survives_a_full_disk_and_cannot_start_on_one(
     ballast = fill(small_disk)
     # The last page of each file has room for some lines yet.
     job.wait_for(lambda: job.says("metrics.jsonl: No space left on device. Training goes on; lines are kept"))
-    job.wait_for(lambda: job.says("TensorBoard stops until the run's next start"))
+    job.wait_for(lambda: job.says("TensorBoard is off until the run's next start"))
     good, taken = newest(checkpoints), steps_taken(small_disk)
     ballast.unlink()
     job.wait_for(lambda: steps_taken(small_disk) > taken + 1)
@@ -327,7 +327,7 @@ def test_a_run_survives_a_full_disk_and_cannot_start_on_one(
     job.signal_rank(1, signal.SIGKILL)
     job.end()
     told = job.log.read_text()
-    assert "TensorBoard stops until the run's next start" in told
+    assert "TensorBoard is off until the run's next start" in told
     assert all("No space left on device" in line for line in told.splitlines() if "NO CHECKPOINT" in line)
     assert steps_taken(small_disk) < STEPS, "killed before the end"
 

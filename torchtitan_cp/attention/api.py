@@ -125,7 +125,7 @@ def attend(
     q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
     check_shapes(q, k, v, plan, sinks, alibi_slopes)
     if not softcap >= 0:
-        raise PlanError(f"softcap = {softcap} is no bound of scores", fix="give a positive number, or 0 for none")
+        raise PlanError(f"softcap = {softcap} is not a number from 0 on", fix="give a positive number, or 0 for none")
     _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group: the only module here that calls torch.distributed."""
+"""Messages of attention between the ranks of a group. (The doctor also gathers Python objects, see recording.py.)"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -106,8 +106,8 @@ class Group:
         received = torch.empty_like(x)
         return self._trade(x, received, lambda: received).wait()
 
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
-        """Give the flat part i to rank i, and get tensors of `shapes[i]` from it; nothing is sent for none."""
+    def uneven_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
+        """Give the flat part i to rank i, and get tensors of `shapes[i]` from it; empty parts send no message."""
         received = [x.new_empty(sum(map(math.prod, of_rank))) for x, of_rank in zip(parts, shapes, strict=True)]
         self._trade(parts, received, lambda: received).wait()
         return [unpack(x, of_rank) for x, of_rank in zip(received, shapes, strict=True)]

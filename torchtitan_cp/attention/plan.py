@@ -228,7 +228,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def busiest_rank(plan: Plan) -> int:
-    """The first rank of those of a plan's group whose queries see the most keys, by the layout."""
+    """The lowest rank of a plan's group that has the most (query, key) pairs."""
     return plan.pairs_by_rank.index(max(plan.pairs_by_rank)) * plan.all_to_all_ranks
 
 

@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_checkpoint(folder: Path, *, collective: bool = False) -> list[str]:
-    """How a checkpoint is verified: every file must have the size and the SHA-256 that its manifest lists.
+    """Verify a checkpoint: every file must have the size and the SHA-256 that its manifest lists.
 
     Args:
         folder: a step-N folder.

@@ -19,11 +19,11 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, as plain JSON. Learning rates and random numbers follow from the step.
+    """Where a run stands, as plain JSON. Learning rates and random numbers follow from `stage` and `stage_step`.
 
     The data cursor, which says what text the next step reads, is `stage`, `stage_step`, `skipped_ranges` and
-    `source_tokens`. No rank is in it, so any number of ranks resumes at the same text. The next step reads the text of
-    the stage's step `text_step`; the stage's streams start where `source_tokens` ends.
+    `source_tokens`. No rank is in it, so any number of ranks resumes at the same text. The next step reads the
+    stage's batch number `text_step`; the stage's streams start where `source_tokens` ends.
 
     Attributes:
         step: optimizer steps begun (skipped ones and those rolled back too): it never falls.

@@ -67,8 +67,8 @@ class CheckpointWriter(FileSystemWriter):
             raise OSError(f"rank 0 cannot see files that other ranks wrote: {'; '.join(damage)}")
         for path in (progress_file, manifest_file, self.partial):
             _sync(path)
-        # One of the same step is damaged, or was saved before the evaluation after it. It makes room at once and is
-        # deleted last, as that takes time in which a job may be killed.
+        # A folder of the same step is damaged, or from before the evaluation after it. It is moved aside, and deleted
+        # last, as that takes time in which a job may be killed.
         replaced = self.final.exists() and set_aside(self.final)
         self.partial.rename(self.final)
         _sync(self.final.parent)

@@ -54,7 +54,7 @@ def _check_warmup(config: Config) -> None:
         steps = sum(stage.steps or math.ceil(stage.tokens / stage.global_batch_tokens) for stage in span)
         if span and schedule.warmup_steps > steps and not any(stage.until for stage in span):
             raise ConfigError(
-                f"{where}.warmup_steps = {schedule.warmup_steps} is longer than the {steps} steps it is part of",
+                f"{where}.warmup_steps = {schedule.warmup_steps} exceeds the {steps} steps of this schedule",
                 fix=f"use at most {steps}",
             )
 
@@ -138,7 +138,7 @@ def _check_groups(config: Config) -> None:
         try:
             re.compile(rule.match)
         except re.error as error:
-            problem = f".match = {rule.match!r} is no regular expression: {error}"
+            problem = f".match = {rule.match!r} is not a valid regular expression: {error}"
         else:
             problem = "" if rule.match else " has no match"
         if problem:

@@ -1,6 +1,6 @@
 """Names that stand in several places: choices of the TOML, and lengths.
 
-The registries of the rooms hold the same choices: tests compare.
+The registry of each room has the same names; tests compare them.
 """
 
 from dataclasses import dataclass

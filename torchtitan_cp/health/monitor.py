@@ -94,7 +94,7 @@ class HealthMonitor:
             inputs[0].register_hook(partial(self._see, -1))
 
     def _see(self, place: int, x: Tensor) -> None:
-        # maximum() passes NaN on.
+        # maximum() propagates NaN.
         torch.maximum(self._largest[place], largest(x), out=self._largest[place])
 
     def pop_largest(self) -> Tensor:

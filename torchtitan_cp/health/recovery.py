@@ -55,7 +55,7 @@ class RecoveryPolicy:
 
     @property
     def lr_factor(self) -> float:
-        """What the learning rate is multiplied with now."""
+        """The factor on the learning rate now."""
         return self.settings.lr_factor**self.state.lr_cuts if self.state.lr_steps_left else 1.0
 
     def record_healthy_step(self) -> None:

@@ -101,4 +101,4 @@ class MetricsLogger:
                 getattr(sink, method)(*arguments)
             except OSError as error:
                 self.sinks.remove(sink)
-                logger.error("%s stops until the run's next start: %s. %s goes on", sink.name, error, METRICS_FILE)
+                logger.error("%s is off until the run's next start: %s. %s goes on", sink.name, error, METRICS_FILE)

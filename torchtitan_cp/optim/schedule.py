@@ -1,7 +1,7 @@
 """Learning rate as a pure function of the step: nothing to save, nothing to restore.
 
 To add a learning-rate shape, write a function beside `cosine`, and add its name to `LR_SHAPES` here and to
-LR_SHAPES in config/names.py; a test holds the two equal. Then make docs/config.md again (`CONTRIBUTING.md`).
+LR_SHAPES in config/names.py; a test holds the two equal. Then regenerate docs/config.md (`CONTRIBUTING.md`).
 """
 
 import math
@@ -46,7 +46,7 @@ LR_SHAPES: dict[str, Callable[[float, float, float], float]] = {
 
 
 def learning_rate(step: int, steps: int, peak: float, settings: LRScheduler | StageLR) -> float:
-    """Warm-up from zero to `peak`, then a shape that reaches end_fraction * peak on the last of `steps`.
+    """Warm-up from zero to `peak`, then a shape, which ends at end_fraction * peak unless it is constant.
 
     Args:
         step: counted from 0 where the schedule starts.

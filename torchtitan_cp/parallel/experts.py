@@ -137,14 +137,14 @@ class ExpertDispatch:
             # Of what enters: FSDP warns of modules that give a view.
             hidden = _Counted.apply(hidden, self.sums, routing)
         if self.ranks > 1 or self.capacity:
-            return self._exchange(hidden, chosen, shares, kept, most)
+            return self._dispatch(hidden, chosen, shares, kept, most)
         return self.compute(hidden, chosen, shares)
 
-    def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor, kept: Tensor, most: int) -> Tensor:
-        """The result.
+    def _dispatch(self, hidden: Tensor, chosen: Tensor, shares: Tensor, kept: Tensor, most: int) -> Tensor:
+        """Send tokens to their experts, and combine what comes back.
 
         Args:
-            kept: `[chunks, X]` of the choices, `most` for an expert.
+            kept: `[chunks, X]`, how many choices of each expert are kept, at most `most`.
         """
         # For each chunk and rank, the rows for each of its experts.
         sent = kept.view(len(kept), self.ranks, -1)
@@ -190,7 +190,7 @@ class ExpertDispatch:
         return order[(place >= most).argsort(stable=True)]
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows of other ranks, once `_wait` has been called; backward waits for gradients where it needs them."""
+        """Start to send rows, and return those of other ranks, to be read after `_wait`; backward waits by itself."""
         if not self.group:
             return rows
         if rows.requires_grad:

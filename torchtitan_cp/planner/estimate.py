@@ -10,10 +10,10 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
-from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, EXCHANGES, FORWARD_FLOPS, FP32_BYTES, LayerCost
 from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
+from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS, FP32_BYTES, STRATEGY_COSTS, LayerCost
 from torchtitan_cp.training.resolve import resolve_run
 
 SECONDS_A_DAY = 86400
@@ -35,7 +35,7 @@ class Volume(NamedTuple):
 
 
 class Estimate(PlannedStage):
-    """A stage, and what is worked out of it once it is asked for; raises as `find_exchange`."""
+    """A stage, and what is worked out of it once it is asked for; raises as `find_costs`."""
 
     @cached_property
     def linear_flops(self) -> float:
@@ -100,7 +100,7 @@ class Estimate(PlannedStage):
         windows = [window for own in self.ranks for window in own.windows]
         forwards = 2 if self.config.activation.checkpoint == "full" else 1
         found = {}
-        for strategy in EXCHANGES:
+        for strategy in STRATEGY_COSTS:
             if strategy == "hybrid" and (inner in (1, stage.cp) or stage.cp % inner):
                 continue
             costs = {window: self.attention(strategy, window) for window in set(windows)}

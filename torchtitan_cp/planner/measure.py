@@ -16,7 +16,7 @@ from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.metrics.throughput import find_peak
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accelerator
-from torchtitan_cp.planner.exchange import BACKWARD_FLOPS, FORWARD_FLOPS
+from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.runtime.device import Device, find_device
 
 TOKENS = 4096  # at most, of the tensors that kernels are given here

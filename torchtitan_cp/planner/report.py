@@ -8,10 +8,10 @@ from rich.table import Table
 
 from torchtitan_cp.planner.devices import ACCELERATORS, GIB, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import Estimate
-from torchtitan_cp.planner.exchange import EXCHANGES
 from torchtitan_cp.planner.memory import KINDS
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.planner.stage import CUTTING
+from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 
 
 def _kind(estimate: Estimate, kind: str) -> str:
@@ -36,7 +36,7 @@ TABLES: dict[str, Columns] = {
         "cp": lambda estimate: str(estimate.stage.cp),
         "strategy": lambda estimate: estimate.strategy,
     }
-    | {strategy: partial(_volume, strategy=strategy) for strategy in EXCHANGES},
+    | {strategy: partial(_volume, strategy=strategy) for strategy in STRATEGY_COSTS},
     "rows sent to experts and back, by a rank: GiB a step": {
         "ep": lambda estimate: str(estimate.degrees.ep),
         "in all": lambda estimate: f"{estimate.dispatch_bytes / GIB:.2f}",

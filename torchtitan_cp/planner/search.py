@@ -11,8 +11,8 @@ from torchtitan_cp.config.sections import LRScheduler, Stage
 from torchtitan_cp.parallel.tensor import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
-from torchtitan_cp.planner.exchange import EXCHANGES
 from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 
 MOST_PIPELINE_RANKS = 16
 
@@ -117,7 +117,7 @@ def stage_options(
         alone = dataclasses.replace(stage, until={}, tokens=int(most)) if most else stage
         options: list[Estimate] = []
         for cp in (degree for degree in range(1, fsdp + 1) if fsdp % degree == 0):
-            for strategy in EXCHANGES if cp > 1 else ("ring",):
+            for strategy in STRATEGY_COSTS if cp > 1 else ("ring",):
                 if strategy == "hybrid" and not 1 < inner < cp:
                     continue
                 tried = chosen.with_keys(curriculum={"stages": (_with_way(alone, cp, strategy),)})

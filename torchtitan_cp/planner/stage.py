@@ -14,8 +14,8 @@ from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
-from torchtitan_cp.planner.exchange import Heads, LayerCost, Rates, busiest_layer
 from torchtitan_cp.planner.parameters import Parameters, count_parameters
+from torchtitan_cp.planner.strategy_costs import Heads, LayerCost, Rates, busiest_layer
 
 CUTTING = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that leave pairs out
 

@@ -119,7 +119,7 @@ def seed_step(seed: int, stage: int, step: int, role: tuple[int, ...]) -> None:
 
     Args:
         seed: training.seed.
-        stage, step: their numbers in the curriculum and in the run.
+        stage: its index in the curriculum; step: of the stage, both from 0.
         role: coordinates of this rank along the axes whose ranks must draw different numbers.
     """
     digest = hashlib.sha256(repr((seed, stage, step, role)).encode()).digest()

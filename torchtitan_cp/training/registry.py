@@ -40,7 +40,7 @@ def architecture(model: Model) -> Any:
 
 
 def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
-    """Refuse what the config asks for, and its architecture or the model of these args cannot do.
+    """Refuse options that the architecture, or the model of these args, does not support.
 
     Args:
         stages: StagePlans.

@@ -64,7 +64,8 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
     So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines, the schedule takes the
-    step's micro-batches, and there are enough layers.
+    step's micro-batches, the blocks' recomputation and compile, there are enough layers, and, where stages have
+    another pp, checkpoints are on.
 
     Args:
         model_args: of `config.model`, if they are known, e.g. with the tokenizer's vocabulary.

@@ -20,14 +20,14 @@ from torchtitan_cp.training.model import ParallelModel, StepSums
 
 
 class StepRunner:
-    """Runs steps up to their gradients, which it checks. Collective to make and to call.
+    """Runs steps up to their gradients, which it checks. Making and calling it is collective.
 
     Args:
         stop_and_save_requests: whether this rank asks to stop, and to save, after the step.
 
     Attributes:
         monitor: detects bad steps.
-        routing: of the newest step's tokens to experts.
+        routing: the tokens that the newest step sent to each expert.
         healthy_batches: of the newest healthy step of this stage, which a spike is compared with.
     """
 
@@ -65,7 +65,7 @@ class StepRunner:
         seed_step(self.config.training.seed, *self.place, self.model.role)
 
     def _check(self, sums: StepSums) -> StepReport:
-        # Also of a bad step and of its repetitions, so that it counts in no later one.
+        # Taken for bad steps and their repetitions too, so that it does not count in a later one.
         self.routing = self.model.routing.take() if self.model.args.n_experts else None
         memory = self.model.world.device.peak_memory_bytes()
         return self.monitor.check_step(sums, self.model.square_norms(), memory, self.stop_and_save_requests())

@@ -46,7 +46,7 @@ DIMS = {
     "8/24": (8, 24),
 }
 GRID_DIMS = ["16/16", "64/64", "128/64", "8/24"]
-EXCHANGES = [*STRATEGIES, "auto"]
+ALL_STRATEGIES = [*STRATEGIES, "auto"]
 NAMES = ("out", "dq", "dk", "dv")
 DTYPES = [torch.float64, torch.float32]
 
@@ -144,7 +144,7 @@ def default_runs() -> frozenset[Run]:
     """
     chosen: list[Run] = []
     seen: set[tuple[int, Any, int, Any]] = set()
-    for strategy, layout, mask, dtype in itertools.product(EXCHANGES, LAYOUTS, MASKS, DTYPES):
+    for strategy, layout, mask, dtype in itertools.product(ALL_STRATEGIES, LAYOUTS, MASKS, DTYPES):
         candidates = [
             (strategy, layout, size, mask, heads, dims, dtype) for size in SIZES for heads, dims in shapes(dtype)
         ]
@@ -161,7 +161,7 @@ def pairs_of(run: Run) -> set[tuple[int, Any, int, Any]]:
 def test_the_default_runs_hold_every_pair_of_the_grid() -> None:
     grid = {
         (strategy, layout, size, mask, heads, dims, dtype)
-        for strategy, layout, size, mask, dtype in itertools.product(EXCHANGES, LAYOUTS, SIZES, MASKS, DTYPES)
+        for strategy, layout, size, mask, dtype in itertools.product(ALL_STRATEGIES, LAYOUTS, SIZES, MASKS, DTYPES)
         for heads, dims in shapes(dtype)
     }
     assert len(grid) == 10_400
@@ -172,7 +172,7 @@ def test_the_default_runs_hold_every_pair_of_the_grid() -> None:
 @pytest.mark.parametrize("chosen", ["default", pytest.param("rest", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_every_mask_head_shape_and_dim_equals_the_full_sequence(
     ranks: Callable[[int], RankPool], strategy: str, layout: str, size: int, chosen: str
 ) -> None:
@@ -247,7 +247,7 @@ def extreme_inputs(dtype: torch.dtype) -> list[Tensor]:
     return [q * 50, k, v, dout]
 
 
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_large_logits_and_keys_whose_scale_differs_by_rank(ranks: Callable[[int], RankPool], strategy: str) -> None:
     tensors = extreme_inputs(torch.float64)
     scores = torch.einsum("bqhd,bkhd->bhqk", tensors[0][:, :, ::4], tensors[1]) * SCALE
@@ -267,7 +267,7 @@ def sink_logits() -> Tensor:
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents with gaps", "window"])
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_sinks_take_their_share_of_the_softmax_and_have_gradients(
     ranks: Callable[[int], RankPool], strategy: str, mask: str
 ) -> None:
@@ -379,7 +379,7 @@ def run_garbage(strategy: str, dtype: torch.dtype, kernel: str = "auto") -> list
     return [*(plan.unshard(x, dim=0) for x in (out.detach(), *gradients)), sinks.grad]  # type: ignore[arg-type, list-item]
 
 
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_padding_rows_give_exact_zeros_whatever_they_hold(ranks: Callable[[int], RankPool], strategy: str) -> None:
     check_garbage(ranks(4)(run_garbage, strategy, torch.float64))
 
@@ -391,7 +391,7 @@ def run_over_stand_ins(function: Callable[..., Any], *arguments: Any) -> Any:
     return answer
 
 
-@deep_rows(("kernel", "strategy"), itertools.product(EMULATED, EXCHANGES), default=[("flash", "ring")])
+@deep_rows(("kernel", "strategy"), itertools.product(EMULATED, ALL_STRATEGIES), default=[("flash", "ring")])
 def test_sinks_and_padding_over_emulated_operators(
     ranks: Callable[[int], RankPool], kernel: str, strategy: str
 ) -> None:
@@ -606,7 +606,7 @@ def run_largest_logits(strategy: str, mask: str) -> Tensor:
     return cp.largest_logits(plan.shard(q), plan.shard(k), plan, scale=-0.7)
 
 
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 @pytest.mark.parametrize("mask", ["causal", "window and documents", "documents of two rows"])
 def test_largest_logits_are_those_of_the_full_sequence_on_every_rank(
     ranks: Callable[[int], RankPool], strategy: str, mask: str
@@ -657,7 +657,7 @@ def run_alibi(strategy: str, mask: str, heads: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("heads", ["GQA 4:1", "6 heads of 2"])
 @pytest.mark.parametrize("mask", ["bidirectional", "window and documents", "documents of two rows"])
-@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_linear_biases_take_distance_off_the_scores(
     ranks: Callable[[int], RankPool], strategy: str, mask: str, heads: str
 ) -> None:

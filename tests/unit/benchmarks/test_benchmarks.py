@@ -14,7 +14,7 @@ from benchmarks.scale import draw_mask, figures, mask_pairs
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.exchange import Heads, Rates, step_pairs
+from torchtitan_cp.planner.strategy_costs import Heads, Rates, step_pairs
 
 
 def test_a_benchmark_prints_a_table_and_writes_where_its_figures_are_from(

@@ -138,16 +138,16 @@ def test_a_stage_that_cannot_run_is_refused_with_what_could(stage: Stage, ranks:
     [
         (
             (STAGE, STAGE),
-            "lr_scheduler.warmup_steps = 21 is longer than the 20 steps it is part of\n  fix: use at most 20",
+            "lr_scheduler.warmup_steps = 21 exceeds the 20 steps of this schedule\n  fix: use at most 20",
         ),
-        ((dataclasses.replace(STAGE, steps=0, tokens=20 * 8192 - 5),), "is longer than the 20 steps it is part of"),
+        ((dataclasses.replace(STAGE, steps=0, tokens=20 * 8192 - 5),), "exceeds the 20 steps of this schedule"),
         (
             (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR())),
-            "lr_scheduler.warmup_steps = 21 is longer than the 10 steps it is part of",
+            "lr_scheduler.warmup_steps = 21 exceeds the 10 steps of this schedule",
         ),
         (
             (STAGE, dataclasses.replace(STAGE, steps=40, lr=StageLR(warmup_steps=41)), STAGE, STAGE),
-            "curriculum.stages[1].lr.warmup_steps = 41 is longer than the 40 steps it is part of",
+            "curriculum.stages[1].lr.warmup_steps = 41 exceeds the 40 steps of this schedule",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("match", "wanted"),
     [
-        ("layers.(", "optimizer.groups[1].match = 'layers.(' is no regular expression: missing )"),
+        ("layers.(", "optimizer.groups[1].match = 'layers.(' is not a valid regular expression: missing )"),
         ("", "optimizer.groups[1] has no match"),
     ],
 )

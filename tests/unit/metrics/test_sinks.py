@@ -137,7 +137,7 @@ def test_a_sink_whose_disk_is_full_is_left_out_and_the_others_go_on(caplog: pyte
     logger.step(record(1), 4)
     logger.step(record(2), 4)
     assert kept.steps == 2
-    assert caplog.text.count("TensorBoard stops until the run's next start") == 1
+    assert caplog.text.count("TensorBoard is off until the run's next start") == 1
 
 
 LINES = [json.dumps({"step": step, "loss": step / 3}) for step in (1, 2, 3)]

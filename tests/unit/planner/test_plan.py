@@ -13,8 +13,8 @@ from torchtitan_cp.cli.plan import main
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate, _ends_seconds, plan_config
-from torchtitan_cp.planner.exchange import EXCHANGES, Heads, Rates, layer_of
 from torchtitan_cp.planner.parameters import total_parameters
+from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS, Heads, Rates, layer_of
 from torchtitan_cp.training.registry import register
 
 LONG = "train_configs/llama3_8b_4k_to_1m.toml"
@@ -179,7 +179,7 @@ def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_exchange_without_formulas_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(EXCHANGES) == set(STRATEGIES)
+    assert set(STRATEGY_COSTS) == set(STRATEGIES)
     monkeypatch.setitem(STRATEGIES, "tree", STRATEGIES["ring"])
     # [context_parallel] knows the same names as the registry, so a new exchange would come from both.
     config = load_config(LONG)
@@ -187,7 +187,7 @@ def test_an_exchange_without_formulas_is_refused_by_name(monkeypatch: pytest.Mon
     stages = tuple(dataclasses.replace(stage, strategy=None) for stage in config.curriculum.stages)
     curriculum = dataclasses.replace(config.curriculum, stages=stages)
     register(ARCHITECTURES)
-    wanted = "cannot estimate the exchange 'tree'\n  fix: use one of ring, all_gather, all_to_all, hybrid"
+    wanted = "cannot estimate the strategy 'tree'\n  fix: use one of ring, all_gather, all_to_all, hybrid"
     unknown = dataclasses.replace(config, context_parallel=settings, curriculum=curriculum)
     with pytest.raises(ConfigError, match=wanted):
         assert plan_config(unknown, make_cluster("h100-80g", 8))[0].fits

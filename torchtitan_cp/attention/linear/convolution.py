@@ -48,8 +48,8 @@ def causal_conv(
         `[B, S/P, C]` in x's dtype; rows of padding are zero. Sums are fp32 (fp64 for fp64).
 
     Raises:
-        PlanError: shapes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of two axes;
-            an unknown activation.
+        PlanError: shapes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of two axes
+            without `whole_mesh`; an unknown activation.
     """
     if activation is not None:
         check_name("activation", activation, ("silu",))
@@ -85,7 +85,7 @@ def _find_reads(plan: Plan, width: int) -> tuple[list[Spans], list[int], Spans, 
 def _trade(parts: Sequence[Tensor], rows: list[int], plan: Plan) -> list[Tensor]:
     """Give part i `[B, s, C]` to rank i, and get so many rows from it."""
     shapes = [[(len(parts[0]), count, parts[0].shape[2])] for count in rows]
-    return [x for (x,) in find_group(plan.groups, plan.ranks).exchange([x.flatten() for x in parts], shapes)]
+    return [x for (x,) in find_group(plan.groups, plan.ranks).uneven_all_to_all([x.flatten() for x in parts], shapes)]
 
 
 def _hold(x: Tensor, plan: Plan, width: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
-from torchtitan_cp.attention.linear.states import Inputs, Stretch, own_stretches
+from torchtitan_cp.attention.linear.states import DocumentSegment, Inputs, own_segments
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
@@ -37,7 +37,7 @@ def find_rules() -> tuple[Any, Any] | None:
 def is_available(inputs: Inputs, plan: Plan) -> bool:
     """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
     fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= 256
-    return fits and len(inputs.q) > 0 and bool(own_stretches(plan)) and find_rules() is not None
+    return fits and len(inputs.q) > 0 and bool(own_segments(plan)) and find_rules() is not None
 
 
 class FlashKernel:
@@ -45,11 +45,11 @@ class FlashKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.inputs, self.scale, self.l2norm, self.dout = inputs, scale, rule == "normalized_delta", dout
-        self.key_dim, self.segments = inputs.q.shape[-1], self._by_row(own_stretches(plan))
+        self.key_dim, self.segments = inputs.q.shape[-1], self._by_row(own_segments(plan))
         (batch, _, heads, value_dim), dtype = inputs.v.shape, accumulation_dtype(inputs.q.dtype)
         self.zeros = inputs.v.new_zeros((batch, heads, self.key_dim, value_dim), dtype=dtype)
 
-    def summarize(self, segment: Stretch) -> Tensor:
+    def summarize(self, segment: DocumentSegment) -> Tensor:
         """See TorchKernel."""
         segments, inputs, start = self._by_row([segment]), self.inputs, self.zeros[segment.rows]
         if segment.offset:
@@ -64,7 +64,7 @@ class FlashKernel:
         whole = torch.zeros_like(self.inputs.v)
         return whole.flatten(0, 1).index_copy(0, self._index(self.segments), rows[0].to(whole.dtype)).view_as(whole)
 
-    def gradient_inside(self, segment: Stretch) -> Tensor:
+    def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """See TorchKernel."""
         segments = self._by_row([segment])
         with above_autograd(), torch.enable_grad():
@@ -80,7 +80,7 @@ class FlashKernel:
             dends = self._rows(self.dout, self.segments), self._at([s.leaves for s in self.segments], leaving)
             return list(torch.autograd.grad(ends, leaves, dends))
 
-    def _run(self, inputs: Inputs, segments: list[Stretch], start: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: Inputs, segments: list[DocumentSegment], start: Tensor) -> tuple[Tensor, Tensor]:
         """(outputs of these segments' rows one after the other, `[1, rows, Hv, V]`, their last states)."""
         q, k, v, g, beta = (self._rows(x, segments) for x in inputs)
         rule = (find_rules() or ())[g.shape[-1] > 1]
@@ -93,15 +93,15 @@ class FlashKernel:
             cu_seqlens=torch.tensor([0, *(s.tokens for s in segments)], device=q.device).cumsum(0),
         )
 
-    def _by_row(self, segments: list[Stretch]) -> list[Stretch]:
+    def _by_row(self, segments: list[DocumentSegment]) -> list[DocumentSegment]:
         """One for each batch row."""
         return [one._replace(row=row) for one in segments for row in range(len(self.inputs.q))[one.rows]]
 
-    def _index(self, segments: list[Stretch]) -> Tensor:
+    def _index(self, segments: list[DocumentSegment]) -> Tensor:
         rows = [torch.arange(s.tokens) + s.row * self.inputs.q.shape[1] + s.local for s in segments]
         return torch.cat(rows).to(self.inputs.q.device)
 
-    def _rows(self, x: Tensor | None, segments: list[Stretch]) -> Tensor:
+    def _rows(self, x: Tensor | None, segments: list[DocumentSegment]) -> Tensor:
         assert x is not None
         return x.flatten(0, 1).index_select(0, self._index(segments)).unsqueeze(0)
 

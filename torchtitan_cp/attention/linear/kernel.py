@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
 from torchtitan_cp.attention.linear import flash_linear
-from torchtitan_cp.attention.linear.states import KEPT, Inputs, Stretch, document_offsets
+from torchtitan_cp.attention.linear.states import KEPT, DocumentSegment, Inputs, document_offsets
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
@@ -102,7 +102,7 @@ class TorchKernel:
         """What each chunk's own outputs ask of the state that enters it, `[N, B, Hk, R, K, V]`."""
         return self.factors.q_in.mT @ self.dout - self.factors.w.mT @ (self.factors.attn.mT @ self.dout)
 
-    def summarize(self, segment: Stretch) -> Tensor:
+    def summarize(self, segment: DocumentSegment) -> Tensor:
         """Of the map S -> A S + B over a segment, B `[b, H, K, V]`; unless its document begins in it, A and B side by
         side, `[b, H, K, K + V]`. A scan's A is diagonal: a column."""
         factors, added = self._of(segment), self.added[self._chunks(segment)]
@@ -121,7 +121,7 @@ class TorchKernel:
         factors, states = self.factors, self._chunk_states(entering)
         return self._join(factors.q_in @ states + factors.attn @ (factors.u - factors.w @ states))
 
-    def gradient_inside(self, segment: Stretch) -> Tensor:
+    def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """G, what a segment's own outputs ask of the state that enters it, `[b, H, K, V]`."""
         asked = self.asked[self._chunks(segment)]
         return scan(self._of(segment), asked, {}, back=True)[1].flatten(1, 2)
@@ -154,12 +154,12 @@ class TorchKernel:
         """The inverse of `_split`."""
         return chunks.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2).index_select(1, self.places)
 
-    def _chunks(self, segment: Stretch) -> tuple[slice, slice]:
+    def _chunks(self, segment: DocumentSegment) -> tuple[slice, slice]:
         """The chunks and batch rows of a segment."""
         first, end = self.firsts[segment.run], segment.begin + segment.tokens
         return slice(first + segment.begin // CHUNK, first - (-end // CHUNK)), segment.rows
 
-    def _of(self, segment: Stretch) -> Factors:
+    def _of(self, segment: DocumentSegment) -> Factors:
         return Factors(*(x[self._chunks(segment)] for x in self.factors))
 
 

@@ -59,7 +59,7 @@ def gated_delta_rule(
 
     Raises:
         PlanError: shapes or dtypes do not fit the plan or each other; a window, a mask that is not causal, or a mesh of
-            two axes, which the rule does not have; an unknown strategy.
+            two axes without `whole_mesh`; an unknown strategy.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _call(Inputs(q, k, v, g, beta), plan, scale, "normalized_delta" if qk_l2norm else "delta", strategy)
@@ -124,7 +124,7 @@ def check_inputs(plan: Plan, fits: bool, takes: str, inputs: Mapping[str, Tensor
 
 
 def choose_strategy(inputs: Inputs, plan: Plan, rule: str) -> tuple[str, int, int]:
-    """(what `auto` takes, bytes that a rank sends forward and backward with states, and in trade, times P / (P - 1)).
+    """(what `auto` takes, bytes that a rank sends passing states, and trading heads), both before a factor (P - 1) / P.
 
     Forward, a run sends A and B and gets a state; backward, it sends and gets one. That is an upper bound: a document
     that begins or ends in a run needs less. Heads are traded where they divide and that carries less.

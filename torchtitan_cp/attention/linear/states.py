@@ -1,10 +1,10 @@
-"""A document's stretches on the ranks, and the states that cross between them.
+"""A document's segments on the ranks, and the states that cross between them.
 
 Over its rows of a document a rank maps the state S that enters to A S + B. Every rank computes A and B of its segments.
 Those of one head all go to one rank, which takes the state of every document from segment to segment and gives each
-rank the states that enter its segments. Backward, what a segment's own outputs ask of the state that enters, G, goes
-the same way in the opposite order: dS <- A^T dS + G. A document's first segment needs no A, and its last neither A nor
-B.
+rank the states that enter its segments. Backward, G, the gradient of the entering state from the segment's own outputs,
+goes the same way in the opposite order: dS <- A^T dS + G. A document's first segment needs no A, and its last neither
+A nor B.
 """
 
 from bisect import bisect_right
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     beta: Tensor
 
 
-class Stretch(NamedTuple):
+class DocumentSegment(NamedTuple):
     """The rows of a document that lie side by side on one rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class Stretch(NamedTuple):
 
 
 @lru_cache(maxsize=KEPT)
-def stretches(plan: Plan) -> tuple[tuple[Stretch, ...], ...]:
+def document_segments(plan: Plan) -> tuple[tuple[DocumentSegment, ...], ...]:
     """Those of each document, in the order of the sequence."""
     spans, result = plan.layout.spans, []
     for row, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
@@ -79,21 +79,21 @@ def stretches(plan: Plan) -> tuple[tuple[Stretch, ...], ...]:
         for rank, local, start, stop in segments:
             run = bisect_right(spans[rank], (start, plan.sequence_length)) - 1
             begin = start - spans[rank][run][0]
-            document.append(Stretch(rank, run, row, local, stop - start, begin, start - first, stop < last))
+            document.append(DocumentSegment(rank, run, row, local, stop - start, begin, start - first, stop < last))
         result.append(tuple(document))
     return tuple(result)
 
 
-def own_stretches(plan: Plan) -> list[Stretch]:
+def own_segments(plan: Plan) -> list[DocumentSegment]:
     """Those of this rank."""
-    return [one for document in stretches(plan) for one in document if one.rank == plan.rank]
+    return [one for document in document_segments(plan) for one in document if one.rank == plan.rank]
 
 
 @lru_cache(maxsize=KEPT)
 def document_offsets(plan: Plan, device: torch.device) -> Tensor:
     """How far each local token is from its document's first, `[1 or B, S/P]` int64; -1 for padding."""
     offsets = torch.full((len(plan.segments), plan.local_tokens), -1)
-    for one in own_stretches(plan):
+    for one in own_segments(plan):
         offsets[one.rows, one.local : one.local + one.tokens] = torch.arange(one.offset, one.offset + one.tokens)
     return offsets.to(device)
 
@@ -104,8 +104,8 @@ def whole_sequence(plan: Plan) -> Plan:
     return Plan(plan.sequence_length, plan.mask, contiguous(plan.sequence_length, 1), 0)
 
 
-States = dict[Stretch, Tensor]  # `[b, h, K, columns]` each
-Summarize = Callable[[list[Stretch]], list[Tensor]]
+States = dict[DocumentSegment, Tensor]  # `[b, h, K, columns]` each
+Summarize = Callable[[list[DocumentSegment]], list[Tensor]]
 
 
 def most_maps(ranks: int, most_runs: int, heads: int) -> int:
@@ -129,7 +129,7 @@ class StateExchange:
 
     def __init__(self, inputs: Inputs, plan: Plan, rule: str) -> None:
         self.plan, self.group = plan, find_group(plan.groups, plan.ranks)
-        self.documents = [document for document in stretches(plan) if len(document) > 1]
+        self.documents = [document for document in document_segments(plan) if len(document) > 1]
         self.inner = [segment for document in self.documents for segment in document[1:-1]]
         self.batch, _, self.heads, self.value_dim = inputs.v.shape
         self.rows = self.batch if len(plan.segments) == 1 else 1  # of a segment
@@ -168,7 +168,7 @@ class StateExchange:
         transposed = [x.mT for x in unpack(maps, [self._shape(self.plan.rank, self.map_dim)] * len(self.inner))]
         return self._to_runs(self._compose(backward, dict(zip(self.inner, transposed, strict=True)), added))
 
-    def _compose(self, documents: Sequence[Sequence[Stretch]], maps: States, added: States) -> States:
+    def _compose(self, documents: Sequence[Sequence[DocumentSegment]], maps: States, added: States) -> States:
         """What reaches the segments of each document from those before them in this order."""
         reaching = {}
         for first, *inner, last in documents:
@@ -182,7 +182,7 @@ class StateExchange:
     def _apply(self, transition: Tensor, state: Tensor) -> Tensor:
         return transition @ state if self.map_dim == self.key_dim else transition.view_as(state[..., :1]) * state
 
-    def _to_composers(self, senders: Sequence[Sequence[Stretch]], make: Summarize, map_dim: int = 0) -> States:
+    def _to_composers(self, senders: Sequence[Sequence[DocumentSegment]], make: Summarize, map_dim: int = 0) -> States:
         """Make this rank's states, and get from all ranks those of the heads that this rank composes.
 
         Args:
@@ -194,7 +194,7 @@ class StateExchange:
         made = [x.split(self.shares, 1) for x in (make(by_rank[me]) if by_rank[me] else [])]
         columns = [[self.value_dim + map_dim * (s.offset > 0 and s.leaves) for s in held] for held in by_rank]
         shapes = [[self._shape(me, number) for number in of_rank] for of_rank in columns]
-        received = self.group.exchange([self._flat(x[rank] for x in made) for rank in ranks], shapes)
+        received = self.group.uneven_all_to_all([self._flat(x[rank] for x in made) for rank in ranks], shapes)
         return dict(zip(chain(*by_rank), chain(*received), strict=True))
 
     def _to_runs(self, states: States) -> Tensor:
@@ -203,7 +203,7 @@ class StateExchange:
         own = [s for s in states if s.rank == self.plan.rank]
         shapes = [[self._shape(owner, self.value_dim)] * len(own) for owner in range(self.plan.ranks)]
         runs = self.empty.new_zeros(self.plan.most_runs, self.batch, self.heads, self.key_dim, self.value_dim)
-        for segment, *pieces in zip(own, *self.group.exchange(parts, shapes), strict=True):
+        for segment, *pieces in zip(own, *self.group.uneven_all_to_all(parts, shapes), strict=True):
             runs[segment.run, segment.rows] = torch.cat(pieces, 1)
         return runs
 

@@ -1,10 +1,11 @@
 """Strategies: how the ranks of a group exchange keys and values, one file each; hybrid runs the code of all_to_all.
 
 To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
-its name to STRATEGIES in config/names.py (docs/config.md is made again then), and what it costs to EXCHANGES in
-planner/exchange.py.
-Rules that only it has (a mesh of two axes, no float8) belong in api.py. Tests fail until the names agree; conformance
-and parity run every strategy of this registry.
+its name to STRATEGIES in config/names.py (then regenerate docs/config.md), and what it costs to STRATEGY_COSTS in
+planner/strategy_costs.py.
+Rules that only it has (a mesh of two axes, no float8) belong in api.py; where it does not walk the steps of the ring,
+operator.prepare_plan prepares other tiles. Tests fail until the names agree, and the conformance tests run every
+strategy of this registry; add a row to tests/ranks/training/test_parity.py.
 """
 
 import logging

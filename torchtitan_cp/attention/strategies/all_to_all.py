@@ -25,8 +25,8 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 logger = logging.getLogger(__name__)
 
-# What one rank receives: stretches of rows, one after the other, each `[B, rows, h, D]`.
-Stretches = list[Tensor]
+# What one rank receives: blocks of rows, one after the other, each `[B, rows, h, D]`.
+RowBlocks = list[Tensor]
 Heads = tuple[tuple[tuple[int, ...], ...], int]  # (the heads of each rank, how many there are)
 
 
@@ -94,9 +94,9 @@ class HeadTrade:
         """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
         return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in self.rows], 1)
 
-    def _split_rows(self, x: Tensor) -> list[Stretches]:
+    def _split_rows(self, x: Tensor) -> list[RowBlocks]:
         """`[B, P*s, h, D]`, each rank's own rows."""
-        held: list[Stretches] = [[] for _ in range(self.group.ranks)]
+        held: list[RowBlocks] = [[] for _ in range(self.group.ranks)]
         pieces = x.split([stop - start for _, (start, stop) in self.rows], 1)
         for (rank, _), piece in zip(self.rows, pieces, strict=True):
             held[rank].append(piece)
@@ -125,7 +125,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 STRATEGY = Strategy(forward, backward, trades_heads=True)
 
 
-def trade(tensors: list[list[Stretches]], group: Group) -> list[tuple[Tensor, ...]]:
+def trade(tensors: list[list[RowBlocks]], group: Group) -> list[tuple[Tensor, ...]]:
     """Give part i of each tensor to rank i, all in one message; each value is copied once into it.
 
     Args:
@@ -137,14 +137,14 @@ def trade(tensors: list[list[Stretches]], group: Group) -> list[tuple[Tensor, ..
     shapes = [(len(first[0]), sum(x.shape[1] for x in first), *first[0].shape[2:]) for first, *_ in tensors]
     message = tensors[0][0][0].new_empty((group.ranks, sum(map(math.prod, shapes))))
     for row, *parts in zip(message, *tensors, strict=True):
-        for room, stretches in zip(unpack(row, shapes), parts, strict=True):
-            torch.cat(stretches, 1, out=room)
+        for room, blocks in zip(unpack(row, shapes), parts, strict=True):
+            torch.cat(blocks, 1, out=room)
     tensors.clear()
-    del parts, stretches
+    del parts, blocks
     return list(zip(*(unpack(row, shapes) for row in group.all_to_all(message)), strict=True))
 
 
-def split_heads(x: Tensor, heads: tuple[tuple[int, ...], ...]) -> list[Stretches]:
+def split_heads(x: Tensor, heads: tuple[tuple[int, ...], ...]) -> list[RowBlocks]:
     """`[B, s, H, D]`, each rank's heads; those past H are zeros."""
     missing = heads[-1][-1] + 1 - x.shape[2]
     padded = F.pad(x, (0, 0, 0, missing)) if missing > 0 else x

@@ -11,7 +11,7 @@ from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.exchange import Heads, Rates, layer_of, step_pairs
+from torchtitan_cp.planner.strategy_costs import Heads, Rates, layer_of, step_pairs
 
 SLOW, FAST = 1e6, 1e30  # FLOP/s beside which messages are free, and beside which work is
 

@@ -1,7 +1,7 @@
 """Context parallelism of one layer from its plans: work, bytes, and the exposed time of its messages.
 
 Bytes are counted from the plan's steps, so windows, packed documents and layouts are included. A test compares them
-with what `simulate` sends. What an exchange costs stands in EXCHANGES alone.
+with what `simulate` sends. What each strategy costs is in STRATEGY_COSTS.
 """
 
 import dataclasses
@@ -89,8 +89,8 @@ class Rates:
 Messages = tuple[float, float, float, float]  # the last four of a LayerCost
 
 
-class Exchange(NamedTuple):
-    """What an exchange costs.
+class StrategyCosts(NamedTuple):
+    """What a strategy costs.
 
     Attributes:
         messages: (plan, heads, rates, seconds of the plan's steps forward, and backward) -> Messages.
@@ -102,16 +102,16 @@ class Exchange(NamedTuple):
     working_bytes: Callable[[int, int, int, Heads], float]
 
 
-def find_exchange(strategy: str, ranks: int) -> Exchange:
-    """What an exchange among so many ranks costs.
+def find_costs(strategy: str, ranks: int) -> StrategyCosts:
+    """What a strategy costs among so many ranks.
 
     Raises:
         ConfigError: there are no formulas for it here.
     """
-    if strategy not in EXCHANGES:
-        known = ", ".join(EXCHANGES)
-        raise ConfigError(f"the planner cannot estimate the exchange {strategy!r}", fix=f"use one of {known}")
-    return EXCHANGES[strategy] if ranks > 1 else EXCHANGES["ring"]
+    if strategy not in STRATEGY_COSTS:
+        known = ", ".join(STRATEGY_COSTS)
+        raise ConfigError(f"the planner cannot estimate the strategy {strategy!r}", fix=f"use one of {known}")
+    return STRATEGY_COSTS[strategy] if ranks > 1 else STRATEGY_COSTS["ring"]
 
 
 def step_pairs(plan: Plan) -> list[int]:
@@ -120,13 +120,13 @@ def step_pairs(plan: Plan) -> list[int]:
 
 
 def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
-    """Cost of one sequence of one layer for a plan's rank; raises as `find_exchange`."""
-    exchange, pairs = find_exchange(plan.strategy, plan.ranks), step_pairs(plan)
+    """Cost of one sequence of one layer for a plan's rank; raises as `find_costs`."""
+    costs, pairs = find_costs(plan.strategy, plan.ranks), step_pairs(plan)
     own = heads.after_all_to_all(plan.all_to_all_ranks)
     flops = [count * own.query * own.dim for count in pairs]
     forward = [FORWARD_FLOPS * count / rates.forward for count in flops]
     backward = [BACKWARD_FLOPS * count / rates.backward for count in flops]
-    return LayerCost(sum(pairs) * own.query, *exchange.messages(plan, own, rates, forward, backward))
+    return LayerCost(sum(pairs) * own.query, *costs.messages(plan, own, rates, forward, backward))
 
 
 @lru_cache(maxsize=16384)
@@ -201,10 +201,10 @@ def _gather_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) ->
     return gathered * (2 * c + 2 * FP32_BYTES) + tokens * (q + kv) * c
 
 
-RING = Exchange(_ring_messages, _ring_working_bytes)
-EXCHANGES = {
+RING = StrategyCosts(_ring_messages, _ring_working_bytes)
+STRATEGY_COSTS = {
     "ring": RING,
-    "all_gather": Exchange(_gather_messages, _gather_working_bytes),
+    "all_gather": StrategyCosts(_gather_messages, _gather_working_bytes),
     "all_to_all": RING,
     "hybrid": RING,
 }
