@@ -84,8 +84,9 @@ def _check_sections(config: Config, ranks: int) -> None:
             "parallel.fsdp_cpu_offload does not work with optimizer.name = 'muon', whose ranks exchange whole matrices",
             fix="use adamw, or optimizer.offload_state = true instead of parallel.fsdp_cpu_offload",
         )
-    if not config.job.dump_folder:
-        raise ConfigError("job.dump_folder is empty", fix="name a folder, e.g. --job.dump_folder=outputs/mine")
+    for key, folder in (("job.dump_folder", config.job.dump_folder), ("data.cache_folder", config.data.cache_folder)):
+        if not folder:
+            raise ConfigError(f"{key} is empty", fix=f"name a folder, e.g. --{key}=outputs/mine")
     named = {"health.inject.rank": fault.rank * bool(fault.step)}
     named["profiling.ranks"] = max((0, *config.profiling.ranks)) if config.profiling.steps else 0
     for key, rank in named.items():

@@ -151,7 +151,7 @@ class Optimizer:
     lr: float = key(3e-4, least=0, most=100)
     beta1: float = key(0.9, least=0, below=1)
     beta2: float = key(0.95, least=0, below=1)
-    eps: float = key(1e-8, least=0, most=1)
+    eps: float = key(1e-8, least=1e-30, most=1)
     weight_decay: float = key(0.1, least=0)
     muon_momentum: float = key(0.95, least=0, below=1)
     implementation: str = key("fused", choices=("fused", "foreach", "for-loop"))

@@ -181,6 +181,7 @@ def test_a_profile_of_a_rank_that_does_not_exist_is_refused() -> None:
 
 def test_a_run_without_a_folder_is_refused() -> None:
     assert "job.dump_folder is empty\n  fix: name a folder" in refuse(config_with(job=Job(dump_folder="")), 1)
+    assert "data.cache_folder is empty\n  fix: name a folder" in refuse(config_with(data=Data(cache_folder="")), 1)
 
 
 def test_no_stage_is_refused() -> None:

@@ -69,6 +69,7 @@ def test_a_nested_key_of_a_stage_is_named_by_its_place(tmp_path: Path) -> None:
         ("[training]\nseed = -1", "training.seed = -1 is too small"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan is not a finite number\n  fix: give a finite number"),
         ("[optimizer]\nlr = inf", "optimizer.lr = inf is not a finite number"),
+        ("[optimizer]\neps = 0.0", "optimizer.eps = 0.0 is too small"),
         ("[optimizer]\nbeta1 = 2", "optimizer.beta1 = 2.0 is too large\n  fix: use a number below 1"),
         ("[lr_scheduler]\nend_fraction = 7", "lr_scheduler.end_fraction = 7.0 is too large\n  fix: use at most 1"),
         ("[evaluation]\nmax_share = 5", "evaluation.max_share = 5.0 is too large\n  fix: use at most 1"),
