@@ -102,4 +102,7 @@ def set_aside(folder: Path) -> Path:
 def delete_partial(folder: Path) -> None:
     """Delete what saves and deletions left when they were cut short."""
     for path in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

@@ -13,6 +13,7 @@ from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
 START_BYTES = 2**16
+START_FILES = ("config.toml", ".lock")
 MOST_TOKENS = 1e15  # of a stage
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -267,14 +268,18 @@ def check_dump_folder(folder: str) -> None:
     """Make the run's folder, and write as much to it as a start does.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it, or a file in it that each start writes, cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
             file.write(bytes(START_BYTES))
+        for path in Path(folder).iterdir():
+            if path.name in START_FILES:
+                path.open("a").close()
     except OSError as error:
+        blocked = f"{name}: " if (name := Path(error.filename or folder).name) in START_FILES else ""
         raise ConfigError(
-            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}",
+            f"job.dump_folder = {folder!r} cannot be written: {blocked}{error.strerror}",
             fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",
         ) from None

@@ -22,7 +22,7 @@ TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),
     float: ("a number", "write it without quotes, e.g. 0.5"),
     bool: ("true or false", "write true or false, without quotes"),
-    str: ("a string", 'write it in quotes, e.g. "text"'),
+    str: ("a string", 'write it in quotes, e.g. "text"; on a command line \'--section.key="text"\''),
     dict: ("a table", "write it in braces, e.g. {name = 1}"),
 }
 

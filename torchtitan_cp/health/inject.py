@@ -125,12 +125,19 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
         hook.remove()
         return (corrupted(output[0]), *output[1:]) if isinstance(output, tuple) else corrupted(output)
 
-    def corrupt_gradient(module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            hook.remove()
+    def corrupt_gradient(module: nn.Module, inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inputs
+        hook.remove()
+        if settings.where == "backward":
+            # A view has the module's gradient alone; the tensor's own also sums that of the residual stream.
+            x = inputs[0].view_as(inputs[0])
+            inputs = (x, *inputs[1:])
+        else:
             # In the forward the weight is the gathered one, whose gradient no other rank has touched yet.
-            x = inputs[0] if settings.where == "backward" else getattr(module, str(weight))
-            hooks.enter_context(x.register_hook(corrupted))
+            x = getattr(module, str(weight))
+        hooks.enter_context(x.register_hook(corrupted))
+        return inputs
 
     with ExitStack() as hooks:
         if settings.where == "weight":

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from torchtitan_cp.attention.compiling import compile_whole
@@ -125,6 +125,16 @@ def apply_fsdp(
         # gloo has no scaled sum, which a divide factor would otherwise ask for.
         module.set_force_sum_reduction_for_comms(True)
     prefetch(model, config.parallel.fsdp_prefetch)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights, so that the model's parameters are its shards.
+
+    After an evaluation, which has no backward, a block that keeps its gathered weights still has them for parameters.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def prefetch(model: nn.Module, blocks: int) -> None:

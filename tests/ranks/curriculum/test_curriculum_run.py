@@ -16,7 +16,7 @@ from tests.support.curricula import MIXED, dimensions, losses_of
 from tests.support.deep import deep_rows
 from tests.support.memory import masked
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.runs import TINY, prepared, write_run
+from tests.support.runs import TINY, prepared, train, write_run
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.data.batches.loader import read_step
@@ -168,6 +168,28 @@ def test_a_stage_that_resets_the_optimizer_begins_without_moments(
     ranks: Callable[[int], RankPool], straight: tuple[Path, Any]
 ) -> None:
     assert ranks(1)(moments, straight[0]) == [(False, True)]
+
+
+RESET = """
+[[curriculum.stages]]
+seq_len = 128
+steps = 3
+global_batch_tokens = 512
+optimizer_state = "reset"
+"""
+
+
+@pytest.mark.parametrize("layout", ["--parallel.fsdp_reshard=never", "--parallel.pp=2"])
+def test_a_stage_that_resets_the_optimizer_trains_what_it_does_with_checkpoints(
+    ranks: Callable[[int], RankPool], tmp_path: Path, layout: str
+) -> None:
+    path = write_run(tmp_path, TINY.replace("steps = 20", "steps = 2") + RESET)
+
+    def trained(*overrides: str) -> list[float]:
+        folder = f"--job.dump_folder={tmp_path / str(len(overrides))}"
+        return [line["loss"] for line in ranks(2)(train, path, layout, folder, *overrides)[0]]
+
+    assert trained("--checkpoint.enable=false") == trained()
 
 
 GATED = (

@@ -12,7 +12,7 @@ from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.data.batches.loader import MicroBatch
-from torchtitan_cp.health.inject import Injector
+from torchtitan_cp.health.inject import SPIKE, Injector, fault_in
 
 
 class Net(nn.Module):
@@ -141,3 +141,13 @@ def warn() -> list[str]:
 def test_the_log_says_loudly_that_the_fault_is_made_on_purpose(ranks: Callable[[int], RankPool]) -> None:
     (line,) = ranks(1)(warn)[0]
     assert line.startswith("FAULT INJECTED on purpose in step 2")
+
+
+def test_a_fault_in_a_modules_backward_spares_what_goes_around_it() -> None:
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    own = module.weight.detach().sum(0)
+    with fault_in(module, Inject(step=1, where="backward", kind="spike")):
+        hidden = 1 * x
+        (hidden + module(hidden)).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, (1 + SPIKE * own).expand(2, 4))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
+from torchtitan_cp.checkpoint.save import delete_partial
 from torchtitan_cp.config import ConfigError
 
 
@@ -48,3 +49,11 @@ def test_going_on_with_another_model_or_other_data_names_what_differs() -> None:
     check_identity({"data": "abc"}, {"data": "abc", "what only later versions write": 2}, Path("step-1"))
     with pytest.raises(ConfigError, match=r"step-1 was written with data abc, and the config now gives xyz"):
         check_identity({"data": "abc"}, {"data": "xyz"}, Path("step-1"))
+
+
+def test_what_is_left_of_a_save_is_deleted_file_or_folder(tmp_path: Path) -> None:
+    (tmp_path / "step-3.partial").mkdir()
+    (tmp_path / "step-5.partial").touch()
+    (tmp_path / "step-4").mkdir()
+    delete_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]

@@ -303,6 +303,9 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         check_dump_folder(str(tmp_path / "file" / "run"))
     check_dump_folder(str(tmp_path / "new" / "run"))
     assert list((tmp_path / "new" / "run").iterdir()) == []
+    (tmp_path / "new" / "run" / "config.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: config.toml: Is a directory"):
+        check_dump_folder(str(tmp_path / "new" / "run"))
 
 
 @pytest.mark.parametrize(
