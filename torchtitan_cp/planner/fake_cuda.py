@@ -24,15 +24,20 @@ from torchtitan_cp.planner.devices import ACCELERATORS
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
+def library_path(torch_folder: Path) -> Path:
+    """In the user's cache. The library loads that torch's own, so another environment has another."""
+    built_from = SOURCE.read_bytes() + f"{torch.__version__} {torch_folder}".encode()
+    return Path("~/.cache/torchtitan-cp").expanduser() / f"fake_cuda-{hashlib.sha256(built_from).hexdigest()[:16]}.so"
+
+
 def build_library() -> Path:
-    """The compiled library for this torch, from the user's cache or compiled now, in about ten seconds.
+    """The compiled library for this installation of torch, from the user's cache or compiled now, in about ten seconds.
 
     Raises:
         ConfigError: there is no C++ compiler, or it fails.
     """
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = Path("~/.cache/torchtitan-cp").expanduser() / f"fake_cuda-{key}.so"
-    if library.exists():
+    root = Path(torch.__file__).parent
+    if (library := library_path(root)).exists():
         return library
     compiler = shutil.which("c++") or shutil.which("g++")
     if sys.platform != "linux" or not compiler:
@@ -40,7 +45,6 @@ def build_library() -> Path:
             "a dry run on a GPU that is not there needs Linux and a C++ compiler, for a small library",
             fix="install g++ (11 or later), or leave --device out to walk on the CPU",
         )
-    root = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
     library.parent.mkdir(parents=True, exist_ok=True)

@@ -108,3 +108,7 @@ def test_device_is_for_dry_runs_alone(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         train.main(["--device", DEVICE])
     assert "--world-size and --device need --dry-run" in capsys.readouterr().err
+
+
+def test_environments_do_not_share_the_library_that_loads_ones_torch() -> None:
+    assert fake_cuda.library_path(Path("/one/torch")) != fake_cuda.library_path(Path("/other/torch"))
