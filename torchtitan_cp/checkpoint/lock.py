@@ -9,10 +9,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.config.check import LOCK_FILE, check_dump_folder
 
 logger = logging.getLogger(__name__)
-LOCK_FILE = ".lock"
 
 
 @contextmanager

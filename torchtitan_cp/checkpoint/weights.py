@@ -15,6 +15,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."
@@ -76,7 +77,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
                 f"{path} is not a checkpoint and contains none", fix="give a run's folder, or .../checkpoints/step-N"
             )
         path = complete[-1][1]
-    config = load_config(path.parents[1] / "config.toml")
+    config = load_config(path.parents[1] / RUN_CONFIG)
     own = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.trained and own.is_file():
         config = config.with_keys(tokenizer={"path": str(own)})

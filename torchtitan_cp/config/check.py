@@ -13,7 +13,7 @@ from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
 START_BYTES = 2**16
-START_FILES = ("config.toml", ".lock")
+RUN_CONFIG, LOCK_FILE = "config.toml", ".lock"  # of the run's folder, written at every start
 MOST_TOKENS = 1e15  # of a stage
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -274,11 +274,12 @@ def check_dump_folder(folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
             file.write(bytes(START_BYTES))
-        for path in Path(folder).iterdir():
-            if path.name in START_FILES:
+        for path in (Path(folder, RUN_CONFIG), Path(folder, LOCK_FILE)):
+            if path.exists():
                 path.open("a").close()
     except OSError as error:
-        blocked = f"{name}: " if (name := Path(error.filename or folder).name) in START_FILES else ""
+        name = Path(error.filename or folder).name
+        blocked = f"{name}: " if name in (RUN_CONFIG, LOCK_FILE) else ""
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {blocked}{error.strerror}",
             fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",

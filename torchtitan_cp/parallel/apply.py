@@ -128,10 +128,7 @@ def apply_fsdp(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights, so that the model's parameters are its shards.
-
-    After an evaluation, which has no backward, a block that keeps its gathered weights still has them for parameters.
-    """
+    """Free gathered weights, so that the model's parameters are its shards again; after a backward they are."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

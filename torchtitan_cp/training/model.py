@@ -31,7 +31,7 @@ from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
-from torchtitan_cp.parallel.apply import parallelize, reshard, wrap_blocks
+from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.experts import RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
@@ -186,7 +186,6 @@ class ParallelModel:
 
     def reset_optimizers(self) -> None:
         """Make optimizers without state."""
-        reshard(self.parts)
         self.optimizers = [
             build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=self.parameter_names)
             for part in self.parts

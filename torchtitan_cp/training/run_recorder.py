@@ -14,7 +14,7 @@ from torchtitan_cp.attention import Plan
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import to_toml
-from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.config.check import RUN_CONFIG, check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
@@ -80,7 +80,7 @@ class RunRecorder:
         if self.world.rank == 0:
             text, tokenizer = to_toml(config), self.data.corpus.tokenizer
             check_dump_folder(config.job.dump_folder)
-            (self.folder / "config.toml").write_text(text, encoding="utf-8")
+            (self.folder / RUN_CONFIG).write_text(text, encoding="utf-8")
             if tokenizer.path and config.tokenizer.trained:
                 shutil.copyfile(tokenizer.path, self.folder / TOKENIZER_FILE)
             logger.open_files(self.folder, done)

@@ -24,6 +24,7 @@ from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
 from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.schedule import LearningRates
+from torchtitan_cp.parallel.apply import reshard
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.runtime.consistency import check_agreement
 from torchtitan_cp.runtime.device import World, freeze_long_lived_objects, use_deterministic_kernels
@@ -375,6 +376,7 @@ class Trainer:
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_loss=self.progress.short_loss
         )
+        reshard(self.model.parts)  # without a backward, gathered weights that are kept would stay their parameters
         self.model.pop_timings()  # those of the evaluation are not the next step's
         # The evaluation may have taken long.
         requests = self._stop_and_save_requests()
