@@ -250,7 +250,7 @@ def _mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
         keys = torch.arange(query + 64)
         allowed = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
         seen = int(allowed.sum())
-        windows.add((seen if seen <= query else 0) if allowed[query + 1 - seen : query + 1].all() else -1)
+        windows.add((seen if seen <= query else 0) if seen and allowed[query + 1 - seen : query + 1].all() else -1)
     window = windows.pop() if len(windows) == 1 else -1
     return torch.full((1, 1, _TOKENS, _TOKENS), _MASK + window)
 

@@ -10,6 +10,7 @@ from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
 LENGTH, DIM, HEADS, HEAD_DIM, WINDOW, SCALE, CAP = 128, 32, 4, 8, 24, 0.6, 4.0
 DOCUMENTS = (37, 1, 90)
 MASK = AttentionMask(document_lengths=(DOCUMENTS,))
+BASES = {"full": 0.3, "sliding": 0.5}
 
 
 class SelfAttention(nn.Module):
@@ -22,9 +23,9 @@ class SelfAttention(nn.Module):
         self.sinks = nn.Parameter(torch.ones(HEADS))
         self.out = nn.Linear(HEADS * HEAD_DIM, DIM)
 
-    def forward(self, x: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor, plans: dict[int, Plan] | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
-        q, k = rotate(q, positions), rotate(k, positions)
+        q, k = rotate(q, angles), rotate(k, angles)
         if plans is None or self.fault == "unreached":
             return self.out(self.formulas(q, k, v).flatten(2))
         options = {"scale": SCALE, "softcap": CAP, "sinks": self.sinks}
@@ -43,8 +44,15 @@ class SelfAttention(nn.Module):
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    angles = positions[:, :, None, None] * 0.3 ** torch.arange(HEAD_DIM // 2)
+class Rotary(nn.Module):
+    """Angles for a kind of layer."""
+
+    def forward(self, positions: Tensor, kind: str) -> Tensor:
+        return positions[:, :, None] * BASES[kind] ** torch.arange(HEAD_DIM // 2)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    angles = angles[:, :, None]
     first, second = x.chunk(2, -1)
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
@@ -79,18 +87,21 @@ class Layer(nn.Module):
         self.norm, self.attention = nn.RMSNorm(DIM), SelfAttention(window, fault)
         self.mlp = ShortConv() if fault == "recurrence" else nn.Sequential(nn.Linear(DIM, DIM), Experts())
 
-    def forward(self, x: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
-        x = x + self.attention(self.norm(x), positions, plans)
+    def forward(self, x: Tensor, angles: Tensor, plans: dict[int, Plan] | None) -> Tensor:
+        x = x + self.attention(self.norm(x), angles, plans)
         return x + F.silu(self.mlp(x))
 
 
 class Decoder(nn.Module):
-    """Two layers, the second with a window; the fault is in the second."""
+    """Two layers, the second with a window; the fault is in the second.
+
+    Ranks take the kinds of layers in other orders, as models of transformers do, which go through a set.
+    """
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
         self.fault = fault
-        self.embed = nn.Embedding(50, DIM)
+        self.embed, self.rotary = nn.Embedding(50, DIM), Rotary()
         self.layers = nn.ModuleList([Layer(0, ""), Layer(WINDOW, fault)])
         self.norm = nn.RMSNorm(DIM)
 
@@ -98,8 +109,10 @@ class Decoder(nn.Module):
         if self.fault == "positions" and plans:
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, positions, plans)
+        kinds = sorted(BASES, reverse=torch.distributed.get_rank() % 2 == 1)
+        angles = {kind: self.rotary(positions, kind) for kind in kinds}
+        for layer, kind in zip(self.layers, BASES, strict=True):
+            x = layer(x, angles[kind], plans)
         return self.norm(x) @ self.embed.weight.T
 
 

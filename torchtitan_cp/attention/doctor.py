@@ -246,7 +246,7 @@ def _first_off(got: Mapping[Event, Tensor], want: Mapping[Event, Tensor]) -> Eve
 def _owner(event: Event) -> str:
     """The module that computed what an event holds: what a module takes, its parent made."""
     name, side = event
-    return name.rpartition(".")[0] if side == "in" else name
+    return name.rpartition(".")[0] if side.startswith("in") else name
 
 
 def _describe(positions: Tensor) -> str:

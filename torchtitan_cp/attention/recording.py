@@ -110,14 +110,16 @@ class _Recorder(TorchDispatchMode):
         if module in self.names:
             self.entered.append(self.names[module])
 
-    def leave(self, module: nn.Module, args: Any, out: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, named: Any, out: Any) -> None:
         if module in self.names:
             name = self.entered.pop()
             if name in self.entered:  # a head that calls the output layer
                 return
+            # Ranks may ask a rotary embedding for its kinds of layers in any order: transformers loops over a set.
+            kind = "".join(f" {x}" for x in (*args, *named.values()) if isinstance(x, str))
             if not any(module.children()):
-                self.note(name, "in", args)
-            self.note(name, "out", out)
+                self.note(name, f"in{kind}", args)
+            self.note(name, f"out{kind}", out)
 
     @torch.no_grad()
     def note(self, name: str, side: str, value: Any) -> None:
@@ -152,7 +154,7 @@ def record(side: Side, sequences: int, tokens: int, changed: int | None = None, 
     recorder = _Recorder(side.model, trace, sequences, tokens, own_values)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(recorder.enter).remove)
-        stack.callback(register_module_forward_hook(recorder.leave).remove)
+        stack.callback(register_module_forward_hook(recorder.leave, with_kwargs=True).remove)
         stack.enter_context(recorder)
         try:
             trace.loss = float(side.step(changed))

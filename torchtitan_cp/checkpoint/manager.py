@@ -254,7 +254,15 @@ class CheckpointManager:
         Raises:
             ConfigError: a part is missing or cannot be read.
         """
-        load_state(CheckpointReader(path), _state(parts, optimizers))
+        reader, state = CheckpointReader(path), _state(parts, optimizers)
+        # A parameter without a gradient so far (of an image encoder, under text) has no moments in the file.
+        stored = {name.rpartition(".")[0] for name in reader.table.state_dict_metadata}
+        state["optimizer"] = {
+            name: value
+            for name, value in state["optimizer"].items()
+            if not name.startswith("state.") or f"optimizer.{name}".rpartition(".")[0] in stored
+        }
+        load_state(reader, state)
         self.newest_step = int(path.name.removeprefix("step-"))
 
 
@@ -262,7 +270,12 @@ def _state(parts: Parts, optimizers: Optimizers) -> dict[str, Any]:
     """Everything by the name it has in the whole model, whatever parts a rank has: its own tensors, no copies."""
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for part, optimizer in zip(parts, optimizers, strict=True):
+        fresh = not optimizer.state
         model_state, optimizer_state = get_state_dict(part, optimizer, options=BY_NAME)
+        if fresh:  # torch has made moments by a step without gradients, which is not to count
+            for moments in optimizer.state.values():
+                if "step" in moments:
+                    moments["step"].zero_()
         state["model"].update(model_state)
         state["optimizer"].update(optimizer_state)
     return state

@@ -145,6 +145,41 @@ def test_moments_in_8_bits_are_saved_though_they_cannot_be_staged(
     assert ranks(1)(save_eight_bits, tmp_path)[0] == (True, True)
 
 
+def go_on_with_an_idle_parameter(folder: Path, steps: int) -> tuple[bool, int]:
+    """On a rank: whether steps after a load are those after the save, and how many parameters then have moments."""
+
+    def make_two() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
+        model.get_submodule(name)(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    checkpoints, (model, optimizer), (other, other_optimizer) = CheckpointManager(folder), make_two(), make_two()
+    for _ in range(steps):
+        take_step(model, optimizer, "used")
+    checkpoints.save(Progress(step=1), [model], [optimizer])
+    checkpoints.close()
+    checkpoints.load(folder / "step-1", [other], [other_optimizer])
+    for name in ("used", "idle"):
+        take_step(model, optimizer, name)
+        take_step(other, other_optimizer, name)
+    fresh, fresh_optimizer = make_two()
+    take_step(fresh, fresh_optimizer, "idle")
+    equal = all(map(torch.equal, model.parameters(), other.parameters()))
+    return equal and torch.equal(fresh["idle"].weight, other["idle"].weight), len(optimizer.state)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_that_had_no_gradient_goes_on_as_without_a_checkpoint(
+    ranks: Callable[[int], RankPool], tmp_path: Path, steps: int
+) -> None:
+    assert ranks(1)(go_on_with_an_idle_parameter, tmp_path, steps)[0] == (True, 4)
+
+
 def load_a_buffer(folder: Path) -> tuple[bool, list[float]]:
     def make_with_buffer(value: float) -> nn.Module:
         model, _ = make(value)
