@@ -46,14 +46,16 @@ PARTS = (
     Part("parity", 240, "--verify-parity over all GPUs, for each exchange, on NCCL", gpus=2),
     Part("conformance", 180, "attention over all GPUs on NCCL against fp64: exchanges, layouts, masks", gpus=2),
     Part("overlap", 120, "a profiled step: keys and values in flight beside compute", gpus=2),
-    Part("flash", 80, "tests of the flash kernel"),
-    Part("efficient", 80, "tests of the efficient kernel, which fp32 uses"),
-    Part("cudnn", 120, "tests of the cuDNN kernel in bf16; few shapes, as each is a plan to build"),
-    Part("quickstart", 240, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
-    Part("offload", 90, "tests of activations that go to host memory"),
+    Part("flash", 40, "tests of the flash kernel"),
+    Part("efficient", 40, "tests of the efficient kernel, which fp32 uses"),
+    Part("cudnn", 60, "tests of the cuDNN kernel in bf16; few shapes, as each is a plan to build"),
+    Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32"),
+    Part("quickstart", 180, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
+    Part("offload", 70, "tests of activations that go to host memory"),
+    Part("families", 90, "models of transformers beside their own attention"),
     Part("shares", 120, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
-    Part("steps", 210, "steps of the 1B, the planner beside them, and the longest that fits"),
-    Part("flex", 110, "one test of the flex kernel, which Triton compiles"),
+    Part("steps", 170, "steps of the 1B, the planner beside them, and the longest that fits"),
+    Part("flex", 80, "tests of the flex kernel, which Triton compiles"),
 )
 
 

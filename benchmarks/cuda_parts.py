@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks.cuda import CASES_FAILED, LOG, ROOT, Line, append, gpus_of, kill
 
 CONFORMANCE_TESTS = "tests/ranks/attention/test_conformance.py"
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
+FAMILY_TESTS = "tests/unit/models/huggingface/test_families.py"
 CORPUS_CACHE = Path(tempfile.gettempdir(), f"torchtitan-cp-corpus-{os.getuid()}")
 TRACE_BYTES = 16 << 20  # of a trace that is kept
 
@@ -180,11 +183,17 @@ def cudnn(record: Record) -> None:
 
 
 def flex(record: Record) -> None:
-    """One, as the compilation takes a minute. On a CPU torch refuses its backward by a check alone."""
+    """Few, as each is compiled; one with short queries. On a CPU torch refuses its backward by a check alone."""
     if record.rehearsal:
         module: Any = importlib.import_module("torch.nn.attention.flex_attention")
         module._validate_device = lambda *tensors: None
-    run_tests(record, KERNEL_TESTS, "flex-bf16 and causal and heads1-dims2")
+    tiles = "causal" if record.rehearsal else "(causal or later)"
+    run_tests(record, KERNEL_TESTS, f"flex-bf16 and {tiles} and heads1-dims2")
+
+
+def families(record: Record) -> None:
+    """All that trains, in fp32."""
+    run_tests(record, FAMILY_TESTS, "cuda and Gemma and 3" if record.rehearsal else "cuda")
 
 
 def offload(record: Record) -> None:
@@ -266,6 +275,89 @@ def _command(record: Record, ranks: int, folder: Path, options: Sequence[str]) -
         options += ["--model.overrides.n_layers=1", "--metrics.tensorboard=false"]
     config = "train_configs/quickstart.toml"
     return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
+
+
+# Overrides.
+MODELS = {
+    "llama": ["--model.flavor=debug"],
+    "gemma3": [
+        "--model.architecture=huggingface",
+        "--model.flavor=",
+        "--model.config=train_configs/models/tiny_gemma3.json",
+    ],
+    "qwen3_5": ["--model.architecture=qwen3_5", "--model.flavor=debug"],
+    "moe": ["--model.architecture=moe", "--model.flavor=debug"],
+}
+PLAIN = ["--context_parallel.kernel=reference", "--training.compute_dtype=float32"]
+BF16, COMPILED = "--training.compute_dtype=bfloat16", "--compile.enable=true"
+OPTIONS = {
+    "fp32": ["--training.compute_dtype=float32"],
+    "bf16": [BF16],
+    "bf16, compiled": [BF16, COMPILED],
+    "flash": [BF16, "--context_parallel.kernel=flash"],
+    "flex": [BF16, "--context_parallel.kernel=flex"],
+    "compiled, reduce-overhead": [BF16, COMPILED, "--compile.mode=reduce-overhead"],
+    "selective, compiled": [BF16, COMPILED, "--activation.checkpoint=selective"],
+    "attention saved, MLP in 2 tiles": [BF16, "--activation.checkpoint=attention_saved", "--activation.mlp_tiles=2"],
+    "activations offloaded": [BF16, "--activation.checkpoint=full", "--activation.offload=true"],
+    "optimizer offloaded": [BF16, "--optimizer.offload_state=true"],
+    "weights offloaded": [BF16, "--parallel.fsdp_cpu_offload=true"],
+    "8-bit moments": [BF16, "--optimizer.state=8bit"],
+    "muon": [BF16, "--optimizer.name=muon"],
+    "float8, tensorwise, compiled": [BF16, COMPILED, "--training.float8=tensorwise"],
+    "float8, rowwise, compiled": [BF16, COMPILED, "--training.float8=rowwise"],
+}
+OF_ALL = ("bf16, compiled", "bf16", "fp32")  # models; the longest first
+NEEDS = {"gemma3": "transformers", "8-bit": "torchao", "float8": "torchao"}  # packages, by words of a case
+AT_ONCE = 8  # runs
+
+
+def options(record: Record) -> None:
+    """Four steps of tiny models with each option, on packed documents, beside fp32 with the reference kernel."""
+    chosen = {(model, "plain"): PLAIN for model in MODELS}
+    chosen |= {(model, name): OPTIONS[name] for name in OF_ALL for model in MODELS}
+    chosen |= {("llama", name): OPTIONS[name] for name in OPTIONS}
+    if record.rehearsal:
+        chosen = {key: chosen[key] for key in (("llama", "plain"), ("llama", "fp32"))}
+    for key in list(chosen):
+        for word, package in NEEDS.items():
+            if word in " ".join(key) and not find_spec(package):
+                del chosen[key]
+                record.write(", ".join(key), "not run", f"no package {package}")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def run(key: tuple[str, str]) -> tuple[str, list[Line]]:
+            out = Path(folder, f"{key[0]}-{key[1]}")
+            shorter = [f"--curriculum.stages[0].{x}" for x in ("seq_len=256", "global_batch_tokens=512")]
+            overrides = [*SHORT, *shorter * record.rehearsal, *MODELS[key[0]], *chosen[key]]
+            command = _command(record, 1, out, overrides)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            print(*key, done.stdout, done.stderr, sep="\n", flush=True)
+            why = " ".join(done.stderr.splitlines()[-3:]) if done.returncode else ""
+            return why[:500], read(out / "metrics.jsonl")
+
+        plain: dict[str, list[float]] = {}
+        for (model, name), (why, lines) in zip(chosen, pool.map(run, chosen), strict=True):
+            losses = [line["loss"] for line in lines]
+            want = plain.setdefault(model, losses)
+            off = [abs(got / exact - 1) for got, exact in zip(losses, want, strict=False)] or [float("inf")]
+            most = (1e-5, 1e-3) if "fp32" in name else (1e-2, 1e-1)
+            passed = not why and len(losses) == len(want) == 4 and off[0] <= most[0] and max(off) <= most[1]
+            record.case(f"{model}, {name}", passed, why, first_off=off[0], largest_off=max(off), **_figures(lines))
+
+
+SHORT = ["--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--tokenizer.kind=bytes"]
+SHORT += [
+    "--data.max_document=700",
+    "--data.validation_fraction=0.0",
+    "--checkpoint.enable=false",
+    "--metrics.tensorboard=false",
+]
+SHORT += ["--lr_scheduler.warmup_steps=0", "--evaluation.tokens=1024", "--evaluation.passkey.trials=0"]
+SHORT.append(
+    "--curriculum.stages=[{seq_len = 2048, steps = 4, global_batch_tokens = 8192, "
+    'data = {document_mask = true, packing = "best_fit"}}]'
+)
 
 
 # Speed ---------------------------------------------------------------------------------------------------------

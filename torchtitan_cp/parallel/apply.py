@@ -158,8 +158,11 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
     for name, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         own_seed = int.from_bytes(digest[:7], "big")
+        device = (
+            torch.device("cuda") if torch.cuda.is_available() else parameter.device
+        )  # offloaded ones are on the host
         if hasattr(model, "init_parameter"):
-            values = model.init_parameter(name, own_seed, parameter.device)  # type: ignore[operator]
+            values = model.init_parameter(name, own_seed, device)  # type: ignore[operator]
             if not loads and values.isnan().any():
                 raise ConfigError(
                     f"transformers has no first values for {name}",
@@ -167,7 +170,7 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
                 )
         else:
             std = model.init_std(name)  # type: ignore[operator]
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if not std:
                 values.fill_(1.0 if std is None else 0.0)
             else:

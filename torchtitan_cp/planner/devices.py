@@ -23,10 +23,10 @@ class Accelerator:
         ranks_per_node: usual size of a node.
         latency_seconds: of one message.
         linear, attention_forward, attention_backward: ASSUMED share of the peak that large matrix products and the
-            attention kernel reach: flash, and every one but cudnn. A measured rate belongs here once there is one.
+            attention kernel reach: flash, and every one but cudnn. On an H100 attention's are measured.
         source: of the numbers that are not assumed.
         fused_norm: RMSNorm is one kernel that keeps its input alone; elsewhere it also keeps two fp32 copies.
-        capability: see kernels.Case; cudnn: ASSUMED shares of the peak (forward, backward), None: as of the others.
+        capability: see kernels.Case; cudnn: its shares of the peak (forward, backward), None: as of the others.
     """
 
     peak_flops: dict[torch.dtype, float] = field(hash=False)
@@ -51,16 +51,16 @@ class Accelerator:
 
 # Links: NVLink's stated total is of both directions, so half of it. Networks: one 200 Gb/s (A100) or 400 Gb/s card a
 # GPU, as in DGX A100, H100, H200, B200. Attention: FlashAttention-2, which reaches less of Hopper's and Blackwell's
-# peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5); cuDNN's has 64 % of an H100's in one forward
-# without a mask (pytorch issue 142132).
+# peak than of Ampere's (Shah et al., FlashAttention-3, 2024, figure 5). That of an H100 was measured (docs/cuda.md,
+# tiles of a ring, head dim 128), and an H200 has the same processor.
 ACCELERATORS = {
     "h100-80g": Accelerator(
-        PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
-        "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.60, 0.50),
+        PEAK_FLOPS["H100"], 79.1 * GIB, 3.35e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
+        "NVIDIA H100 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54),
     ),
     "h200-141g": Accelerator(
-        PEAK_FLOPS["H200"], 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.38, 0.33,
-        "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.60, 0.50),
+        PEAK_FLOPS["H200"], 139.8 * GIB, 4.8e12, 450e9, 50e9, 8, 15e-6, 0.70, 0.34, 0.32,
+        "NVIDIA H200 data sheet, SXM", capability=(9, 0), cudnn=(0.59, 0.54),
     ),
     "a100-80g": Accelerator(
         PEAK_FLOPS["A100"], 79.1 * GIB, 2.039e12, 300e9, 25e9, 8, 15e-6, 0.75, 0.62, 0.52,

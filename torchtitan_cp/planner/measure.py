@@ -19,7 +19,7 @@ from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH, Accele
 from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS
 from torchtitan_cp.runtime.device import Device, find_device
 
-TOKENS = 4096  # at most, of the tensors that kernels are given here
+TOKENS = {"cpu": 4096, "cuda": 16384}  # at most, of the tensors that kernels are given here; fewer leave a GPU idle
 SECONDS = 0.3  # that each kernel runs, once at least
 
 
@@ -37,7 +37,7 @@ def measure_accelerator(config: Config, args: Any, ranks_per_node: int) -> Accel
     if ranks_per_node > 1:
         torch.set_num_threads(1)  # as torchrun starts them
     base, dtype = _known(device), getattr(torch, config.training.compute_dtype)
-    tokens = min(TOKENS, max(stage.seq_len for stage in config.curriculum.stages))
+    tokens = min(TOKENS[device.device.type], max(stage.seq_len for stage in config.curriculum.stages))
     peak = find_peak(device.device, device.name, dtype, config.metrics.peak_tflops).flops_per_second
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_node
     if device.device.type == "cuda":

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.runtime.gloo import use_one_thread
 
 
@@ -92,9 +93,18 @@ def start_ranks(timeout_seconds: float) -> World:
 
     Args:
         timeout_seconds: a collective that waits longer raises.
+
+    Raises:
+        ConfigError: this node has fewer GPUs than ranks; on every rank of it.
     """
     device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.device.type == "cuda":
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if ranks > gpus:
+            raise ConfigError(
+                f"each rank needs a GPU of its own, and this node has {gpus} for {ranks} ranks",
+                fix=f"start {gpus} on it (NPROC={gpus}, or --nproc {gpus}), or use its CPU: CUDA_VISIBLE_DEVICES=''",
+            )
         torch.cuda.set_device(device.device)
     use_one_thread()
     if not dist.is_initialized():

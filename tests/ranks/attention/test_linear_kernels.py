@@ -261,6 +261,36 @@ def test_without_the_package_the_log_says_so_once(
     ]
 
 
+@pytest.mark.parametrize(
+    ("triton", "capability", "tilelang", "right"),
+    [
+        ("3.6.0", (9, 0), None, False),
+        ("3.4.0", (9, 0), None, False),
+        ("3.3.1", (9, 0), None, True),
+        ("3.7.0+git1", (9, 0), None, False),
+        ("3.7.1", (9, 0), None, True),
+        ("3.6.0", (8, 0), None, True),
+        ("3.6.0", (9, 0), "found", True),
+        ("3.10.0", (9, 0), None, True),
+    ],
+)
+def test_the_fused_backward_is_left_alone_where_triton_compiles_it_wrongly(
+    triton: str,
+    capability: tuple[int, int],
+    tilelang: str | None,
+    right: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(flash_linear, "version", lambda package: triton)
+    monkeypatch.setattr(flash_linear, "find_spec", lambda package: tilelang)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    flash_linear.has_right_backward.cache_clear()
+    assert flash_linear.has_right_backward() is right
+    assert ("compiles their fused backward to wrong numbers" in caplog.text) is not right
+    flash_linear.has_right_backward.cache_clear()
+
+
 CROSSING = AttentionMask(document_lengths=((7, 1, 25, 15),))
 HYBRID = Case("packed", "4 of 4", "GDN", "soft", "between", True, torch.float64)
 

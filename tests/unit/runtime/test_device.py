@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-from torchtitan_cp.runtime.device import seed_step
+from torchtitan_cp.runtime.device import seed_step, start_ranks
 
 
 def drawn(*step: object) -> float:
@@ -42,3 +43,15 @@ def test_an_interval_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch
     watch.on_cuda = True
     watch.intervals = [(Event(), Event())]
     assert (watch.take(), watch.take(), watch.take()) == (0.0, 1.0, 0.0)
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        start_ranks(1.0)
+    assert error.value.message == "each rank needs a GPU of its own, and this node has 1 for 2 ranks"
+    assert "NPROC=1" in error.value.fix
+    assert "CUDA_VISIBLE_DEVICES=''" in error.value.fix

@@ -29,9 +29,9 @@ KERNELS: dict[str, Kernel] = {
 }
 
 # The kernel that `auto` tries before others where all tiles are full or causal, by the major compute capability. ATen's
-# flash is FlashAttention-2, made for 8.0: on an H100 SDPA reaches 329 TFLOP/s by it and 631 by cuDNN (pytorch issue
-# 142132), 1.7 to 2.3 times as much in training's shapes; on 8.x and 12.0 cuDNN is no faster (transformers PR 48163); on
-# a B200 a step was 12 % faster by it (torchtitan PR 1196). cuDNN builds a plan for every new length, for about a
+# flash is FlashAttention-2, made for 8.0: on an H100 tiles of a ring reach 325 to 347 TFLOP/s by it and 562 to 598 by
+# cuDNN, backward 300 to 320 and 537 to 548 (docs/cuda.md); on 8.x and 12.0 cuDNN is no faster (transformers PR 48163);
+# on a B200 a step was 12 % faster by it (torchtitan PR 1196). cuDNN builds a plan for every new length, for about a
 # second, and has no window: what is packed or banded stays with flash.
 FIRST = {9: "cudnn", 10: "cudnn"}
 

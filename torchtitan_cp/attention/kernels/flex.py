@@ -61,6 +61,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Score
         scale=scores.scale,
         enable_gqa=q.shape[2] != k.shape[2],
         return_aux=flex.AuxRequest(lse=True),
+        kernel_options={"BACKEND": "TRITON"},  # not its kernel for decoding, which takes short queries and not all
     )
     hidden = hidden[:, :, None]
     out = out.transpose(1, 2).masked_fill(hidden.unsqueeze(-1), 0.0)

@@ -8,7 +8,10 @@ Names and semantics: `chunk_gated_delta_rule` and `chunk_kda` of fla-core 0.5 an
 
 import importlib
 import logging
+import re
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,10 +37,32 @@ def find_rules() -> tuple[Any, Any] | None:
         return None
 
 
+@lru_cache(maxsize=1)
+def has_right_backward() -> bool:
+    """Whether Triton compiles the backward of its gated delta rule to right numbers on this GPU; not Kimi's.
+
+    From 3.4 to 3.7.0 it does not on Hopper, so that fla 0.6 raises there in the first backward, unless it finds
+    tilelang (flash-linear-attention issue 640).
+    """
+    try:
+        release = tuple(int(part) for part in re.findall(r"\d+", version("triton"))[:3])
+    except PackageNotFoundError:
+        return True  # and no fla either
+    wrong = (3, 4) <= release < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9 and not find_spec("tilelang")
+    if wrong:
+        logger.warning(
+            "gated delta nets run in torch, which is slower: Triton %s compiles their fused backward to wrong numbers "
+            "on this GPU; install tilelang, or Triton 3.7.1 or later",
+            ".".join(map(str, release)),
+        )
+    return not wrong
+
+
 def is_available(inputs: Inputs, plan: Plan) -> bool:
     """Whether the fused kernels take these rows: on CUDA, in 16 bits, as they multiply fp32 in fewer."""
     fits = inputs.q.is_cuda and inputs.q.dtype.itemsize == 2 and inputs.q.shape[-1] <= 256
-    return fits and len(inputs.q) > 0 and bool(own_segments(plan)) and find_rules() is not None
+    fits = fits and len(inputs.q) > 0 and bool(own_segments(plan)) and find_rules() is not None
+    return fits and (inputs.g.shape[-1] > 1 or has_right_backward())
 
 
 class FlashKernel:

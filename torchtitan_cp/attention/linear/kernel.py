@@ -16,9 +16,10 @@ token has a log gate of -inf, which is all that keeps documents apart.
 Sources: Yang et al., Gated Delta Networks, 2024; Kimi Linear, 2025; the WY form of Bischof and Van Loan, 1987.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from torchtitan_cp.attention.plan import Plan
 
 CHUNK = 64  # tokens; a power of two
 PART = 2**25  # values, [tokens, heads, V], that a kernel works on at a time; its working memory is about 20 times that
+GROUPED_FROM = 256  # chunks from which on a scan on a GPU goes in groups; fewer take as long one after the other
 NORM_EPSILON = 1e-6  # of the L2 norm of queries and keys, as in the published models
 
 
@@ -81,6 +83,7 @@ class TorchKernel:
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
         self.rule, self.key_heads, device = rule, inputs.q.shape[2], inputs.q.device
+        self.scan = partial(scan, in_groups=inputs.q.is_cuda and rule != "scan")
         self.dtype = accumulation_dtype(inputs.q.dtype)
         self.rows, self.held, self.places, self.firsts, self.lasts = _chunk_rows(plan, device)
         begins = document_offsets(plan, device)[:, :, None, None] == 0
@@ -111,7 +114,7 @@ class TorchKernel:
         if segment.offset and self.rule != "scan":
             identity = torch.eye(key_dim, key_dim + value_dim, dtype=added.dtype, device=added.device)
             starts, added = {0: identity.expand(*added.shape[1:-1], -1)}, F.pad(added, (key_dim, 0))
-        last = scan(factors, added, starts)[1]
+        last = self.scan(factors, added, starts)[1]
         if segment.offset and self.rule == "scan":
             last = torch.cat([factors.gamma.prod(0).expand_as(last[..., :1]), last], -1)
         return last.flatten(1, 2)
@@ -124,7 +127,7 @@ class TorchKernel:
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """G, what a segment's own outputs ask of the state that enters it, `[b, H, K, V]`."""
         asked = self.asked[self._chunks(segment)]
-        return scan(self._of(segment), asked, {}, back=True)[1].flatten(1, 2)
+        return self.scan(self._of(segment), asked, {}, back=True)[1].flatten(1, 2)
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """The gradients of the inputs.
@@ -133,7 +136,7 @@ class TorchKernel:
             entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
         """
         states = self._chunk_states(entering)
-        dstates, _ = scan(self.factors, self.asked, dict(zip(self.lasts, leaving, strict=False)), back=True)
+        dstates, _ = self.scan(self.factors, self.asked, dict(zip(self.lasts, leaving, strict=False)), back=True)
         dfactors = factor_gradients(self.factors, states, self.dout, dstates)
         with above_autograd():
             return [self._join(x) for x in torch.autograd.grad(self.made, self.leaves, dfactors)]
@@ -141,7 +144,7 @@ class TorchKernel:
     def _chunk_states(self, entering: Tensor) -> Tensor:
         """The states that enter the chunks, `[N, B, Hk, R, K, V]`."""
         starts = dict(zip(self.firsts, entering, strict=False))
-        return scan(self.factors, self.added, starts)[0]
+        return self.scan(self.factors, self.added, starts)[0]
 
     def _split(self, x: Tensor) -> Tensor:
         """`[B, S/P, H, D] -> [N, B, Hk, H/Hk, C, D]`, zeros where there is no token."""
@@ -261,7 +264,9 @@ def factor_gradients(factors: Factors, states: Tensor, dout: Tensor, dstates: Te
     return Factors(dvalues, -dvalues @ states.mT, dout @ values.mT, dout @ states.mT, values @ dstates.mT, dgamma)
 
 
-def scan(factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bool = False) -> tuple[Tensor, Tensor]:
+def scan(
+    factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bool = False, in_groups: bool = False
+) -> tuple[Tensor, Tensor]:
     """S <- gamma S + added - k_out^T (w S), chunk by chunk: (every chunk's S before it, the last S).
 
     Args:
@@ -269,13 +274,59 @@ def scan(factors: Factors, added: Tensor, starts: Mapping[int, Tensor], back: bo
         starts: by chunk, S that does not come from the chunk before; the first's, where it is not among them, is zeros.
         back: from the last chunk on, with the transposed map: gradients of the states that leave the chunks, and of the
             one that enters the first.
+        in_groups: of chunks, if there are many; see `_carry_in_groups`.
     """
     shape, (left, right) = added.shape, (factors.w, factors.k_out) if back else (factors.k_out, factors.w)
     gamma, left, right, added = (x.flatten(1, 3) for x in (factors.gamma, left, right, added))
+    carry = _carry_in_groups if in_groups and len(added) >= GROUPED_FROM else _carry
+    starts = {chunk: start.reshape(added.shape[1:]) for chunk, start in starts.items()}
+    before, x = carry(gamma, left, right, added, starts, back)
+    return before.view(shape), x.view(shape[1:])
+
+
+def _carry(
+    gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Mapping[int, Tensor], back: bool
+) -> tuple[Tensor, Tensor]:
+    """A scan one chunk after the other, of `[N, b, ..]`."""
     before, x, numbers = torch.empty_like(added), torch.zeros_like(added[0]), torch.finfo(added.dtype)
     for chunk in range(len(added))[:: -1 if back else 1]:
         # Products of what has decayed further would be subnormal, for which many CPUs take a hundred times as long.
-        x = F.hardshrink(x, numbers.tiny / numbers.eps)
-        before[chunk] = x = starts[chunk].reshape(x.shape) if chunk in starts else x
+        x = x if added.is_cuda else F.hardshrink(x, numbers.tiny / numbers.eps)
+        before[chunk] = x = starts.get(chunk, x)
         x = torch.baddbmm(torch.addcmul(added[chunk], gamma[chunk], x), left[chunk].mT, right[chunk] @ x, alpha=-1)
-    return before.view(shape), x.view(shape[1:])
+    return before, x
+
+
+def _carry_in_groups(
+    gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Mapping[int, Tensor], back: bool
+) -> tuple[Tensor, Tensor]:
+    """The same in about 3 sqrt(N) steps, for a GPU, where a step of few heads costs its launches.
+
+    sqrt(N) groups of as many chunks go side by side: first for the map S -> A S + B of each group, then, from the
+    states that these give the groups, for the states in them.
+    """
+    if back:
+        gamma, left, right, added = (x.flip(0) for x in (gamma, left, right, added))
+        starts = {len(added) - 1 - chunk: start for chunk, start in starts.items()}
+    key_dim, value_dim = added.shape[-2:]
+    identity = torch.eye(key_dim, key_dim + value_dim, dtype=added.dtype, device=added.device)
+    before, x = [], torch.zeros_like(added[0])
+    for first, stop in pairwise(sorted({0, *starts, len(added)})):
+        x, length = starts.get(first, x), math.isqrt(stop - first)
+        groups = -(-(stop - first) // length)
+
+        def side_by_side(x: Tensor, fill: float = 0.0) -> Tensor:
+            padded = F.pad(x[first:stop], (0, 0) * 3 + (0, groups * length - stop + first), value=fill)  # noqa: B023
+            return padded.unflatten(0, (groups, length)).transpose(0, 1).flatten(1, 2)  # noqa: B023
+
+        parts = (side_by_side(gamma, 1.0), side_by_side(left), side_by_side(right))
+        own = side_by_side(added)
+        _, maps = _carry(*parts, F.pad(own, (key_dim, 0)), {0: identity.expand(own.shape[1], -1, -1)}, False)
+        entering = []
+        for each in maps.unflatten(0, (groups, -1)):
+            entering.append(x)
+            x = torch.baddbmm(each[..., key_dim:], each[..., :key_dim], x)
+        states, _ = _carry(*parts, own, {0: torch.cat(entering)}, False)
+        before.append(states.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)[: stop - first])
+    whole = torch.cat(before)
+    return (whole.flip(0) if back else whole), x

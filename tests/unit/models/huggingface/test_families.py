@@ -20,8 +20,9 @@ SEQ_LEN = 96
 LENGTHS = ((SEQ_LEN,), (7, 60, 29))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @deep_rows("family", FAMILIES, default=["Gemma 3", "gpt-oss", "DeepSeek-V3"])
-def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str) -> None:
+def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, device: str) -> None:
     args = args_from_config(FAMILIES[family], {})
     eager = eager_model(FAMILIES[family])
     model = HuggingFaceModel(args, LayerAttention())
@@ -30,20 +31,20 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str) -
     for name, bias in model.named_buffers():
         if any(bias is own for own in model.router_biases.values()):
             theirs[name].copy_(bias.normal_(0.0, 0.2))
-    model.reset_rope(SEQ_LEN, torch.device("cpu"))
+    model.to(device).reset_rope(SEQ_LEN, torch.device(device))
     tokens, labels = torch.randint(FAMILIES[family]["vocab_size"], (2, 2, SEQ_LEN))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
     layout = BatchLayout(SEQ_LEN, 1, 2, 1, 0, partial(make_plan), tuple(sorted({0, *args.layer_windows})))
     loss_of = ChunkedCrossEntropy(40, 0.0, args.logit_scale, args.logit_softcap)
     total = model(
-        tokens,
-        positions,
+        tokens.to(device),
+        positions.to(device),
         layout.plans(AttentionMask(document_lengths=LENGTHS)),
-        lambda hidden, output: loss_of(hidden, output.weight, labels, None)[0],
+        lambda hidden, output: loss_of(hidden, output.weight, labels.to(device), None)[0],
     )
     loss = total / labels.numel()
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     rows = [Row(*pair, lengths) for *pair, lengths in zip(tokens, labels, LENGTHS, strict=True)]
     compare(eager, rows, loss.item(), gradients).check()
 
