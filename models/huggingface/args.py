@@ -164,12 +164,20 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     known = text.to_dict()
     if unknown := [key for key in overrides if key not in known and key not in text.attribute_map]:
         raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    sizes = {**(given or {}), **overrides, "model_type": text.model_type}
+    sizes = given = {**(given or {}), "model_type": text.model_type}
+    # What a multimodal config has for its text model in place of the text model's own defaults, and of what follows
+    # from these.
+    for _ in range(2):
+        made = _parse(sizes).to_dict()
+        sizes = sizes | {key: value for key, value in known.items() if key not in given and value != made.get(key)}
+    sizes = {**sizes, **overrides}
     vocab_size = sizes.get("vocab_size", text.vocab_size)
     sizes = _parse({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
     kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
     args = HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
     name, routers = args.look.model_class, args.look.routers
+    if args.config.get("output_router_logits") and not {"aux_loss_coef", "ffn_config"}.isdisjoint(args.config):
+        raise ValueError(f"{name} has a balance loss that is not taken over: set output_router_logits = false")
     if args.balance and not (routers and args.token_copies):
         raise ValueError(f"{name} has no experts whose balance can be counted: set output_router_logits = false")
     return args

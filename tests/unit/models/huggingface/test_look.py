@@ -12,7 +12,7 @@ from models.huggingface.args import HuggingFaceArgs, args_from_config
 from models.huggingface.look import FIXED
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
-from tests.support.huggingface_families import FAMILIES, WINDOW
+from tests.support.huggingface_families import FAMILIES, SIZES, WINDOW
 from tests.support.huggingface_full_size import PUBLISHED
 from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
 from torchtitan_cp.planner.estimate import model_flops
@@ -111,6 +111,7 @@ def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, conf
         ({"model_type": "llama"}, {"hidden_size": 50}, "refuses this config of 'llama'"),
         ({"model_type": "t5"}, {}, "no causal language model of type 't5'"),
         ({"model_type": "llama"}, {"num_hidden_layers": 0}, "LlamaForCausalLM has .* no list of its 0 layers"),
+        (FAMILIES["JetMoE"], {"output_router_logits": True}, "JetMoeForCausalLM has a balance loss that is not taken"),
     ],
 )
 def test_a_config_that_makes_no_model_is_refused(config: dict[str, Any], overrides: dict[str, Any], says: str) -> None:
@@ -124,6 +125,17 @@ def test_a_multimodal_config_gives_its_text_model_with_overrides() -> None:
     assert args.config["model_type"] == "gemma3_text"
     assert (args.vocab_size, args.look.vocab_size) == (0, 288)
     assert args == HuggingFaceArgs(json.loads(json.dumps(args.config)), 0)
+
+
+def test_a_multimodal_config_keeps_what_it_has_for_its_text_model() -> None:
+    """Voxtral has a head_dim of 128 where its text model alone would divide hidden_size; Fuyu has the sizes flat."""
+    sizes = {key: FAMILIES["Llama"][key] for key in SIZES}
+    voxtral = {"model_type": "voxtral", "text_config": sizes}
+    assert args_from_config(voxtral, {}).head_dim == 128
+    assert args_from_config(voxtral, {"head_dim": 16}).head_dim == 16
+    assert args_from_config({"model_type": "voxtral"}, {}).config["head_dim"] == 128
+    fuyu = args_from_config({"model_type": "fuyu", **sizes}, {"num_hidden_layers": 3})
+    assert (fuyu.look.dim, fuyu.n_layers) == (sizes["hidden_size"], 3)
 
 
 LOOK = """
