@@ -183,8 +183,13 @@ def gradients_of(trainer: Trainer, batches: tuple[MicroBatch, ...]) -> tuple[flo
 
 
 def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """On a rank: the full gradient of every parameter of every pipeline stage, by name."""
-    own = {n: p.grad.full_tensor() for part in trainer.model.parts for n, p in part.named_parameters()}  # type: ignore[union-attr]
+    """On a rank: the full gradient of every parameter of every pipeline stage that has one, by name."""
+    own = {
+        n: p.grad.full_tensor()
+        for part in trainer.model.parts
+        for n, p in part.named_parameters()
+        if p.grad is not None
+    }
     stages: list[Any] = [None] * trainer.meshes.pp.size()
     dist.all_gather_object(stages, own, group=trainer.meshes.pp.get_group())
     return {name: gradient for stage in stages for name, gradient in stage.items()}

@@ -15,7 +15,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
-from torchtitan_cp.config.check import RUN_CONFIG
+from torchtitan_cp.config.check import CHECKPOINTS, RUN_CONFIG
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."
@@ -71,7 +71,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     """
     path = path.absolute()
     if not (path / PROGRESS_FILE).is_file():
-        complete = CheckpointManager(path / "checkpoints").complete()
+        complete = CheckpointManager(path / CHECKPOINTS).complete()
         if not complete:
             raise ConfigError(
                 f"{path} is not a checkpoint and contains none", fix="give a run's folder, or .../checkpoints/step-N"

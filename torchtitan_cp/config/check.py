@@ -13,7 +13,8 @@ from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 
 START_BYTES = 2**16
-RUN_CONFIG, LOCK_FILE = "config.toml", ".lock"  # of the run's folder, written at every start
+# Of the run's folder: two files that every start writes, and a folder.
+RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
 MOST_TOKENS = 1e15  # of a stage
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -277,9 +278,11 @@ def check_dump_folder(folder: str) -> None:
         for path in (Path(folder, RUN_CONFIG), Path(folder, LOCK_FILE)):
             if path.exists():
                 path.open("a").close()
+        if (checkpoints := Path(folder, CHECKPOINTS)).exists():
+            checkpoints.mkdir(exist_ok=True)  # raises where it is a file
     except OSError as error:
         name = Path(error.filename or folder).name
-        blocked = f"{name}: " if name in (RUN_CONFIG, LOCK_FILE) else ""
+        blocked = f"{name}: " if name in (RUN_CONFIG, LOCK_FILE, CHECKPOINTS) else ""
         raise ConfigError(
             f"job.dump_folder = {folder!r} cannot be written: {blocked}{error.strerror}",
             fix="free some space, or give a folder you may write to, e.g. --job.dump_folder=outputs/mine",

@@ -166,7 +166,7 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
 def state_layer(planned: PlannedStage) -> LayerCost:
     """Messages of a layer with a recurrent state, for one sequence. Source: docs/linear_attention.md.
 
-    A rank sends two summaries of each of its two stretches and gets the states that enter them; in backward half.
+    A rank sends two summaries of each of its two segments and gets the states that enter them; in backward half.
     """
     ranks, tp = planned.stage.cp, planned.degrees.tp
     state = max(planned.args.state_sizes) * FP32_BYTES * 2 * (ranks - 1) / ranks

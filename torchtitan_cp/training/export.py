@@ -16,6 +16,7 @@ from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_we
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
@@ -61,7 +62,7 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
     last = False
     while not last:
         last = ended.wait(POLL_SECONDS)
-        for path in CheckpointManager(folder / "checkpoints").stage_ends():
+        for path in CheckpointManager(folder / CHECKPOINTS).stage_ends():
             out = folder / "hub" / path.name
             if path in tried or out.exists():
                 continue

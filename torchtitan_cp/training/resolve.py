@@ -60,12 +60,12 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `registry.check_model`: degrees and flags that the architecture lacks, what this model cannot do, and the biases
       that training.router_bias_update changes.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP; `parallel.check_expert_parallel`: ep divides experts.
-    - `parallel.plan_pipeline`: there are enough layers for pp and the schedule.
+    - `parallel.plan_pipeline`: there are enough layers for pp and the schedule, and this torch has the schedule.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
-    So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines, the schedule takes the
-    step's micro-batches, the blocks' recomputation and compile, there are enough layers, and, where stages have
-    another pp, checkpoints are on.
+    So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines (`check_model`), there are
+    enough layers (`plan_pipeline`), and the schedule takes the step's micro-batches, the blocks' recomputation and
+    compile, and checkpoints are on where stages have another pp (all `check_config`).
 
     Args:
         model_args: of `config.model`, if they are known, e.g. with the tokenizer's vocabulary.

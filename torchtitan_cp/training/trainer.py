@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, UserError
+from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.evaluation.result import EvaluationResult
@@ -61,7 +62,7 @@ class Trainer:
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages
         self.folder = Path(config.job.dump_folder)
-        self.checkpoints = CheckpointManager(self.folder / "checkpoints", config.checkpoint)
+        self.checkpoints = CheckpointManager(self.folder / CHECKPOINTS, config.checkpoint)
         self.saved = self.checkpoints.find_newest() if config.checkpoint.enable else None
         first = find_first_stage(self.saved, self.stages) if begins is None else self.stages[begins]
         if config.training.deterministic:

@@ -277,7 +277,7 @@ def test_layouts_that_others_cannot_follow(
 
 
 @pytest.mark.parametrize("strategy", ["state", "all_to_all"])
-def test_backward_of_a_stretch_knows_the_state_that_entered_it(ranks: Callable[[int], RankPool], strategy: str) -> None:
+def test_backward_of_a_segment_knows_the_state_that_entered_it(ranks: Callable[[int], RankPool], strategy: str) -> None:
     """flash-linear-attention lost it between forward and backward: gradients were wrong by 3 to 5 %."""
     case = Case("one document", "4 of 4", "GDN", "soft", "between", False, torch.float64)
     *leaves, dout = inputs(case)

@@ -195,7 +195,7 @@ def published_layer(seq_len: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def run_counted(strategy: str, seq_len: int, layout: str, mask: AttentionMask) -> tuple[int, int, int]:
-    """(bytes forward, bytes backward, stretches of all ranks)."""
+    """(bytes forward, bytes backward, segments of all ranks)."""
     plan = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)), layout=layout).plan(seq_len, mask)
     leaves = [plan.shard(x).requires_grad_() for x in published_layer(seq_len, torch.bfloat16)]
     outs: list[Tensor] = []
@@ -207,14 +207,14 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(("layout", "size"), [("contiguous", 2), ("zigzag", 4)])
-def test_states_send_6_mib_a_stretch_forward_and_4_backward(
+def test_states_send_6_mib_a_segment_forward_and_4_backward(
     ranks: Callable[[int], RankPool], layout: str, size: int
 ) -> None:
     answers = ranks(size)(run_counted, "state", 64, layout, AttentionMask())
-    stretches = answers[0][2]
-    # A state of 32 heads is 2 MiB. The first stretch gets no state and needs no A, and the last needs neither A nor B.
-    forward = (6 * stretches - 3 * 2 - 2) * MIB * (size - 1) // size
-    backward = (4 * stretches - 2 * 2) * MIB * (size - 1) // size
+    segments = answers[0][2]
+    # A state of 32 heads is 2 MiB. The first segment gets no state and needs no A, and the last needs neither A nor B.
+    forward = (6 * segments - 3 * 2 - 2) * MIB * (size - 1) // size
+    backward = (4 * segments - 2 * 2) * MIB * (size - 1) // size
     assert sum(answer[0] for answer in answers) == forward
     assert sum(answer[1] for answer in answers) == backward
 

@@ -116,7 +116,7 @@ def run_long_scan(layout: str, strategy: str, dtype: torch.dtype) -> list[Tensor
 
 @pytest.mark.parametrize(("strategy", "layout"), [("state", "zigzag"), ("all_to_all", "contiguous")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_error_of_a_scan_over_many_chunks_and_stretches_is_that_of_one_process(
+def test_the_error_of_a_scan_over_many_chunks_and_segments_is_that_of_one_process(
     ranks: Callable[[int], RankPool], dtype: torch.dtype, strategy: str, layout: str
 ) -> None:
     want, plan = expected_scan(LONG_MASK, LONG, dtype), make_plan(LONG, mask=LONG_MASK)
@@ -141,7 +141,7 @@ def run_counted_scan(strategy: str, mask: AttentionMask) -> tuple[int, int]:
 def test_a_scan_sends_what_the_formulas_say(ranks: Callable[[int], RankPool]) -> None:
     """A state is N x D in fp32 for each head and batch row, and A a column of N."""
     state, column = (4 * BATCH * HEADS * STATE * columns for columns in (DIM, 1))
-    # Of four stretches the first sends B, the two inner ones A and B, and all but the first get a state.
+    # Of four segments the first sends B, the two inner ones A and B, and all but the first get a state.
     answers = ranks(4)(run_counted_scan, "state", AttentionMask())
     assert sum(answer[0] for answer in answers) == ((3 + 3) * state + 2 * column) * 3 // 4
     assert sum(answer[1] for answer in answers) == (3 + 3) * state * 3 // 4

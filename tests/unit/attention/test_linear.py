@@ -94,7 +94,7 @@ def test_a_recording_of_own_values_takes_a_convolution_for_its_input() -> None:
 
 
 def test_a_map_that_decays_to_nothing_holds_no_subnormal_numbers() -> None:
-    """CPUs take a hundred times as long for them, and a long stretch's map spends most of its chunks there."""
+    """CPUs take a hundred times as long for them, and a long segment's map spends most of its chunks there."""
     chunks, dims = 40, 8
     keys, gamma = 0.01 * torch.randn(chunks, 1, 1, 1, CHUNK, dims), torch.full((chunks, 1, 1, 1, 1, 1), 0.1)
     states, last = scan(

@@ -306,6 +306,10 @@ def test_a_dump_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "new" / "run" / "config.toml").mkdir()
     with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: config.toml: Is a directory"):
         check_dump_folder(str(tmp_path / "new" / "run"))
+    (tmp_path / "new" / "run" / "config.toml").rmdir()
+    (tmp_path / "new" / "run" / "checkpoints").touch()
+    with pytest.raises(ConfigError, match=r"job.dump_folder = .*run' cannot be written: checkpoints: File exists"):
+        check_dump_folder(str(tmp_path / "new" / "run"))
 
 
 @pytest.mark.parametrize(
