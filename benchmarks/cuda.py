@@ -49,6 +49,7 @@ PARTS = (
     Part("flash", 40, "tests of the flash kernel"),
     Part("efficient", 40, "tests of the efficient kernel, which fp32 uses"),
     Part("cudnn", 60, "tests of the cuDNN kernel in bf16; few shapes, as each is a plan to build"),
+    Part("linear", 60, "gated delta rules in torch against fp64, then fused kernels where they are installed"),
     Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32"),
     Part("quickstart", 180, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
     Part("offload", 70, "tests of activations that go to host memory"),

@@ -28,6 +28,7 @@ from benchmarks.cuda import CASES_FAILED, LOG, ROOT, Line, append, gpus_of, kill
 
 CONFORMANCE_TESTS = "tests/ranks/attention/test_conformance.py"
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
+LINEAR_TESTS = "tests/unit/attention/test_linear_devices.py"
 FAMILY_TESTS = "tests/unit/models/huggingface/test_families.py"
 CORPUS_CACHE = Path(tempfile.gettempdir(), f"torchtitan-cp-corpus-{os.getuid()}")
 TRACE_BYTES = 16 << 20  # of a trace that is kept
@@ -189,6 +190,12 @@ def flex(record: Record) -> None:
         module._validate_device = lambda *tensors: None
     tiles = "causal" if record.rehearsal else "(causal or later)"
     run_tests(record, KERNEL_TESTS, f"flex-bf16 and {tiles} and heads1-dims2")
+
+
+def linear(record: Record) -> None:
+    """The gated delta rule and Kimi's, in torch; then fused kernels, which choose among many at first."""
+    run_tests(record, LINEAR_TESTS, "cuda and recurrence")
+    run_tests(record, LINEAR_TESTS, "cuda and fused" + " and zigzag" * record.rehearsal)
 
 
 def families(record: Record) -> None:

@@ -34,6 +34,7 @@ from tests.support.linear_cases import (
     make_cp,
     on_rank,
     run_long,
+    stand_in,
     with_gradients,
 )
 from tests.support.rank_pool import RankPool
@@ -163,49 +164,6 @@ def run_in_parts(rule: str) -> list[Tensor]:
 @pytest.mark.parametrize("rule", ["GDN", "KDA"])
 def test_heads_in_parts_give_what_all_of_them_give(ranks: Callable[[int], RankPool], rule: str) -> None:
     check(ranks(3)(run_in_parts, rule)[0], long_answers(torch.float64, rule, True), 1e-10, rule)
-
-
-def stand_in(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """What the docstrings of `chunk_gated_delta_rule` and `chunk_kda` say, for packed sequences, token by token."""
-    (batch, tokens, heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
-    assert cu_seqlens is not None
-    assert initial_state is not None
-    assert scale is not None
-    assert output_final_state
-    assert batch == 1
-    assert k.shape == q.shape
-    assert value_heads % heads == 0
-    assert key_dim <= 256
-    assert g.shape in ((1, tokens, value_heads), (1, tokens, value_heads, key_dim))
-    assert beta.shape == v.shape[:3]
-    assert initial_state.shape == (len(cu_seqlens) - 1, value_heads, key_dim, value_dim)
-    assert cu_seqlens.dtype == torch.int64
-    assert cu_seqlens[0] == 0
-    assert cu_seqlens[-1] == tokens
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x[0].repeat_interleave(value_heads // heads, 1) for x in (q, k))
-    decay, outs, states = (g if g.ndim == 4 else g.unsqueeze(-1)).exp()[0], [], []
-    for start, stop, state in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), initial_state, strict=True):
-        assert start < stop
-        for token in range(start, stop):
-            state = decay[token].unsqueeze(-1) * state
-            change = beta[0, token, :, None] * (v[0, token] - (k[token].unsqueeze(-1) * state).sum(1))
-            state = state + k[token].unsqueeze(-1) * change.unsqueeze(1)
-            outs.append(scale * (q[token].unsqueeze(-1) * state).sum(1))
-        states.append(state)
-    return torch.stack(outs).unsqueeze(0).to(v.dtype), torch.stack(states)
 
 
 def run_stand_in(rule: str, layout: str, l2norm: bool) -> dict[str, list[Tensor]]:
