@@ -284,7 +284,15 @@ def _command(record: Record, ranks: int, folder: Path, options: Sequence[str]) -
     return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
 
 
-# Overrides.
+# What part `options` overrides: the run, its model, and one option.
+SHORT = [
+    *("--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--data.max_document=700"),
+    *("--data.validation_fraction=0.0", "--tokenizer.kind=bytes", "--checkpoint.enable=false"),
+    *("--metrics.tensorboard=false", "--evaluation.tokens=1024", "--evaluation.passkey.trials=0"),
+    "--lr_scheduler.warmup_steps=0",
+    "--curriculum.stages=[{seq_len = 2048, steps = 4, global_batch_tokens = 8192, "
+    'data = {document_mask = true, packing = "best_fit"}}]',
+]
 MODELS = {
     "llama": ["--model.flavor=debug"],
     "gemma3": [
@@ -351,20 +359,6 @@ def options(record: Record) -> None:
             most = (1e-5, 1e-3) if "fp32" in name else (1e-2, 1e-1)
             passed = not why and len(losses) == len(want) == 4 and off[0] <= most[0] and max(off) <= most[1]
             record.case(f"{model}, {name}", passed, why, first_off=off[0], largest_off=max(off), **_figures(lines))
-
-
-SHORT = ["--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--tokenizer.kind=bytes"]
-SHORT += [
-    "--data.max_document=700",
-    "--data.validation_fraction=0.0",
-    "--checkpoint.enable=false",
-    "--metrics.tensorboard=false",
-]
-SHORT += ["--lr_scheduler.warmup_steps=0", "--evaluation.tokens=1024", "--evaluation.passkey.trials=0"]
-SHORT.append(
-    "--curriculum.stages=[{seq_len = 2048, steps = 4, global_batch_tokens = 8192, "
-    'data = {document_mask = true, packing = "best_fit"}}]'
-)
 
 
 # Speed ---------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
     args = HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
     name, routers = args.look.model_class, args.look.routers
-    if args.config.get("output_router_logits") and not {"aux_loss_coef", "ffn_config"}.isdisjoint(args.config):
+    if args.config.get("output_router_logits") and "aux_loss_coef" in args.config:
         raise ValueError(f"{name} has a balance loss that is not taken over: set output_router_logits = false")
     if args.balance and not (routers and args.token_copies):
         raise ValueError(f"{name} has no experts whose balance can be counted: set output_router_logits = false")

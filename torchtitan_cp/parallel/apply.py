@@ -158,9 +158,8 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
     for name, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         own_seed = int.from_bytes(digest[:7], "big")
-        device = (
-            torch.device("cuda") if torch.cuda.is_available() else parameter.device
-        )  # offloaded ones are on the host
+        # On the GPU also where weights are offloaded: the CPU's generator draws others.
+        device = torch.device("cuda") if torch.cuda.is_available() else parameter.device
         if hasattr(model, "init_parameter"):
             values = model.init_parameter(name, own_seed, device)  # type: ignore[operator]
             if not loads and values.isnan().any():
