@@ -185,13 +185,12 @@ def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
 
 
 @pytest.mark.deep  # by default tests/ranks/runtime/test_watchdog.py stops ranks, without a launcher
-@pytest.mark.parametrize("hung", [0, 1])
 def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
-    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float], hung: int
+    start: Callable[..., LaunchedJob], long_toml: Path, uninterrupted: list[float]
 ) -> None:
-    """Rank 0 holds the store through which ranks hear of each other."""
+    """Rank 0, which holds the store through which ranks hear of each other."""
     limits = ("--job.timeout_seconds=15", "--job.startup_timeout_seconds=120", "--job.max_restarts=1")
-    folder, other = long_toml.parent / f"hang-{hung}", 1 - hung
+    folder, hung, other = long_toml.parent / "hang", 0, 1
     job = start(long_toml, f"--job.dump_folder={folder}", *limits)
     job.wait_for(lambda: steps_taken(folder) >= 7)
     job.signal_rank(hung, signal.SIGSTOP)

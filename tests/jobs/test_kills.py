@@ -123,9 +123,9 @@ def random_kills(count: int, seed: int) -> list[Kill]:
     return sorted(kills, key=lambda kill: kill.after)
 
 
-def test_25_random_kills_lose_no_step_and_no_sample(config: Path, undisturbed: tuple[list[float], Record]) -> None:
+def test_random_kills_lose_no_step_and_no_sample(config: Path, undisturbed: tuple[list[float], Record]) -> None:
     folder = config.parent / "storm"
-    kills = random_kills(25, seed=1)
+    kills = random_kills(12, seed=1)
     storm(config, folder, kills, sizes=[2], seed=1)
     check_whole(folder, undisturbed, tolerance=0.0)
 

@@ -101,12 +101,14 @@ CHECKED = (
     "CONFIG_FILE=my.toml ./run_train.sh",
     "CONFIG_FILE=my.toml NPROC=8 ./run_train.sh --optimizer.lr=1e-4 '--curriculum.stages[0].steps=500'",
 )
-# They do here what another command does: a cluster's options and numbers of ranks are all that differs.
+# Cut short, they do what another command does: only options of a cluster, numbers of ranks, lengths or rounds differ.
 REPEATED = (
     "CONFIG_FILE=my.toml sbatch --dependency=singleton --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "CONFIG_FILE=my.toml sbatch --nodes 8 --gpus-per-node 8 launch/slurm.sh",
     "torchtitan-cp doctor my.toml",
     "torchtitan-cp doctor my.toml --ranks 4",
+    "python -m benchmarks end_to_end --lengths 1024 --rounds 7",
+    "python -m benchmarks plan --ranks 8 --rounds 8",
 )
 CHECK = f"""#!/usr/bin/env bash
 FILE="${{CONFIG_FILE:-train_configs/quickstart.toml}}"

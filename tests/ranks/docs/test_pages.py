@@ -6,7 +6,6 @@ benchmarks; tests/unit/docs/test_docs.py accounts for each word of all commands.
 
 import io
 import itertools
-import re
 import runpy
 import shlex
 import subprocess
@@ -64,16 +63,32 @@ class Reader:
     new: Path
 
     def word(self, word: str) -> str:
-        """What this reader writes in place of a word of the pages."""
-        if re.match(r"outputs/\w+/health/", word):
-            return str(next((self.run / "health").iterdir()))
-        if re.match(r"outputs/\S+/checkpoints/step-", word):
-            return str(max((self.run / "checkpoints").glob("step-*")))
-        if word.startswith("outputs/"):
-            return str(self.run)
-        if word in ("hub/", "exported", "exported/", "OUT", "mine.toml"):
-            return str(self.new / word)
-        return str(self.config) if word == "my.toml" else word
+        """What this reader writes in place of a word of the pages, as `standing_for` knows it."""
+        places = {
+            BAD_STEP: lambda: next((self.run / "health").iterdir()),
+            CHECKPOINT: lambda: max((self.run / "checkpoints").glob("step-*")),
+            RUN: lambda: self.run,
+            "my.toml": lambda: self.config,
+            **{name: lambda: self.new / word for name in WRITTEN},
+        }
+        return str(places[word]()) if word in places else word
+
+
+BAD_STEP, CHECKPOINT, RUN = "outputs/run/health/step", "outputs/run/checkpoints/step", "outputs/run"
+WRITTEN = {"hub/", "exported", "exported/", "OUT", "mine.toml"}
+
+
+def standing_for(word: str) -> str:
+    """The one run of the reader stands for all that the pages name."""
+    if not word.startswith("outputs/"):
+        return word
+    return BAD_STEP if "/health/" in word else CHECKPOINT if "/checkpoints/" in word else RUN
+
+
+def words_of(command: str) -> tuple[str, ...]:
+    """Of a command, without a comment or where its output goes."""
+    words = itertools.takewhile(lambda word: word != ">", shlex.split(command, comments=True))
+    return tuple(map(standing_for, words))
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +109,16 @@ def reader(run: Path, tmp_path: Path) -> Reader:
     return Reader(run, write_run(tmp_path, config), tmp_path / "new")
 
 
+# A page may say of another run, or with other words behind "#", what another page says.
+ONCE = sorted({words_of(command) for _, command in COMMANDS if not RUN_BY_OTHERS.search(command)})
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("command", sorted({c for _, c in COMMANDS if not RUN_BY_OTHERS.search(c)}))
+@pytest.mark.parametrize("command", ONCE, ids=" ".join)
 def test_a_command_of_the_pages_does_what_it_says(
-    command: str, reader: Reader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, ...], reader: Reader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = list(itertools.takewhile(lambda word: word != ">", shlex.split(command, comments=True)))
+    words = list(command)
     config = str(REPOSITORY / "train_configs" / "quickstart.toml")
     if words[0].startswith("CONFIG_FILE="):
         config = reader.word(words.pop(0).partition("=")[2])
@@ -127,4 +146,4 @@ def test_a_command_of_the_pages_does_what_it_says(
     assert not code, capsys.readouterr().err
     written = list(reader.new.iterdir())
     assert capsys.readouterr().out.strip("\n") or written  # a small model may answer with spaces
-    assert bool(written) == bool(set(words) & {"hub/", "exported", "exported/", "OUT", "mine.toml"})
+    assert bool(written) == bool(set(words) & WRITTEN)

@@ -67,6 +67,8 @@ class Layout:
         others: further keys, of the layout alone.
         model: key of MODELS.
         deep: in the deep suite; else in the default suite.
+        steps: of the run. Four show more than the first update; in three rows they are twenty, in which
+            weights could drift apart, and with them which expert gets a token.
     """
 
     ranks: int
@@ -74,11 +76,7 @@ class Layout:
     others: str = ""
     model: str = "2 layers"
     deep: bool = True
-
-    @property
-    def steps(self) -> int:
-        """Of the run. Which expert gets a token may drift apart with the weights, so rows with ep take more."""
-        return 4 if not self.deep else 20 if "ep=" in self.degrees else 8
+    steps: int = 4
 
     @property
     def overrides(self) -> list[str]:
@@ -117,13 +115,12 @@ LAYOUTS = {
     "PP 2 x FSDP 2, interleaved": Layout(4, "pp=2 pp_schedule=interleaved_1f1b", "", "4 layers", deep=False),
     # FSDP, HSDP, CP and TP, where no row above or below holds the same with more beside it.
     "FSDP 2": Layout(2),
-    "CP 2": Layout(2, "cp=2"),
+    "CP 2": Layout(2, "cp=2", steps=20),
     "CP 2, contiguous": Layout(2, "cp=2", f"{LAYOUT}contiguous"),
     "CP 4, documents": Layout(4, "cp=4", f"{LAYOUT}documents"),
     "CP 4, hybrid, documents": Layout(4, "cp=4", f"{HYBRID} {LAYOUT}documents"),
     "CP 2, all-gather": Layout(2, "cp=2", f"{STRATEGY}all_gather"),
     "CP 4, all-to-all": Layout(4, "cp=4", f"{STRATEGY}all_to_all"),
-    "CP 2, selective, compiled": Layout(2, "cp=2", f"{SELECTIVE} {COMPILED}"),
     "CP 2, MLP in 3 tiles, recomputed": Layout(2, "cp=2", f"{FULL} {TILES}3"),
     "TP 2": Layout(2, "tp=2"),
     "HSDP 2 x FSDP 2": Layout(4, "dp_replicate=2"),
@@ -145,23 +142,23 @@ LAYOUTS = {
     "PP 2 x CP 2, all-to-all": Layout(4, "pp=2 cp=2", f"{STRATEGY}all_to_all", "4 layers"),
     "CP 4, hybrid, compiled": Layout(4, "cp=4", f"{HYBRID} {COMPILED}", "4 layers"),
     "PP 2 x CP 4, hybrid": Layout(8, "pp=2 cp=4", HYBRID, "4 layers"),
-    "CP 2 x TP 2, compiled, attention saved": Layout(4, "cp=2 tp=2", f"{COMPILED} {ATTENTION_SAVED}", "4 layers"),
     "PP 2 x CP 2 x TP 2": Layout(8, "pp=2 cp=2 tp=2", "", "4 layers"),
     "PP 2 x FSDP 2 x TP 2, ZBV, MLP in 2 tiles": Layout(
         8, "pp=2 tp=2 pp_schedule=zbv_zero_bubble", f"{TILES}2", "4 layers"
     ),
     "PP 2 x FSDP 2 x CP 2, selective": Layout(8, "pp=2 cp=2", SELECTIVE, "4 layers"),
     "PP 2 x CP 2, layers with windows": Layout(4, "pp=2 cp=2", "", "4 layers, windows"),
-    "CP 2, layers with windows, compiled": Layout(2, "cp=2", COMPILED, "4 layers, windows"),
+    "CP 2, layers with windows, selective, compiled": Layout(
+        2, "cp=2", f"{SELECTIVE} {COMPILED}", "4 layers, windows"
+    ),
     "FSDP 2 x CP 2 x TP 2, balanced": Layout(8, "cp=2 tp=2", f"{LAYOUT}balanced", "4 layers"),
     # Each option of a model on the plain layout that treats it in its own way, all of them at once on two others.
     **{f"TP 2, {model}": Layout(2, "tp=2", "", model) for model in ("bias, Qwen2", "QK norm, Qwen3")},
     **{f"CP 2, {model}": Layout(2, "cp=2", "", model) for model in ("windows, Mistral", "sinks and windows, gpt-oss")},
     "TP 2, sinks and windows, gpt-oss": Layout(2, "tp=2", "", "sinks and windows, gpt-oss"),
-    "CP 2 x TP 2, all-to-all, attention saved, every option, 8 steps": Layout(
-        4, "cp=2 tp=2", f"{STRATEGY}all_to_all {ATTENTION_SAVED}", "every option"
+    "PP 2 x TP 2, compiled, attention saved, every option": Layout(
+        4, "pp=2 tp=2", f"{COMPILED} {ATTENTION_SAVED}", "every option"
     ),
-    "PP 2 x TP 2, compiled, every option": Layout(4, "pp=2 tp=2", COMPILED, "every option"),
     # States cross ranks; by default those of packed documents, below.
     "FSDP 2 x CP 2, Qwen3.5": Layout(4, "cp=2", "", "Qwen3.5"),
     "CP 2, compiled, Qwen3.5": Layout(2, "cp=2", COMPILED, "Qwen3.5"),
@@ -179,9 +176,9 @@ LAYOUTS = {
     "HSDP 2 x CP 2, all-to-all, MLP in 3 tiles, experts": Layout(
         4, "dp_replicate=2 cp=2", f"{STRATEGY}all_to_all {TILES}3", "experts"
     ),
-    "FSDP 2, EP 2, two sequences at once, experts": Layout(2, "ep=2", TWO_AT_ONCE, "experts"),
+    "FSDP 2, EP 2, two sequences at once, experts": Layout(2, "ep=2", TWO_AT_ONCE, "experts", steps=20),
     "FSDP 4, EP 4, experts": Layout(4, "ep=4", "", "eight experts"),
-    "CP 2, EP 2, recomputed, experts": Layout(2, "cp=2 ep=2", FULL, "experts"),
+    "CP 2, EP 2, recomputed, experts": Layout(2, "cp=2 ep=2", FULL, "experts", steps=20),
     "FSDP 2 x CP 2, EP 4, MLP in 3 tiles, experts": Layout(4, "cp=2 ep=4", f"{TILES}3", "eight experts"),
     "FSDP 2 x CP 4, EP 4, attention saved, experts": Layout(8, "cp=4 ep=4", ATTENTION_SAVED, "eight experts"),
     # Their routers' losses under pipelines, and tensor parallelism beside them.
