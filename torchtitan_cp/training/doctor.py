@@ -88,11 +88,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
 
         def step(changed: int | None) -> float:
             samples.changed = changed
-            whole = parity.all_sequences(trainer, layout)
-            tokens, labels, shares, positions, documents = map(trainer.device.move, whole)
-            with own_attention(documents):
-                z_loss = trainer.config.training.z_loss
-                return parity.single_loss(model, z_loss, tokens, labels, shares, positions, plans or documents)
+            return parity.single_loss(trainer, layout, model, plans, own_attention)
 
         return Side(model, step, lambda: parity.gradients_of(model), peak)
 

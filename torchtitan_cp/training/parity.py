@@ -7,7 +7,7 @@ not ours on fewer ranks.
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -179,10 +179,9 @@ def _single_step(
 ) -> tuple[Values, int]:
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32, and peak memory."""
     model = single_model(trainer, stage, weights, PlainAttention(), dtype)
-    inputs = [x.to(trainer.device.device) for x in all_sequences(trainer, batch_layout)]
     peak_bytes = measure_peak(trainer.device)
     with _record_attention([model]) as outputs:
-        loss = single_loss(model, trainer.config.training.z_loss, *inputs)
+        loss = single_loss(trainer, batch_layout, model)
     peak = peak_bytes()
     attention = {key: out[: stage.micro_batch_sequences].float().cpu() for key, out in outputs.items()}
     return _values(loss, attention, gradients_of(model)), peak
@@ -205,31 +204,32 @@ def single_model(
 
 
 def single_loss(
+    trainer: Trainer,
+    batch_layout: BatchLayout,
     model: nn.Module,
-    z_loss: float,
-    tokens: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    positions: Tensor,
-    plan: Any,
+    plans: Any = None,
+    within: Callable[[Tensor], Any] = nullcontext,
 ) -> float:
-    """The loss of whole sequences, from full logits in fp32; its backward has run where gradients are enabled.
+    """The loss of a step's whole sequences, from full logits in fp32; backward runs where gradients are enabled.
 
     Args:
-        z_loss: weight of it in what is differentiated.
-        weights: of each token in the mean over all tokens, as all others `[sequences, S]`.
+        plans: what the model's attention is given; None: the number of each token's document.
+        within: the model runs in a context made from these numbers.
     """
+    whole = all_sequences(trainer, batch_layout)
+    tokens, labels, weights, positions, documents = map(trainer.device.move, whole)
 
     def head(hidden: Tensor, output: nn.Linear) -> tuple[Tensor, Tensor]:
         logits = output(hidden).float().flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
         loss = (losses * weights.flatten()).sum()
         squares = logits.logsumexp(-1).square() * weights.flatten()
-        return loss + z_loss * squares.sum(), loss.detach()
+        return loss + trainer.config.training.z_loss * squares.sum(), loss.detach()
 
-    differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plan, head))
-    if torch.is_grad_enabled():
-        differentiated.backward()
+    with within(documents):
+        differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plans or documents, head))
+        if torch.is_grad_enabled():
+            differentiated.backward()
     return loss.item()
 
 
@@ -307,11 +307,10 @@ def _values(loss: float, attention: dict[str, Tensor], gradients: dict[str, Tens
 
 def _rows(parallel: Values, exact: Values, rounded: Values, dtype: torch.dtype) -> Iterator[Row]:
     """The differences, in the order of `exact`."""
+    least = FP32_TOLERANCE if dtype == torch.float32 else BF16_FLOOR
     for what, value in exact.items():
         want, got = value.double(), parallel.get(what, torch.full_like(value, torch.nan)).double()
-        allowed = FP32_TOLERANCE
-        if dtype != torch.float32:
-            allowed = max(BF16_ALLOWANCE * difference(rounded[what].double(), want), BF16_FLOOR)
+        allowed = max(BF16_ALLOWANCE * difference(rounded[what].double(), want), least)
         largest = ((got - want).abs().max() / want.abs().max()).item()
         yield Row(what, difference(got, want), largest, allowed)
 
