@@ -1,7 +1,7 @@
 """Faults made on purpose, for drills: detection, diagnosis and recovery answer them as they answer real ones."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,6 +28,9 @@ class Injector:
         vocabulary: V; ids from V on are not tokens.
         shares_batch_with: whether a rank reads the same tokens as this one.
 
+    Attributes:
+        name: of the module the fault is made in; module: that one, None if this rank does not have it.
+
     Raises:
         ConfigError: on all ranks, if the rank does not have the module.
     """
@@ -35,36 +38,28 @@ class Injector:
     def __init__(self, settings: Inject, parts: Any, vocabulary: int, shares_batch_with: Callable[[int], bool]) -> None:
         self.settings, self.vocabulary, self.shares_batch_with = settings, vocabulary, shares_batch_with
         # A part whose output is tied to the embedding holds the embedding for its weight, without running it.
-        self.modules: dict[str, nn.Module] = {}
+        modules: dict[str, nn.Module] = {}
         for part in parts:
             if part.opens:
-                self.modules["tok_embeddings"] = part.tok_embeddings
+                modules["tok_embeddings"] = part.tok_embeddings
             for number, layer in part.layers.items():
-                self.modules |= dict(layer.named_modules(prefix=f"layers.{number}"))
-        if settings.step:
-            problem = [self._problem()]
+                modules |= dict(layer.named_modules(prefix=f"layers.{number}"))
+        in_block = ".".join(filter(None, ("layers", str(settings.layer), settings.module)))
+        self.name = "tok_embeddings" if settings.where == "embedding" else in_block
+        self.module = modules.get(self.name)
+        if settings.step and settings.where != "data":
+            problem = [self._problem(modules)]
             dist.broadcast_object_list(problem, settings.rank)
             if problem[0]:
                 raise ConfigError(f"[health.inject]: {problem[0]}", fix="name a rank, layer and module that exist")
 
-    @property
-    def module(self) -> str:
-        """Name of the module the fault is made in."""
-        settings = self.settings
-        if settings.where == "embedding":
-            return "tok_embeddings"
-        return ".".join(filter(None, ("layers", str(settings.layer), settings.module)))
-
-    def _problem(self) -> str | None:
+    def _problem(self, known: Iterable[str]) -> str:
         """Why the fault cannot be made on this rank, if it cannot."""
-        if self.settings.where == "data":
-            return None
-        if self.module not in self.modules:
-            known = ", ".join(name for name in self.modules if name)
-            return f"rank {dist.get_rank()} has no module {self.module}; it has {known}"
-        if self.settings.where in ("gradient", "weight") and not _own_weight(self.modules[self.module]):
-            return f"{self.module} has no weight of its own"
-        return None
+        if self.module is None:
+            return f"rank {dist.get_rank()} has no module {self.name}; it has {', '.join(known)}"
+        if self.settings.where in ("gradient", "weight") and not _own_weight(self.module):
+            return f"{self.name} has no weight of its own"
+        return ""
 
     def is_due(self, step: int, *, again: bool = False) -> bool:
         """Whether the fault is made in a step, or when the step is run again."""
@@ -76,12 +71,12 @@ class Injector:
         settings, due = self.settings, self.is_due(step, again=again)
         if due and not again and dist.get_rank() == 0:
             logger.warning("FAULT INJECTED on purpose in step %d by [health.inject]: %s", step, asdict(settings))
-        if not due or settings.rank != dist.get_rank() or settings.where == "data":
+        if not due or settings.rank != dist.get_rank() or settings.where == "data" or self.module is None:
             return nullcontext()
         # In a whole block before its other hooks, which have to see the fault; in other modules after the hooks of
         # tensor parallelism.
-        block = self.module.startswith("layers") and not settings.module
-        return fault_in(self.modules[self.module], settings, prepend=block)
+        block = settings.where != "embedding" and not settings.module
+        return fault_in(self.module, settings, prepend=block)
 
     def corrupt(self, step: int, micro_batches: Sequence[Any], *, again: bool = False) -> tuple[Any, ...]:
         """The micro-batches of a step, with a fault where = data in the labels of the first if it is due.
@@ -115,9 +110,7 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
     weight = _own_weight(module)
 
     def corrupted(x: Tensor) -> Tensor:
-        copy = x.clone()
-        corrupt_(copy, settings.kind)
-        return copy
+        return corrupt_(x.clone(), settings.kind)
 
     def corrupt_output(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -150,7 +143,7 @@ def fault_in(module: nn.Module, settings: Inject, *, prepend: bool = False) -> I
 
 
 @torch.no_grad()
-def corrupt_(x: Tensor, kind: str) -> None:
+def corrupt_(x: Tensor, kind: str) -> Tensor:
     """Make the middle value of a tensor (of this rank's shard) NaN or infinite, or all of them large, in place."""
     own, place, ranks = x, 0, 1
     if isinstance(x, DTensor):
@@ -165,3 +158,4 @@ def corrupt_(x: Tensor, kind: str) -> None:
         if others:
             others[0] = own.shape[1] * (2 * place + 1) // (2 * ranks)
         own[(first, *others)] = float(kind)
+    return x

@@ -101,13 +101,13 @@ class StepRunner:
         state.replays += 1
         config, args = self.config, self.model.args
         # By its name in the model: a library has names of its own.
-        struck = self.injector.modules.get(self.injector.module)
+        struck = self.injector.module
         names = (name for part in self.model.parts for name, module in part.named_modules() if module is struck)
         about = {
             "findings": report.findings or report.spikes,
             "inject": asdict(self.injector.settings),
             "injected": self.injector.is_due(step, again=True),
-            "struck": next(names, self.injector.module),
+            "struck": next(names, self.injector.name),
             "architecture": config.model.architecture,
             "sizes": registry.sizes_of(args),
             "compute_dtype": config.training.compute_dtype,

@@ -26,6 +26,7 @@ from torchtitan_cp.cli.replay import build, main
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.data.batches.loader import read_step
 from torchtitan_cp.health.diagnosis import Diagnoser
+from torchtitan_cp.health.inject import Injector
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError
 from torchtitan_cp.health.replay import Bundle, replay
@@ -112,6 +113,12 @@ def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
+def set_fault(trainer: Trainer, fault: Inject) -> None:
+    """On all ranks: make this fault from now on, and no other."""
+    model = trainer.model
+    trainer.steps.injector = Injector(fault, model.parts, model.args.vocab_size, model.shares_batch_with)
+
+
 def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     """On a rank: a run with a fault in each of these steps."""
     trainer = prepared(path, "--health.on_nonfinite=skip", *overrides)
@@ -122,7 +129,7 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     take, recover, diagnose = trainer._step, trainer._recover, trainer.steps.diagnose
 
     def with_fault(*arguments: Any) -> bool:
-        trainer.steps.injector.settings = faults.get(trainer.progress.step + 1, Inject())
+        set_fault(trainer, faults.get(trainer.progress.step + 1, Inject()))
         return take(*arguments)
 
     def recovering(*arguments: Any) -> None:
@@ -243,7 +250,7 @@ def healthy_steps(path: Path, faults: dict[int, Inject], *overrides: str) -> tup
     take = trainer._step
 
     def remembered(stage: Any, batches: Any) -> bool:
-        trainer.steps.injector.settings = faults.get(trainer.progress.step + 1, Inject())
+        set_fault(trainer, faults.get(trainer.progress.step + 1, Inject()))
         batch = next(batches)
         healthy = take(stage, iter([batch]))
         if healthy:
