@@ -148,9 +148,7 @@ LAYOUTS = {
     ),
     "PP 2 x FSDP 2 x CP 2, selective": Layout(8, "pp=2 cp=2", SELECTIVE, "4 layers"),
     "PP 2 x CP 2, layers with windows": Layout(4, "pp=2 cp=2", "", "4 layers, windows"),
-    "CP 2, layers with windows, selective, compiled": Layout(
-        2, "cp=2", f"{SELECTIVE} {COMPILED}", "4 layers, windows"
-    ),
+    "CP 2, layers with windows, selective, compiled": Layout(2, "cp=2", f"{SELECTIVE} {COMPILED}", "4 layers, windows"),
     "FSDP 2 x CP 2 x TP 2, balanced": Layout(8, "cp=2 tp=2", f"{LAYOUT}balanced", "4 layers"),
     # Each option of a model on the plain layout that treats it in its own way, all of them at once on two others.
     **{f"TP 2, {model}": Layout(2, "tp=2", "", model) for model in ("bias, Qwen2", "QK norm, Qwen3")},
