@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -24,27 +23,24 @@ def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = N
     """
     gradients: list[Tensor] = []
     fractions: list[float] = []
-    rows: list[range] = []
+    counts: list[int] = []
     for group in groups:
         own = [_local_and_copies(p.grad, ranks) for p in group if p.grad is not None]
-        rows.append(range(len(gradients), len(gradients) + len(own)))
+        counts.append(len(own))
         gradients += [gradient for gradient, _ in own]
         fractions += [1 / copies for _, copies in own]
     if not gradients:
-        return torch.zeros(len(rows), dtype=torch.float64)
-    device = gradients[0].device
+        return torch.zeros(len(counts), dtype=torch.float64)
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-    squares = F.pad(squares * _constant(tuple(fractions), torch.float64, device), (0, 1))
-    # Rows of one length, padded with the zero at the end; a sum by index would not be deterministic on CUDA.
-    longest, zero = max(map(len, rows)), len(gradients)
-    table = tuple(index for row in rows for index in (*row, *[zero] * (longest - len(row))))
-    return squares[_constant(table, torch.int64, device).view(len(rows), longest)].sum(1)
+    squares = squares * _constant(tuple(fractions), gradients[0].device)
+    # A sum by index would not be deterministic on CUDA.
+    return torch.stack([of_group.sum() for of_group in squares.split(counts)])
 
 
 @lru_cache(maxsize=32)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the device that every step needs: copying them each time would make the host wait."""
-    return torch.tensor(values, dtype=dtype, device=device)
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers on the device that every step needs, fp64: copying them each time would make the host wait."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _local_and_copies(gradient: Tensor, ranks: int | None) -> tuple[Tensor, float]:

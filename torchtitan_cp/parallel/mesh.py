@@ -1,6 +1,6 @@
 """Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Meshes:
 
     def __init__(self, device_type: str, degrees: Degrees) -> None:
         self.device_type, self.degrees = device_type, degrees
-        self._made: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._mesh = cache(self._make_mesh)
         self.parameters = self._mesh(dp_replicate=degrees.dp_replicate, fsdp=degrees.fsdp)
 
     @property
@@ -43,8 +43,13 @@ class Meshes:
         return self.parameters["dp_replicate", "fsdp"] if self.degrees.dp_replicate > 1 else self.parameters["fsdp"]
 
     @cached_property
-    def _experts(self) -> DeviceMesh:
-        """(pp, dp_replicate, efsdp, ep): tensor-parallel ranks have tokens of their own, and shard experts too."""
+    def experts(self) -> tuple[DeviceMesh, DeviceMesh] | None:
+        """Ranks that share the experts, and those that FSDP2 shards each share over; None: as all else.
+
+        Of a mesh (pp, dp_replicate, efsdp, ep): tensor-parallel ranks have tokens of their own, and shard experts too.
+        """
+        if self.degrees.ep == self.degrees.tp == 1:
+            return None
         pp, replicas, fsdp, tp = self.parameters.mesh.shape
         shared = self.parameters.mesh.view(pp, replicas, fsdp // self.degrees.ep, self.degrees.ep, tp)
         axes = ("pp", "dp_replicate", "efsdp", "ep")
@@ -52,15 +57,8 @@ class Meshes:
         ranks = shared.transpose(3, 4).flatten(2, 3)
         mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=own)
         _set_timeouts(mesh)
-        return mesh
-
-    @property
-    def experts(self) -> tuple[DeviceMesh, DeviceMesh] | None:
-        """Ranks that share the experts, and those that FSDP2 shards each share over; None: as all else."""
-        if self.degrees.ep == self.degrees.tp == 1:
-            return None
-        axes = ("dp_replicate", "efsdp") if self.degrees.dp_replicate > 1 else ("efsdp",)
-        return self._experts["ep"], self._experts[axes]
+        sharded = mesh["dp_replicate", "efsdp"] if replicas > 1 else mesh["efsdp"]
+        return mesh["ep"], sharded
 
     @property
     def tp(self) -> DeviceMesh | None:
@@ -92,18 +90,15 @@ class Meshes:
         mesh = self._mesh(dp=dp, ring=degree // all_to_all_ranks, all_to_all=all_to_all_ranks)
         return mesh["ring", "all_to_all"]
 
-    def _mesh(self, **data_axes: int) -> DeviceMesh:
-        """The mesh (pp, data axes, tp), made once."""
+    def _make_mesh(self, **data_axes: int) -> DeviceMesh:
+        """The mesh (pp, data axes, tp)."""
         axes = {"pp": self.degrees.pp, **data_axes, "tp": self.degrees.tp}
-        key = tuple(axes.items())
-        if key not in self._made:
-            own: Any = {axis: dist.get_backend() for axis in OWN_GROUPS if axes.get(axis, 1) > 1}
-            mesh = init_device_mesh(
-                self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own
-            )
-            _set_timeouts(mesh)
-            self._made[key] = mesh
-        return self._made[key]
+        own: Any = {axis: dist.get_backend() for axis in OWN_GROUPS if axes.get(axis, 1) > 1}
+        mesh = init_device_mesh(
+            self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own
+        )
+        _set_timeouts(mesh)
+        return mesh
 
     def summary(self) -> str:
         """The axes, and the ranks that share each with this one, a line each."""

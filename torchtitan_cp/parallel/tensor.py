@@ -113,10 +113,9 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
         roles: pattern of module names -> name of a role.
         mesh: 1-D, the tensor-parallel ranks.
     """
-    # Sharding makes new parameters, so tied ones are found before and tied again after.
-    names_by_parameter: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_by_parameter.setdefault(id(parameter), []).append(name)
+    # Sharding makes new parameters, so a tied output is tied again after.
+    embedding, output = (getattr(model, name, None) for name in ("tok_embeddings", "output"))
+    tied = embedding and output and output.weight is embedding.weight
     plan = {
         name: ROLES[role]()
         for pattern, role in roles.items()
@@ -125,10 +124,8 @@ def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: Devi
         if fnmatch.fnmatchcase(name, pattern)
     }
     parallelize_module(model, mesh, plan)
-    for first, *others in names_by_parameter.values():
-        for name in others:
-            module, _, own = name.rpartition(".")
-            setattr(model.get_submodule(module), own, model.get_parameter(first))
+    if tied:
+        output.weight = embedding.weight
     apart = [f"{pattern}.*" for pattern, role in roles.items() if role == APART]
     plain = (name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
     left = [name for name in plain if not any(fnmatch.fnmatchcase(name, pattern) for pattern in apart)]
