@@ -240,7 +240,7 @@ def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rop
     logger.info("weights from %s", folder)
     theirs = _hub_rope_parameters(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     ours = rope_parameters(rope, rotary_dim) if rope else theirs
-    keys = [key for key in ("rope_type", "rope_theta", *ROPE_KEYS.values()) if key in ours or key in theirs]
+    keys = "rope_type", "rope_theta", *ROPE_KEYS.values()
     changed = [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
     if changed:
         logger.info("the first stage changes the rotary embedding they were trained with: %s", ", ".join(changed))

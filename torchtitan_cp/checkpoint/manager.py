@@ -109,10 +109,6 @@ class CheckpointManager:
         minutes = self.settings.interval_minutes
         return minutes > 0 and time.monotonic() - self._interval_start >= 60 * minutes
 
-    def step_is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step."""
-        return step % self.settings.interval == 0
-
     # Saving --------------------------------------------------------------------------------------------------
 
     def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, *, stage_end: bool = False) -> None:

@@ -39,18 +39,17 @@ class OffloadedTensor:
         with memory.copy_stream(tensor):
             self.host.copy_(tensor, non_blocking=True)
 
-    def fetch(self) -> None:
-        """Start the copy back, unless it has started."""
+    def fetch(self) -> Tensor:
+        """Start the copy back, unless it has started; what it fills."""
         if self.back is None:
             with self.memory.copy_stream():
                 self.back = torch.empty_like(self.host, device=self.device)
                 self.back.copy_(self.host, non_blocking=True)
+        return self.back
 
     def restore(self) -> Tensor:
         """The tensor on its device again; also starts to fetch the one offloaded before it."""
-        self.fetch()
-        back = self.back
-        assert back is not None
+        back = self.fetch()
         self.uses -= 1
         if self.uses <= 0:
             self.back = None

@@ -182,7 +182,6 @@ class Pipeline:
         self.last, self.tied = len(stages.owner) - 1, tied
         self.has_first, self.has_last = 0 in self.parts, self.last in self.parts
         self.made: tuple[HiddenSpec, int, Any] | None = None  # torch's schedule, and what it was made for
-        self.waiting: dict[int, Iterator[Any]] = {}
         self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
             # torch hands a pipeline stage its input alone. Its forwards come in the order of the micro-batches.

@@ -66,10 +66,7 @@ class PerHead(ParallelStyle):
         return module
 
 
-# The role of a module whose parameters are sharded on another mesh: it is left as it is.
-APART = "experts"
-
-# The other roles that an architecture may give its modules. A new role goes here.
+# The roles that an architecture may give its modules. A new role goes here.
 ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # A linear layer with sharded outputs, and one with sharded inputs; between them a rank works alone.
     "column": ColwiseParallel,
@@ -107,28 +104,27 @@ def check_tensor_parallel(args: Any, tp: int) -> None:
 
 
 def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Shard every module by its role, in place. The model is on the meta device.
+    """Shard every module but `experts` by its role, in place. The model is on the meta device.
 
     Args:
         roles: pattern of module names -> name of a role.
         mesh: 1-D, the tensor-parallel ranks.
     """
     # Sharding makes new parameters, so a tied output is tied again after.
-    embedding, output = (getattr(model, name, None) for name in ("tok_embeddings", "output"))
+    embedding: Any = getattr(model, "tok_embeddings", None)
+    output: Any = getattr(model, "output", None)
     tied = embedding and output and output.weight is embedding.weight
     plan = {
         name: ROLES[role]()
         for pattern, role in roles.items()
-        if role != APART
         for name, _ in model.named_modules()
         if fnmatch.fnmatchcase(name, pattern)
     }
     parallelize_module(model, mesh, plan)
     if tied:
         output.weight = embedding.weight
-    apart = [f"{pattern}.*" for pattern, role in roles.items() if role == APART]
-    plain = (name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
-    left = [name for name in plain if not any(fnmatch.fnmatchcase(name, pattern) for pattern in apart)]
+    apart = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in apart]
     assert not left, f"no role shards {', '.join(left)}"
 
 

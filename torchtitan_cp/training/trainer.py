@@ -412,8 +412,9 @@ class Trainer:
     def _save_if_due(self, stage_end: bool) -> None:
         """Begin a checkpoint if one is due. Collective."""
         self.checkpoints.poll()
-        due = self.save_requested or self.checkpoints.step_is_due(self.progress.step) or stage_end
-        if self.config.checkpoint.enable and due:
+        settings = self.config.checkpoint
+        due = self.save_requested or self.progress.step % settings.interval == 0 or stage_end
+        if settings.enable and due:
             begun = time.perf_counter()
             self._save(stage_end)
             self.recorder.checkpoint_seconds += time.perf_counter() - begun
