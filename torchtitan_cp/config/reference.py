@@ -35,7 +35,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 def help_texts(section: Any) -> dict[str, str]:
     """The help text of each key, from the `Attributes:` of the section and the classes it extends."""
-    docs = (inspect.cleandoc(base.__doc__ or "") for base in section.__mro__)
+    docs = (inspect.cleandoc(base.__doc__ or "") for base in reversed(section.__mro__))
     entries = (entry for doc in docs for entry in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc, re.MULTILINE))
     return {name: " ".join(text.split()) for name, text in entries}
 

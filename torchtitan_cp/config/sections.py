@@ -236,7 +236,22 @@ class ContextParallel:
 
 
 @dataclass(frozen=True)
-class Activation:
+class StageActivation:
+    """What a stage keeps between forward and backward; default for each key: the value in [activation].
+
+    Attributes:
+        checkpoint: what is recomputed
+        offload: CUDA: keep it in pinned host memory
+        mlp_tiles: pieces of the sequence that a block's MLP processes one after the other
+    """
+
+    checkpoint: str | None = key(None, choices=names.ACTIVATIONS)
+    offload: bool | None = None
+    mlp_tiles: int | None = key(None, least=1)
+
+
+@dataclass(frozen=True)
+class Activation(StageActivation):
     """What is kept between forward and backward.
 
     Attributes:
@@ -443,21 +458,6 @@ class StageLR(LRScheduler):
     """
 
     peak: float | None = key(None, least=0, most=100)
-
-
-@dataclass(frozen=True)
-class StageActivation:
-    """What a stage keeps between forward and backward; default for each key: the value in [activation].
-
-    Attributes:
-        checkpoint: what is recomputed
-        offload: CUDA: keep it in pinned host memory
-        mlp_tiles: pieces of the sequence that a block's MLP processes one after the other
-    """
-
-    checkpoint: str | None = key(None, choices=names.ACTIVATIONS)
-    offload: bool | None = None
-    mlp_tiles: int | None = key(None, least=1)
 
 
 @dataclass(frozen=True)

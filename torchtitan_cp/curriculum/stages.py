@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.config.names import format_tokens
-from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Rope, Stage, StageLR
+from torchtitan_cp.config.sections import Activation, Data, ResolvedStageData, Stage
 
 
 def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
@@ -22,9 +22,9 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage, ready to run.
+@dataclass(frozen=True, kw_only=True)
+class StagePlan(Stage):
+    """A stage, ready to run: the keys of [[curriculum.stages]] with every default filled in, and what follows of them.
 
     Attributes:
         index: in the curriculum, from 0.
@@ -45,24 +45,17 @@ class StagePlan:
     """
 
     index: int
-    name: str
-    seq_len: int
     cp: int
     dp: int
     strategy: str
     all_to_all_ranks: int
-    steps: int
     micro_batch_sequences: int
     micro_batches: int
-    global_batch_tokens: int
     tp: int
     pp: int
     activation: Activation
-    rope: Rope | None
-    lr: StageLR | None
     data: ResolvedStageData
-    resets_optimizer: bool = False
-    until: dict[str, float] = dataclasses.field(default_factory=dict)
+    resets_optimizer: bool
 
     @property
     def text_recipe(self) -> dict[str, Any]:
@@ -83,27 +76,22 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
         name = stage.name or format_tokens(stage.seq_len)
         if name in {earlier.name for earlier in plans}:
             name = f"{name}-stage-{index + 1}"
-        plans.append(
-            StagePlan(
-                index=index,
-                name=name,
-                seq_len=stage.seq_len,
-                cp=cp,
-                dp=dp,
-                strategy=strategy,
-                all_to_all_ranks=config.context_parallel.all_to_all_ranks if strategy == "hybrid" and cp > 1 else 1,
-                steps=stage.steps or math.ceil(tokens / stage.global_batch_tokens),
-                until={name: bound for name, bound in stage.until.items() if name != "max_tokens"},
-                micro_batch_sequences=micro,
-                micro_batches=stage.global_batch_tokens // (stage.seq_len * dp * micro),
-                global_batch_tokens=stage.global_batch_tokens,
-                tp=degrees.tp,
-                pp=degrees.pp,
-                activation=dataclasses.replace(config.activation, **own),
-                rope=stage.rope,
-                lr=stage.lr,
-                data=resolve_stage_data(config.data, stage),
-                resets_optimizer=stage.optimizer_state == "reset",
-            )
-        )
+        found: dict[str, Any] = {
+            "index": index,
+            "name": name,
+            "cp": cp,
+            "dp": dp,
+            "strategy": strategy,
+            "all_to_all_ranks": config.context_parallel.all_to_all_ranks if strategy == "hybrid" and cp > 1 else 1,
+            "steps": stage.steps or math.ceil(tokens / stage.global_batch_tokens),
+            "until": {name: bound for name, bound in stage.until.items() if name != "max_tokens"},
+            "micro_batch_sequences": micro,
+            "micro_batches": stage.global_batch_tokens // (stage.seq_len * dp * micro),
+            "tp": degrees.tp,
+            "pp": degrees.pp,
+            "activation": dataclasses.replace(config.activation, **own),
+            "data": resolve_stage_data(config.data, stage),
+            "resets_optimizer": stage.optimizer_state == "reset",
+        }
+        plans.append(StagePlan(**{**vars(stage), **found}))
     return tuple(plans)
