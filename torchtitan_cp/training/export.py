@@ -3,8 +3,7 @@
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,26 +33,28 @@ POLL_SECONDS = 1.0
 ToHub = Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]
 
 
-@contextmanager
-def exported_stages(folder: Path, dtype: str, tokenizer: Tokenizer) -> Iterator[threading.Event]:
+def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[], None]:
     """Export the checkpoints of stage ends to `hub/step-N` from a thread, also those that an earlier start missed.
 
     Args:
         folder: of the run.
         dtype: checkpoint.export; nothing happens if it is "no".
 
-    Yields:
-        An event; once it is set, leaving does not wait for the thread: the next start exports what is missing.
+    Returns:
+        what waits for the last stage's. Where it is not called, the next start exports what is missing.
     """
-    hurry, ended = threading.Event(), threading.Event()
+    if dtype == "no":
+        return lambda: None
+    ended = threading.Event()
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
-    if dtype != "no":
-        thread.start()
-    yield hurry
-    ended.set()
-    if thread.is_alive() and not hurry.is_set():
+    thread.start()
+
+    def finish() -> None:
         set_activity("writing the last stage in Hugging Face's format", 0, float("inf"))
+        ended.set()
         thread.join()
+
+    return finish
 
 
 def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: threading.Event) -> None:

@@ -74,18 +74,8 @@ def resume(
         return fresh
     path, before = saved
     check_identity(before.identity, fresh.identity, path)
-    if before.block_tokens != fresh.block_tokens:
-        logger.warning(
-            "the longest stage is now %d tokens and was %d: the data order changes from here, and some text may "
-            "be read twice",
-            fresh.block_tokens,
-            before.block_tokens,
-        )
-    other_order = _changes(before.data_order, fresh.data_order)
-    if other_order:
-        logger.warning(
-            "data.%s: the data order changes from here, and some text may be read twice", ", data.".join(other_order)
-        )
+    if changed := _changes(_data_order(before), _data_order(fresh)):
+        logger.warning("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
     progress = before.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
@@ -97,6 +87,12 @@ def resume(
             ", ".join(changed),
         )
     return progress
+
+
+def _data_order(progress: Progress) -> dict[str, Any]:
+    """What decides the order of data, as a message names it."""
+    keys = {f"data.{name}": value for name, value in progress.data_order.items()}
+    return {"tokens of the longest stage": progress.block_tokens, **keys}
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
-from torchtitan_cp.training.export import exported_stages
+from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import resolve_run
 from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_finished, is_stage_over, resume
@@ -148,22 +148,22 @@ class Trainer:
         done = self.progress.step
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
         export_dtype = "no" if self.world.rank else self.config.checkpoint.export
-        exports = exported_stages(self.folder, export_dtype, self.data_pipeline.corpus.tokenizer)
+        finish_exports = start_exports(self.folder, export_dtype, self.data_pipeline.corpus.tokenizer)
         if self.finished:
-            with exports:
-                self.metrics_logger.say(
-                    f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do."
-                )
+            self.metrics_logger.say(
+                f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do."
+            )
+            finish_exports()
             return
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.steps.start_stage(self.progress.recent)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(done)
         try:
-            with self.signals, exports as no_waiting:
+            with self.signals:
                 self._train()
-                if self.stopping:
-                    no_waiting.set()
+                if not self.stopping:
+                    finish_exports()
             if self.needs_relaunch and not self.stopping:
                 self.metrics_logger.say(
                     f"stage {self.stage.index + 1} has tp {self.stage.tp} and pp {self.stage.pp}: the job restarts "
