@@ -138,11 +138,9 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 def to_toml(config: Config) -> str:
     """The resolved config as TOML; reading it back gives the same config."""
-    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+    return tomli_w.dumps(dataclasses.asdict(config, dict_factory=_without_none))
 
 
-def _plain(value: Any) -> Any:
-    """TOML has no null and no tuple: unset keys are left out, tuples become lists."""
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items() if entry is not None}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """TOML has no null: unset keys are left out."""
+    return {name: value for name, value in items if value is not None}

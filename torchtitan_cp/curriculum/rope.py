@@ -58,11 +58,6 @@ def powers(theta: float, head_dim: int) -> Frequencies:
     return tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
 
 
-def unscaled(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, float]:
-    """The frequencies of theta, unchanged."""
-    return base, 1.0
-
-
 def linear(base: Frequencies, rope: Rope, seq_len: int) -> tuple[Frequencies, float]:
     """Positions divided by the factor. Source: position interpolation (Chen et al., 2023)."""
     return tuple(frequency / rope.factor for frequency in base), 1.0
@@ -141,7 +136,7 @@ def blend(frequency: float, factor: float, kept: float) -> float:
 
 
 SCALINGS: dict[str, Callable[[Frequencies, Rope, int], tuple[Frequencies, float]]] = {
-    "none": unscaled,
+    "none": linear,  # by a factor of 1
     "linear": linear,
     "ntk": ntk,
     "yarn": yarn,
