@@ -160,25 +160,23 @@ def _write_settings(
         trained = {"max_position_embeddings": length, "rope_parameters": theirs, "dtype": dtype}
         values = {**own, **config, **trained, **older}
     write_json(out / "config.json", values)
-    if start and (start / "generation_config.json").is_file():
-        shutil.copyfile(start / "generation_config.json", out / "generation_config.json")
-    else:
-        write_json(out / "generation_config.json", {"eos_token_id": values.get("eos_token_id", tokenizer.eos_id)})
+    generation = {"eos_token_id": values.get("eos_token_id", tokenizer.eos_id)}
+    if start:
+        generation = read_json(start / "generation_config.json") or generation
     for name, path in tokenizer_files(saved.config.tokenizer, tokenizer, start).items():
         shutil.copyfile(path, out / name)
     if template := chat_template_of(saved.config):
-        _write_chat_template(template, tokenizer, out)
+        _write_chat_template(template, out)
+        own_ends = generation.get("eos_token_id") or []
+        ends = end_tokens(template, tokenizer).union(own_ends if isinstance(own_ends, list) else [own_ends])
+        generation["eos_token_id"] = sorted(ends)
+    write_json(out / "generation_config.json", generation)
 
 
-def _write_chat_template(template: ChatTemplate, tokenizer: Tokenizer, out: Path) -> None:
-    """The template, the special tokens that it reads, and the tokens that end an answer."""
+def _write_chat_template(template: ChatTemplate, out: Path) -> None:
+    """The template, and the special tokens that it reads."""
     (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
-    settings, generation = out / CONFIG_FILE, out / "generation_config.json"
     if (out / "tokenizer.json").is_file():
         # Without a class, transformers makes a tokenizer of the model's family, which may differ from tokenizer.json.
         own = {"tokenizer_class": "PreTrainedTokenizerFast", **template.variables}
-        write_json(settings, own | (read_json(settings) or {}))
-    values = read_json(generation) or {}
-    before = values.get("eos_token_id") or []
-    ends = end_tokens(template, tokenizer).union(before if isinstance(before, list) else [before])
-    write_json(generation, {**values, "eos_token_id": sorted(ends)})
+        write_json(out / CONFIG_FILE, own | (read_json(out / CONFIG_FILE) or {}))
