@@ -35,7 +35,7 @@ class Volume(NamedTuple):
 
 
 class Estimate(PlannedStage):
-    """A stage, and what is worked out of it once it is asked for; raises as `find_costs`."""
+    """A stage, and what is worked out of it once it is asked for."""
 
     @cached_property
     def linear_flops(self) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan_cp.attention.linear.kernel import CHUNK, PART
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
-from torchtitan_cp.planner.strategy_costs import FP32_BYTES, find_costs
+from torchtitan_cp.planner.strategy_costs import FP32_BYTES, RING, STRATEGY_COSTS
 
 QUANTIZED_MOMENTS = 2 * (1 + 4 / 256)  # two moments of a byte, with an fp32 scale for each 256 values
 KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp", "loss", "communication")
@@ -230,7 +230,8 @@ def _block_moments(
     }
     # By then the layer's own MLP and second norm are gone; the gradient of its output stands beside the exchange.
     group = (planned.stage.cp, planned.all_to_all_ranks(planned.strategy))
-    working = find_costs(planned.strategy, planned.stage.cp).working_bytes(planned.tokens, *group, planned.heads)
+    costs = STRATEGY_COSTS[planned.strategy] if planned.stage.cp > 1 else RING
+    working = costs.working_bytes(planned.tokens, *group, planned.heads)
     in_attention = {
         "block_inputs": recomputed * block.first_norm + gradient + parked - (1 - recomputed) * second,
         "attention": recomputed * again + working + block.out,

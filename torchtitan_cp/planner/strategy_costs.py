@@ -15,7 +15,6 @@ from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.plan import busiest_rank
 from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
-from torchtitan_cp.config import ConfigError
 from torchtitan_cp.planner.devices import BANDWIDTH, Cluster
 
 FP32_BYTES = 4  # gradients travel and are summed in fp32
@@ -102,31 +101,20 @@ class StrategyCosts(NamedTuple):
     working_bytes: Callable[[int, int, int, Heads], float]
 
 
-def find_costs(strategy: str, ranks: int) -> StrategyCosts:
-    """What a strategy costs among so many ranks.
-
-    Raises:
-        ConfigError: there are no formulas for it here.
-    """
-    if strategy not in STRATEGY_COSTS:
-        known = ", ".join(STRATEGY_COSTS)
-        raise ConfigError(f"the planner cannot estimate the strategy {strategy!r}", fix=f"use one of {known}")
-    return STRATEGY_COSTS[strategy] if ranks > 1 else STRATEGY_COSTS["ring"]
-
-
 def step_pairs(plan: Plan) -> list[int]:
     """Pairs of each step that a plan's rank computes, for one head."""
     return [sum(tile.pairs for tile in step.tiles) for step in plan.steps]
 
 
 def layer_of(plan: Plan, heads: Heads, rates: Rates) -> LayerCost:
-    """Cost of one sequence of one layer for a plan's rank; raises as `find_costs`."""
-    costs, pairs = find_costs(plan.strategy, plan.ranks), step_pairs(plan)
+    """Cost of one sequence of one layer for a plan's rank."""
+    pairs = step_pairs(plan)
     own = heads.after_all_to_all(plan.all_to_all_ranks)
     flops = [count * own.query * own.dim for count in pairs]
     forward = [FORWARD_FLOPS * count / rates.forward for count in flops]
     backward = [BACKWARD_FLOPS * count / rates.backward for count in flops]
-    return LayerCost(sum(pairs) * own.query, *costs.messages(plan, own, rates, forward, backward))
+    messages = STRATEGY_COSTS[plan.strategy].messages(plan, own, rates, forward, backward)
+    return LayerCost(sum(pairs) * own.query, *messages)
 
 
 @lru_cache(maxsize=16384)
