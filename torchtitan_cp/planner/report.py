@@ -1,60 +1,53 @@
 """Estimates as tables for a person."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from torchtitan_cp.planner.devices import ACCELERATORS, GIB, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import Estimate
-from torchtitan_cp.planner.memory import KINDS
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.planner.stage import CUTTING
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 
 
-def _kind(estimate: Estimate, kind: str) -> str:
-    return f"{estimate.memory.by_kind[kind] / GIB:.2f}"
-
-
-def _volume(estimate: Estimate, strategy: str) -> str:
-    volume = estimate.volumes.get(strategy)
-    return f"{volume.layer_bytes / 2**20:.1f}, {volume.step_bytes / GIB:.2f}" if volume else "-"
-
-
-Columns = dict[str, Callable[[Estimate], str]]
-# Title -> heading -> cell of a stage, after its name.
-TABLES: dict[str, Columns] = {
-    "memory of a rank, GiB": {kind.replace("_", " "): partial(_kind, kind=kind) for kind in KINDS}
-    | {
-        "sum": lambda estimate: f"{estimate.memory.total / GIB:.2f}",
-        "fits": lambda estimate: "yes" if estimate.fits else "NO",
-        "fullest during": lambda estimate: estimate.memory.moment,
-    },
-    "attention's messages, sent by a rank: MiB a layer, GiB a step": {
-        "cp": lambda estimate: str(estimate.stage.cp),
-        "strategy": lambda estimate: estimate.strategy,
+def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
+    """Title -> heading -> cell of a stage, after its name."""
+    stage, memory, rows = estimate.stage, estimate.memory, estimate.dispatch_bytes / GIB
+    sent = dict.fromkeys(STRATEGY_COSTS, "-")
+    for strategy, volume in estimate.volumes.items():
+        sent[strategy] = f"{volume.layer_bytes / 2**20:.1f}, {volume.step_bytes / GIB:.2f}"
+    return {
+        "memory of a rank, GiB": {
+            **{kind.replace("_", " "): f"{size / GIB:.2f}" for kind, size in memory.by_kind.items()},
+            "sum": f"{memory.total / GIB:.2f}",
+            "fits": "yes" if estimate.fits else "NO",
+            "fullest during": memory.moment,
+        },
+        "attention's messages, sent by a rank: MiB a layer, GiB a step": {
+            "cp": str(stage.cp),
+            "strategy": estimate.strategy,
+            **sent,
+        },
+        "rows sent to experts and back, by a rank: GiB a step": {
+            "ep": str(estimate.degrees.ep),
+            "in all": f"{rows:.2f}",
+            "to other ranks": f"{rows * (1 - 1 / estimate.degrees.ep):.2f}",
+        },
+        "a step of the whole job": {
+            "PFLOP linear": f"{estimate.linear_flops / 1e15:.4g}",
+            "attention": f"{estimate.attention_flops / 1e15:.4g}",
+            "micro-batches": str(stage.micro_batches),
+            "exposed, s": f"{estimate.exposed_seconds:.3g}",
+            "step, s": f"{estimate.step_seconds:.4g}",
+            "tokens/s": f"{estimate.tokens_per_second:,.0f}",
+            "MFU": f"{estimate.mfu:.1%}",
+            "steps": str(stage.steps),
+            "days": f"{estimate.days:.3g}",
+            "limited by": estimate.limit,
+        },
     }
-    | {strategy: partial(_volume, strategy=strategy) for strategy in STRATEGY_COSTS},
-    "rows sent to experts and back, by a rank: GiB a step": {
-        "ep": lambda estimate: str(estimate.degrees.ep),
-        "in all": lambda estimate: f"{estimate.dispatch_bytes / GIB:.2f}",
-        "to other ranks": lambda estimate: f"{estimate.dispatch_bytes * (1 - 1 / estimate.degrees.ep) / GIB:.2f}",
-    },
-    "a step of the whole job": {
-        "PFLOP linear": lambda estimate: f"{estimate.linear_flops / 1e15:.4g}",
-        "attention": lambda estimate: f"{estimate.attention_flops / 1e15:.4g}",
-        "micro-batches": lambda estimate: str(estimate.stage.micro_batches),
-        "exposed, s": lambda estimate: f"{estimate.exposed_seconds:.3g}",
-        "step, s": lambda estimate: f"{estimate.step_seconds:.4g}",
-        "tokens/s": lambda estimate: f"{estimate.tokens_per_second:,.0f}",
-        "MFU": lambda estimate: f"{estimate.mfu:.1%}",
-        "steps": lambda estimate: str(estimate.stage.steps),
-        "days": lambda estimate: f"{estimate.days:.3g}",
-        "limited by": lambda estimate: estimate.limit,
-    },
-}
 
 
 def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
@@ -72,12 +65,13 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
         f"matrix products at {accelerator.linear:.0%} of the peak, {attention}; assumed: "
         f"{USABLE_MEMORY:.0%} of memory usable"
     )
-    for title, columns in TABLES.items():
+    tables = [_tables(estimate) for estimate in estimates]
+    for title, columns in tables[0].items():
         if "experts" in title and estimates[0].degrees.ep == 1:
             continue
         table = Table("stage", *columns, title=title)
-        for estimate in estimates:
-            table.add_row(estimate.stage.name, *(cell(estimate) for cell in columns.values()))
+        for estimate, cells in zip(estimates, tables, strict=True):
+            table.add_row(estimate.stage.name, *cells[title].values())
         console.print(table)
     for estimate in estimates:
         if cheaper := [key for key in CUTTING if getattr(estimate.stage.data, key)]:
