@@ -137,9 +137,8 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
     stages = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(config.parallel, ranks, stage)
-        # Where cp does not divide, resolve_run refuses it.
-        divides = degrees.stage_cp(stage) > 0 and degrees.fsdp % degrees.stage_cp(stage) == 0
-        unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences) if divides else 0
+        # 0 of more cp than there are ranks, which resolve_run refuses.
+        unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
         if unit and stage.global_batch_tokens % unit:
             needed = -(-stage.global_batch_tokens // unit) * unit
             logger.warning(

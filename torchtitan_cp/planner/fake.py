@@ -57,22 +57,18 @@ class FakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.real_on_cpu and not (_on_gpu(kwargs) or FakeTensor in types):
-            return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
-            return False if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten._pin_memory.default:
             return torch.empty_like(args[0])
-        if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
+        real = FakeTensor not in types and not _on_gpu(kwargs)
+        if real and (self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
+            return False if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten.bincount.default:
             return _even_counts(args[0].numel(), *args[2:], **kwargs)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
-        # The first argument usually suffices; flattening all of them costs more than many operations.
-        if not (args and isinstance(args[0], FakeTensor)):
-            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-            if tensors and not _on_gpu(kwargs) and not any(isinstance(x, FakeTensor) for x in tensors):
-                return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -96,12 +92,9 @@ def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """What `_grouped_mm` returns; its fake form takes bf16 alone, where the CPU's takes other dtypes too."""
-    groups = (*a.shape[:-2], *b.shape[:-2])[:1]
-    if a.ndim == b.ndim == 2:  # offs cuts what is summed
-        assert offs is not None
-        groups = offs.shape[:1]
-    elif a.ndim != b.ndim:  # offs cuts the rows or the columns of what is returned
-        groups = ()
+    groups = a.shape[:-2] if a.ndim == b.ndim else ()  # else offs cuts the rows or the columns of what is returned
+    if offs is not None and a.ndim == b.ndim == 2:  # offs cuts what is summed
+        groups = offs.shape
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
@@ -174,22 +167,21 @@ class StepTracker(TorchDispatchMode):
         self.peak, self.at_peak = self.now, dict(self.by_kind)
         self.messages.clear()
 
-    def update_storage(self, storage: torch.UntypedStorage, kind: str = "", size_bytes: int | None = None) -> None:
-        """Count a tracked storage as another kind or size."""
-        number = storage._cdata
-        if number in self.held:
-            before, held_bytes = self.held[number]
-            self._add(before, -held_bytes)
-            self.held[number] = kind or before, held_bytes if size_bytes is None else size_bytes
-            self._add(*self.held[number])
+    def update_storage(self, storage: torch.UntypedStorage, kind: str = "") -> None:
+        """Count a tracked storage with its present size, and as another kind."""
+        if held := self.held.get(storage._cdata):
+            self._forget(storage._cdata)
+            self._hold(storage, kind or held[0])
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed, once."""
-        number = storage._cdata
-        if number not in self.held:
-            self.held[number] = WORKING, storage.nbytes()
-            self._add(*self.held[number])
-            weakref.finalize(storage, self._forget, number)
+        if storage._cdata not in self.held:
+            self._hold(storage, WORKING)
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
+        self.held[storage._cdata] = kind, storage.nbytes()
+        self._add(*self.held[storage._cdata])
 
     def _forget(self, number: int) -> None:
         kind, size_bytes = self.held.pop(number)
@@ -256,7 +248,7 @@ class StepTracker(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
             result = resize_plain(storage, size_bytes)
-            self.update_storage(storage, size_bytes=size_bytes)
+            self.update_storage(storage)
             return result
 
         with (
