@@ -20,12 +20,12 @@ NOT_ALLOWED = -1
 MOST_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
 
 
-def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> np.ndarray:
+def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> np.ndarray:
     """Loss against position on a logarithmic axis, one line per stage: does more context help?
 
     Args:
         curves: by stage, in order: (first position of each bin, mean loss of its tokens in nats). A bin without tokens
-            has NaN. See `metrics.loss_breakdown`.
+            has NaN or None. See `metrics.loss_breakdown`.
     """
     figure, axes = _figure(7.0, 4.2, xlabel="position in the sequence, from", ylabel="loss, nats a token")
     for index, (name, (starts, losses)) in enumerate(curves.items()):

@@ -85,8 +85,7 @@ class RunRecorder:
                 shutil.copyfile(tokenizer.path, self.folder / TOKENIZER_FILE)
             logger.open_files(self.folder, done)
             for found in read_evaluations(self.folder):
-                losses = [math.nan if loss is None else loss for loss in found["position_losses"]]
-                self.evaluation_curves[found["stage"]] = (found["position_starts"], losses)
+                self.evaluation_curves[found["stage"]] = (found["position_starts"], found["position_losses"])
             logger.text("config", f"```toml\n{text}\n```", done)
             for name, stream in self.data.streams.items():
                 lengths = stream.store.document_lengths
