@@ -1,8 +1,8 @@
 """One optimizer step in numbers: the fields of metrics.jsonl and their tags in TensorBoard."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Annotated, get_args
 
 Numbers = dict[str, float]
 
@@ -96,5 +96,4 @@ class StepRecord:
         return found
 
 
-_HINTS = get_type_hints(StepRecord, include_extras=True)
-TAGS = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")}
+TAGS = {entry.name: get_args(entry.type)[1] for entry in fields(StepRecord) if get_args(entry.type)}

@@ -40,19 +40,15 @@ def flops_per_token(args: Any, seq_len: int, keys: Sequence[float] | None = None
         args: of the model, with `attention_widths`, `layer_windows`, `state_sizes`, `linear_parameters()`.
         keys: that a token sees in each layer, on average; None: those of one causal sequence.
     """
-    keys = causal_keys(args.layer_windows, seq_len) if keys is None else keys
-    return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, keys)))
+    return 6.0 * (args.linear_parameters() + sum(_mixer_costs(args, seq_len, keys)))
 
 
-def _mixer_costs(args: Any, keys: Sequence[float]) -> list[float]:
+def _mixer_costs(args: Any, seq_len: int, keys: Sequence[float] | None = None) -> list[float]:
     """A sixth of the FLOPs per token of each layer's attention or recurrence; see `flops_per_token`."""
-    layers = zip(args.attention_widths, keys, args.state_sizes, strict=True)
+    # S/2 keys on average, fewer in a window.
+    causal = [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in args.layer_windows]
+    layers = zip(args.attention_widths, keys or causal, args.state_sizes, strict=True)
     return [width * seen + 3 * state for width, seen, state in layers]
-
-
-def causal_keys(windows: Sequence[int], seq_len: int) -> list[float]:
-    """Keys that a token sees in each layer, on average: S/2, fewer in a window (0: none)."""
-    return [w - w * w / (2 * seq_len) if 0 < w < seq_len else seq_len / 2 for w in windows]
 
 
 def layer_costs(args: Any, seq_len: int) -> list[float]:
@@ -63,7 +59,7 @@ def layer_costs(args: Any, seq_len: int) -> list[float]:
     """
     output = args.dim * args.vocab_size
     weights = (args.linear_parameters() - output) // args.n_layers
-    costs = [6.0 * (weights + cost) for cost in _mixer_costs(args, causal_keys(args.layer_windows, seq_len))]
+    costs = [6.0 * (weights + cost) for cost in _mixer_costs(args, seq_len)]
     costs[0] += args.dim  # a look-up: backward adds each number once
     costs[-1] += 6.0 * output
     return costs
