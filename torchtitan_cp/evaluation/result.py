@@ -1,5 +1,6 @@
 """The result of an evaluation, for scripts, plots and the console."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,11 +64,9 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON; NaN becomes null."""
-        retrieval = {
-            name: {"lengths": found.lengths, "depths": found.depths, "accuracy": found.accuracy.tolist()}
-            for name, found in self.retrieval.items()
-        }
-        return _without_nan({**vars(self), "retrieval": retrieval})
+        retrieval = {name: found._asdict() for name, found in self.retrieval.items()}
+        text = json.dumps({**vars(self), "retrieval": retrieval}, default=np.ndarray.tolist)
+        return dict(json.loads(text, parse_constant=lambda nan: None))
 
     def scalars(self, seq_len: int) -> dict[str, float]:
         """The numbers to plot, by name.
@@ -114,11 +113,3 @@ class EvaluationResult:
                 yield f"{name.replace('_', ' ')} right: {right}"
         if self.left_out:
             yield "not measured: " + "; ".join(self.left_out)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
