@@ -8,6 +8,7 @@ from pathlib import Path
 from torchtitan_cp.config.data import check_sources, check_stage_data
 from torchtitan_cp.config.degrees import Degrees, length_unit, resolve_degrees
 from torchtitan_cp.config.errors import ConfigError
+from torchtitan_cp.config.key import check_read_keys
 from torchtitan_cp.config.names import MEASURED, SCHEDULES
 from torchtitan_cp.config.rope import Rope, check_rope
 from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
@@ -30,6 +31,7 @@ def check_config(config: Config, ranks: int) -> Degrees:
     """
     _check_groups(config)
     _check_passkey(config.evaluation.passkey)
+    check_read_keys(config.tokenizer, "kind", "tokenizer")
     check_sources(config.data, has_tokenizer=not config.tokenizer.trained)
     degrees = resolve_degrees(config.parallel, ranks)
     check_stages(config)

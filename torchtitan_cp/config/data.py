@@ -42,7 +42,7 @@ class SourceKeys:
     """
 
     source: str = key("python-stdlib", choices=("python-stdlib", "text", *names.ROW_SOURCES, "python-docstrings"))
-    path: str = ""
+    path: str = key("", read_by=("text", *names.ROW_SOURCES))
     subset: str = key("", read_by=("huggingface",))
     split: str = key("train", read_by=("huggingface",))
     revision: str = key("", read_by=("huggingface",))

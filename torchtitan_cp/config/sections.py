@@ -69,7 +69,7 @@ class Tokenizer:
     """
 
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
-    path: str = ""
+    path: str = key("", read_by=("sentencepiece", "huggingface"))
     vocab_size: int = key(4096, least=300)
 
     @property

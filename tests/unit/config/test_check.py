@@ -335,6 +335,10 @@ BOOKS = DataSource(name="books", source="text", path="books")
         (Data(sources=(BOOKS, BOOKS)), "data.sources[1].name = 'books' is taken\n  fix: give each source its own name"),
         (Data(sources=(BOOKS, DataSource())), "data.sources[1].name = '' is not a name\n  fix: use letters"),
         (Data(sources=(dataclasses.replace(BOOKS, name="a b"),)), "data.sources[0].name = 'a b' is not a name"),
+        (
+            Data(path="books"),
+            "data.path does nothing with source = 'python-stdlib'\n  fix: remove it, or use source = 'text'",
+        ),
         (Data(source="text", group_field="repo"), "data.group_field does nothing with source = 'text'"),
         (Data(token_field="ids"), "fix: remove it, or use source = 'jsonl' or 'parquet' or 'huggingface'"),
         (Data(source="jsonl", group_depth=1), "data.group_depth does nothing with source = 'jsonl'"),
@@ -347,6 +351,12 @@ BOOKS = DataSource(name="books", source="text", path="books")
 )
 def test_sources_that_contradict_themselves_are_refused(data: Data, wanted: str) -> None:
     assert wanted in refuse(config_with(data=data), 1)
+
+
+def test_a_file_for_a_tokenizer_that_reads_none_is_refused() -> None:
+    said = refuse(config_with(tokenizer=Tokenizer(kind="bytes", path="x")), 1)
+    assert "tokenizer.path does nothing with kind = 'bytes'" in said
+    assert "fix: remove it, or use kind = 'sentencepiece' or 'huggingface'" in said
 
 
 def test_sources_that_fit_pass() -> None:

@@ -81,12 +81,6 @@ def test_a_source_that_needs_a_path_says_so() -> None:
     assert "data.source = 'jsonl' needs data.path\n  fix: set data.path" in refuse(Data(source="jsonl"))
 
 
-def test_a_path_that_nothing_reads_is_refused(tmp_path: Path) -> None:
-    message = refuse(Data(path=str(tmp_path)))
-    assert "is set, but source = 'python-stdlib' reads no path" in message
-    assert "fix: set data.source = 'text' or 'jsonl'" in message
-
-
 @pytest.mark.parametrize(
     ("source", "path", "fix"),
     [("text", "", "'corpus/**/*.txt'"), ("text", "*.txt", "'corpus/**/*.txt'"), ("jsonl", "", "*.jsonl.zst files")],

@@ -41,8 +41,7 @@ def find_files(source: SourceKeys) -> Iterator[SourceFile]:
     """The corpus's files, found as they are asked for.
 
     Raises:
-        DataError: the path is missing, leads to no file, or is set although the source has none; or an extra is
-            missing.
+        DataError: the path is missing or leads to no file, or an extra is missing.
     """
     found, kind = False, SOURCES[source.source]
     if not source.path and not source.source.startswith("python-"):
@@ -66,11 +65,6 @@ def location(source: SourceKeys) -> str:
 
 
 def _find_stdlib(source: SourceKeys) -> Iterator[SourceFile]:
-    if source.path:
-        raise DataError(
-            f"{source.where}.path = {source.path!r} is set, but source = {source.source!r} reads no path",
-            fix=f"set {source.where}.source = 'text' or 'jsonl', or leave path out",
-        )
     return _walk(Path(location(source)), (".py",), pruned=lambda name: name in NOT_STDLIB)
 
 

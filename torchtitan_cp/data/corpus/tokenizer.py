@@ -213,15 +213,10 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `[tokenizer]` names, from its file.
 
     Raises:
-        DataError: the file is missing or not of this `kind`, or this kind reads no file.
+        DataError: the file is missing or not of this `kind`.
     """
     path = Path(os.path.expanduser(settings.path))
     if settings.kind == "bytes":
-        if settings.path:
-            raise DataError(
-                f"tokenizer.path = {settings.path!r} is set, but tokenizer.kind = 'bytes' reads no file",
-                fix="leave tokenizer.path out, or set tokenizer.kind = 'sentencepiece' or 'huggingface'",
-            )
         return ByteTokenizer()
     if not settings.path:
         raise DataError(
