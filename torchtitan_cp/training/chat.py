@@ -8,7 +8,6 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.data.corpus.chat import ChatTemplate, find_chat_template
 from torchtitan_cp.data.corpus.records import BadRecordError
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer
-from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.evaluation.prompts import Frame
 from torchtitan_cp.training.registry import start_folder
 
@@ -22,12 +21,7 @@ def chat_template_of(config: Config) -> ChatTemplate | None:
         DataError: there is none for the conversations, or it cannot be read.
     """
     sources = sorted(config.data.by_name().values(), key=lambda source: not source.conversations)
-    try:
-        return find_chat_template(sources[0], config.tokenizer, start_folder(config.model))
-    except DataError:
-        if sources[0].conversations:
-            raise
-        return None
+    return find_chat_template(sources[0], config.tokenizer, start_folder(config.model))
 
 
 def encode_turns(template: ChatTemplate, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:

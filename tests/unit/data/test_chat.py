@@ -209,7 +209,9 @@ def test_a_template_is_found_in_the_config_the_tokenizers_files_or_the_checkpoin
 
     def find(chat_template: str = "", path: str = "", hub: Path | None = None) -> ChatTemplate:
         changed = Data(source="jsonl", messages_field="messages", chat_template=chat_template)
-        return find_chat_template(changed, TokenizerConfig("huggingface" if path else "bytes", path), hub)
+        found = find_chat_template(changed, TokenizerConfig("huggingface" if path else "bytes", path), hub)
+        assert found
+        return found
 
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "of config"}]
     path = write_tokenizer(tmp_path / "own", chat_template=named, bos_token={"content": "<b>"}, add_bos_token=True)

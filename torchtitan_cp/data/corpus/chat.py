@@ -167,35 +167,39 @@ def check_messages(messages: Any) -> None:
         raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
 
 
-def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, hub_checkpoint: Path | None) -> ChatTemplate:
+def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Path | None) -> ChatTemplate | None:
     """The chat template of a source: `chat_template`, else of the tokenizer's files, else of the checkpoint's.
 
     Its variables are the special tokens of tokenizer_config.json; without that file only eos_token is set.
 
     Args:
-        hub_checkpoint: folder that training begins from, if there is one.
+        start: folder of the checkpoint that training begins from, if there is one.
+
+    Returns:
+        None if there is none that can be read, and the source holds no conversations.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: the source holds conversations, and there is none, or it cannot be read.
     """
     own = Path(os.path.expanduser(tokenizer.path)).parent if tokenizer.path else None
-    folders = [folder for folder in (own, hub_checkpoint) if folder]
+    folders = [folder for folder in (own, start) if folder]
     configs = [read_json(folder / CONFIG_FILE) or {} for folder in folders]
-    found: list[Any] = []
+    text: Any = None
     problem = "there is no chat template"
     try:
         if source.chat_template:
-            found.append(Path(os.path.expanduser(source.chat_template)).read_text("utf-8"))
+            text = Path(os.path.expanduser(source.chat_template)).read_text("utf-8")
         for folder, config in zip(folders, configs, strict=True):
             file = folder / TEMPLATE_FILE
-            found.append(file.read_text("utf-8") if file.exists() else config.get("chat_template"))
+            text = text or (file.read_text("utf-8") if file.exists() else config.get("chat_template"))
     except (OSError, UnicodeDecodeError) as error:
         problem = f"the chat template cannot be read: {error}"
-    text = next(filter(None, found), None)
     if isinstance(text, list):  # several templates with names
         default = (entry for entry in text if isinstance(entry, dict) and entry.get("name") == "default")
         text = next(default, {}).get("template")
     if not text or not isinstance(text, str):
+        if not source.conversations:
+            return None
         raise DataError(
             f"{source.where} holds conversations, and {problem}",
             fix=f"set {source.where}.chat_template to a file with a Jinja template, or put {TEMPLATE_FILE} or "
