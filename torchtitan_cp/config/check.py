@@ -237,6 +237,13 @@ def _check_until(config: Config, stage: Stage, where: str) -> None:
             f"{where} is decided after evaluations, and evaluation.interval is 0",
             fix="set evaluation.interval to a number of steps",
         )
+    sources = config.data.by_name()
+    mixture = stage.data.mixture or config.data.mixture or dict.fromkeys(sources, 1.0)
+    if not any(mixture.get(name) and source.validation_fraction for name, source in sources.items()):
+        raise ConfigError(
+            f"{where} needs held-out text, but none of the stage's sources holds any out",
+            fix="set validation_fraction of a source above 0, or give the stage steps",
+        )
     if not 0 <= stage.until.get("passkey_accuracy", 0) <= 1:
         accuracy = stage.until["passkey_accuracy"]
         raise ConfigError(f"{where}.passkey_accuracy = {accuracy} is never reached", fix="use a fraction from 0 to 1")

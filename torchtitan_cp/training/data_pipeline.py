@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_step
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_cache, prepare
-from torchtitan_cp.data.corpus.store import TokenStore
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.errors import PreparationStoppedError
+from torchtitan_cp.runtime.consistency import check_agreement
 from torchtitan_cp.training.registry import start_folder
 
 POLL_SECONDS = 0.5
@@ -76,19 +77,15 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             any_rank_stops()
             time.sleep(POLL_SECONDS)
         result = pickle.loads(bytes.fromhex(store.get(node).decode()))
-    if isinstance(result, Exception) and not isinstance(result, PreparationStoppedError):
+    stopped = isinstance(result, PreparationStoppedError)
+    if isinstance(result, Exception) and not stopped:
         raise result
-    corpus = open_cache(result, config.tokenizer) if isinstance(result, dict) else None
-    fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, corpus and corpus.fingerprint)
-    if corpus is None or None in fingerprints:
-        raise result if corpus is None else PreparationStoppedError("stopped while another node prepared the corpus")
-    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
-    if others:
-        raise ConfigError(
-            f"rank {', '.join(map(str, others))} has other tokens than rank 0: corpora {sorted(set(fingerprints))}",
-            fix="give every node the same files under data.path, and delete data.cache_folder where it is older",
-        )
+    any_stopped: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(any_stopped, stopped)
+    if any(any_stopped):
+        raise result if stopped else PreparationStoppedError("stopped while another node prepared the corpus")
+    corpus = open_cache(result, config.data, config.tokenizer)
+    check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
     return corpus
 
 
@@ -113,27 +110,11 @@ class DataPipeline:
                 f"data.separator = {data.separator} is not a token id: the tokenizer has the ids 0 to {vocab_size - 1}",
                 fix="use one of them, or -1 for no separator",
             )
-
-        def stream(store: TokenStore, seed: int, *, shuffle: bool) -> TokenStream:
-            separated = TokenStore(store.folder, store.split, store.vocab_size, data.separator)
-            return TokenStream(separated, block_tokens, seed, shuffle=shuffle, order=data.order)
-
         self.config, self.corpus, sources = config, corpus, corpus.sources.items()
-        self.streams = {name: stream(source.train, config.training.seed, shuffle=True) for name, source in sources}
-        self.held_out = {
-            name: stream(source.validation, 0, shuffle=False) for name, source in sources if source.validation.tokens
-        }
-
-    def check_gates(self, stages: tuple[StagePlan, ...]) -> None:
-        """Refuse a gate that has no held-out text to measure on."""
-        for stage in stages:
-            weights = self.stage_data(stage).mixture
-            if stage.until and not any(weights.get(name) for name in self.held_out):
-                raise ConfigError(
-                    f"curriculum.stages[{stage.index}].until needs held-out text, but none of the stage's sources "
-                    "holds any out",
-                    fix="set validation_fraction of a source above 0, or give the stage steps",
-                )
+        stream = partial(TokenStream, block_tokens=block_tokens, order=data.order)
+        self.streams = {name: stream(source.train, seed=config.training.seed) for name, source in sources}
+        held_out = {name: source.validation for name, source in sources if source.validation.tokens}
+        self.held_out = {name: stream(store, seed=0, shuffle=False) for name, store in held_out.items()}
 
     def start_stage(self, stage: StagePlan, progress: Progress) -> None:
         """Read this stage's sequences from now on.

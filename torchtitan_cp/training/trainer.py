@@ -76,7 +76,6 @@ class Trainer:
         self.watchdog_timeout_seconds = config.job.startup_timeout_seconds
         set_activity("building the model", 0, self.watchdog_timeout_seconds)
         self.data_pipeline = DataPipeline(config, corpus, run.longest)
-        self.data_pipeline.check_gates(self.stages)
 
         args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[first.index])

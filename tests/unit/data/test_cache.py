@@ -261,7 +261,7 @@ def test_a_cache_of_an_earlier_version_still_opens(data: Data, monkeypatch: pyte
 def test_who_opens_the_cache_lists_no_file_of_the_corpus(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     locations = CacheBuilder(data, TokenizerConfig(vocab_size=300), lambda: False).build()
     monkeypatch.setattr(cache, "Corpus", None)
-    opened = open_cache(json.loads(json.dumps(locations)), TokenizerConfig(vocab_size=300))
+    opened = open_cache(json.loads(json.dumps(locations)), data, TokenizerConfig(vocab_size=300))
     monkeypatch.undo()
     assert opened.fingerprint == prepare(data, TokenizerConfig(vocab_size=300)).fingerprint
 

@@ -92,17 +92,17 @@ def prepare(
     start: Path | None = None,
 ) -> PreparedCorpus:
     """The corpus's tokens; see `CacheBuilder` and `open_cache`."""
-    return open_cache(CacheBuilder(data, tokenizer, stop_requested, start).build(), tokenizer)
+    return open_cache(CacheBuilder(data, tokenizer, stop_requested, start).build(), data, tokenizer)
 
 
-def open_cache(locations: dict[str, Any], tokenizer: TokenizerConfig) -> PreparedCorpus:
-    """Open what `CacheBuilder.build` returned. `tokenizer` is `[tokenizer]`."""
+def open_cache(locations: dict[str, Any], data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
+    """Open what `CacheBuilder.build` returned; `data` and `tokenizer` are the config's sections."""
     shared = load_tokenizer(dataclasses.replace(tokenizer, path=locations["tokenizer"]))
-    sources = {name: _open_source(name, Path(folder)) for name, folder in locations["folders"].items()}
+    sources = {name: _open_source(name, Path(folder), data.separator) for name, folder in locations["folders"].items()}
     return PreparedCorpus(sources, shared)
 
 
-def _open_source(name: str, folder: Path) -> PreparedSource:
+def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
     manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
     statistics = SourceStatistics.from_json(values)
     train, held_out, skipped = statistics.train, statistics.validation, statistics.skipped()
@@ -111,8 +111,8 @@ def _open_source(name: str, folder: Path) -> PreparedSource:
         f"{held_out.tokens} held out, in {folder}" + f"; skipped: {skipped}" * bool(skipped)
     )
     return PreparedSource(
-        train=TokenStore(folder, "train", manifest["vocab_size"]),
-        validation=TokenStore(folder, "validation", manifest["vocab_size"]),
+        train=TokenStore(folder, "train", manifest["vocab_size"], separator),
+        validation=TokenStore(folder, "validation", manifest["vocab_size"], separator),
         statistics=statistics,
         unigram_counts=np.load(folder / UNIGRAM_FILE),
         fingerprint=manifest["content_fingerprint"],
