@@ -88,7 +88,7 @@ def versions(record: Record) -> None:
             record.write(name, "not run" if record.rehearsal or name == "commit" else "failed", str(error))
     text = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("\n]")[0]
     found, missing = [], []
-    for package in [*re.findall(r'^ *"([\w-]+)', text, re.MULTILINE), "pytest", *["triton"] * (not record.rehearsal)]:
+    for package in [*re.findall(r'^ *"([\w.-]+)', text, re.MULTILINE), "pytest", *["triton"] * (not record.rehearsal)]:
         try:
             found.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:

@@ -15,13 +15,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import zstandard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.hub_models import SIZES
 from tests.support.jobs import PATIENCE_SECONDS, lines_of
 from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
 from tests.support.runs import write_run
+from torchtitan_cp.data.corpus.rows import zstd
 from torchtitan_cp.data.corpus.tokenizer import train_sentencepiece
 
 pytestmark = [pytest.mark.jobs, pytest.mark.deep]
@@ -179,7 +179,7 @@ def give_checkpoint(folder: Path) -> None:
     train_sentencepiece(iter(texts), 512, folder / "llama2-7b" / "tokenizer.model")
     (folder / "books").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "books" / "all.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (folder / "books" / "all.jsonl.zst").write_bytes(zstd.compress(lines.encode()))
 
 
 RUN_HERE = sorted({command.partition(" #")[0].strip() for _, command in COMMANDS if RUN_BY_OTHERS.search(command)})

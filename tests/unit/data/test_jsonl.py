@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from tests.support.texts import read, texts, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.rows import zstd
 
 LINES = [f"line {index} of the corpus ä\nwith a newline in it" for index in range(3000)]
 CONTENT = "".join(json.dumps({"text": line, "other": 1}) + "\n" for line in LINES).encode()
@@ -21,7 +21,7 @@ def jsonl_data(path: Path, validation_fraction: float = 0.0, text_field: str = "
 
 
 def test_plain_and_compressed_files_give_the_same_documents(tmp_path: Path) -> None:
-    frames = [zstandard.ZstdCompressor().compress(part) for part in (CONTENT[:1000], b"", CONTENT[1000:])]
+    frames = [zstd.compress(part) for part in (CONTENT[:1000], b"", CONTENT[1000:])]
     packed = {"a.jsonl": CONTENT, "a.jsonl.gz": gzip.compress(CONTENT), "a.jsonl.zst": b"".join(frames)}
     for name, content in packed.items():
         path = write_files(tmp_path, {name: content}) / name
@@ -95,11 +95,11 @@ def damaged(packed: bytes, how: str) -> bytes:
 def test_lines_before_the_damage_of_an_archive_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, how: str
 ) -> None:
-    frame = zstandard.ZstdCompressor(write_checksum=True)
+    checked = {zstd.CompressionParameter.checksum_flag: 1}
     packed = (
         gzip.compress(CONTENT)
         if suffix == "gz"
-        else b"".join(frame.compress(CONTENT[start : start + 2000]) for start in range(0, len(CONTENT), 2000))
+        else b"".join(zstd.compress(CONTENT[at : at + 2000], options=checked) for at in range(0, len(CONTENT), 2000))
     )
     path = write_files(tmp_path, {f"a.jsonl.{suffix}": damaged(packed, how), "b.jsonl": '{"text": "next"}'})
     skipped_records = SkippedRecords()

@@ -5,21 +5,25 @@ What cannot be read is counted, logged and skipped. The packages pyarrow and dat
 
 import gzip
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import zstandard
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.data.corpus.records import BadRecordError, Document, SkippedRecords, SourceFile, parse_json
 from torchtitan_cp.data.errors import DataError
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-CHUNK_BYTES = 1 << 17
 PARQUET_ROWS = 256  # in memory at a time
 
 
@@ -86,7 +90,7 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
                     if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                         row = parse_json(text, "malformed JSON")
                         yield from read_row(row, number, file, raw.tell(), source)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
         skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
     except OSError as error:
         skipped.add(f"unreadable file ({error.strerror})", str(file.path))
@@ -95,37 +99,10 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
 def _lines(raw: BinaryIO, suffix: str) -> Iterator[bytes]:
     if suffix == ".gz":
         return iter(gzip.GzipFile(fileobj=raw))
-    return _split_lines(_decompress_zst(raw)) if suffix == ".zst" else iter(raw)
-
-
-def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their ends; the chunks of a long line are joined once, at its end."""
-    parts: list[bytes] = []
-    for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        parts.append(first)
-        for other in others:
-            yield b"".join(parts)
-            parts = [other]
-    if last := b"".join(parts):
-        yield last
-
-
-def _decompress_zst(raw: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames.
-
-    zstandard's own stream_reader accepts a file that ends inside a frame as whole; here that is an EOFError.
-    """
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
-    frame = None
-    while chunk := raw.read(CHUNK_BYTES):
-        while chunk:
-            frame = frame or decompressor.decompressobj()
-            yield frame.decompress(chunk)
-            chunk = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the file ends inside a compressed frame")
+    if suffix == ".zst":
+        # The largest window, as `zstd --long=31` writes.
+        return iter(zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31}))
+    return iter(raw)
 
 
 def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
