@@ -217,24 +217,19 @@ def _cut_evenly(rest: Part, shares: Shares, before: PairsBefore) -> None:
 def _cut(part: Part, tokens: int, area: float, before: PairsBefore) -> tuple[Part, Part]:
     """(rows from both ends of a part that come nearest to an area, the rest).
 
-    A row less from the tail and one more from the head lowers the area, in one document under a causal mask by the
-    distance between the two: the number of rows from the head follows. Elsewhere it is interpolated.
+    The more rows come from the head instead of the tail, the smaller is the area: their number is interpolated, which
+    is exact in one document under a causal mask, where each such row lowers the area by the same distance.
     """
     whole_area, whole_tokens, head, head_stop, tail, tail_stop = part
     first = tail_stop - tokens  # of the tail's rows, with none from the head
     unbroken = head_stop == tail
-    if unbroken and before.linear:
-        taken_area, distance = before[tail_stop] - before[first], first - head
-        rows = min(tokens, max(0, round((taken_area - area) / distance))) if distance else 0
-        taken_area -= rows * distance
-    else:
-        fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
-        ends = before[tail_stop] - before[head]
-        rows, taken_area = fewest, ends + before[head + fewest] - before[first + fewest]
-        if taken_area > area and most > fewest:
-            fall = (taken_area - ends - before[head + most] + before[first + most]) / (most - fewest)
-            rows = min(most, fewest + round((taken_area - area) / fall)) if fall > 0 else fewest
-            taken_area = ends + before[head + rows] - before[first + rows]
+    fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
+    ends = before[tail_stop] - before[head]
+    rows, taken_area = fewest, ends + before[head + fewest] - before[first + fewest]
+    if taken_area > area and most > fewest:
+        fall = (taken_area - ends - before[head + most] + before[first + most]) / (most - fewest)
+        rows = min(most, fewest + round((taken_area - area) / fall)) if fall > 0 else fewest
+        taken_area = ends + before[head + rows] - before[first + rows]
     if unbroken:
         head_stop = tail = first + rows
     left = new_part((whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows))

@@ -4,7 +4,7 @@ The layouts of equal chunks stand here; layouts.py has the one of packed documen
 """
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -76,22 +76,13 @@ class Layout:
                 local += stop - start
         return tuple(sorted(segments, key=itemgetter(2)))
 
-    @cached_property
-    def _local_rows(self) -> dict[int, int]:
-        """The local row at which each span begins, by its first global position."""
-        return {segment.start: segment.local for segment in self.segments}
-
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many of a rank's rows lie before a global position."""
-        place = bisect_right(self.spans[rank], position, key=itemgetter(0)) - 1
-        if place < 0:
-            return 0
-        start, stop = self.spans[rank][place]
-        return self._local_rows[start] + min(position, stop) - start
+        return sum([min(stop, position) - start for start, stop in self.spans[rank] if start < position])
 
     def split(self, size: int) -> "Layout":
         """The layout in which `size` consecutive ranks share the rows of each of these; `joined` is its inverse."""
@@ -144,7 +135,6 @@ class PairsBefore(dict[int, int]):
 
     Attributes:
         borders: where the documents of all rows begin and end, from 0 to S.
-        linear: between two borders each query has a pair more than the one before it.
     """
 
     def __init__(self, mask: AttentionMask, sequence_length: int) -> None:
@@ -156,7 +146,6 @@ class PairsBefore(dict[int, int]):
             self.rows.append((documents, [start for start, _ in documents], [*accumulate(pairs, initial=0)]))
         if len(rows) == 1:  # most positions asked for are starts
             self.update(zip(*self.rows[0][1:], strict=False))
-        self.linear = self.causal and len(rows) == 1 and len(self.borders) == len(rows[0]) + 1
 
     def __missing__(self, position: int) -> int:
         total = 0
