@@ -20,10 +20,7 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 
 @lru_cache(maxsize=KEPT_PLANS)
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
-    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's.
-
-    What a loader's worker has worked out stays with it where it still holds.
-    """
+    """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
     if plan.strategy == "auto" and plan.ranks > 1:
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
@@ -31,11 +28,7 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
         strategy = "ring"
     if strategy == plan.strategy:
         return plan
-    chosen = replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
-    of_ring = set() if all_to_all_ranks == plan.all_to_all_ranks else {"steps", "ring_layout"}
-    for key in plan.__getstate__().keys() - chosen.__dict__.keys() - of_ring:
-        chosen.__dict__[key] = plan.__dict__[key]
-    return chosen
+    return replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
 
 
 def prepare_plan(plan: Plan) -> None:

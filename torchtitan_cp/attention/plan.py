@@ -9,7 +9,7 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, ClassVar
@@ -199,13 +199,9 @@ class Plan:
         if rows is not None and len(rows) != 1 and len(rows) != batch:
             raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The handle belongs to this process; the steps that a loader's worker has worked out go with the plan.
-        return {name: value for name, value in self.__dict__.items() if name not in ("handle", "first")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
+    def __reduce__(self) -> tuple[type["Plan"], tuple[Any, ...]]:
+        # Made again where it is loaded: the handle belongs to a process.
+        return Plan, tuple(getattr(self, each.name) for each in fields(self))
 
 
 def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) -> None:
