@@ -100,12 +100,6 @@ class Group:
         parts = torch.empty_like(x)
         return self._trade(x, parts, lambda: parts.sum(0))
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Give part i to rank i and get one part from each: `[P, ..] -> [P, ..]`."""
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        return self._trade(x, received, lambda: received).wait()
-
     def uneven_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
         """Give the flat part i to rank i, and get tensors of `shapes[i]` from it; empty parts send no message."""
         received = [x.new_empty(sum(map(math.prod, of_rank))) for x, of_rank in zip(parts, shapes, strict=True)]

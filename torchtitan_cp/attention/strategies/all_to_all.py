@@ -135,13 +135,13 @@ def trade(tensors: list[list[RowBlocks]], group: Group) -> list[tuple[Tensor, ..
         per tensor, what each rank gave, `[B, s, h, D]`, views of the message.
     """
     shapes = [(len(first[0]), sum(x.shape[1] for x in first), *first[0].shape[2:]) for first, *_ in tensors]
-    message = tensors[0][0][0].new_empty((group.ranks, sum(map(math.prod, shapes))))
-    for row, *parts in zip(message, *tensors, strict=True):
-        for room, blocks in zip(unpack(row, shapes), parts, strict=True):
+    messages = [tensors[0][0][0].new_empty(sum(map(math.prod, shapes))) for _ in range(group.ranks)]
+    for message, *parts in zip(messages, *tensors, strict=True):
+        for room, blocks in zip(unpack(message, shapes), parts, strict=True):
             torch.cat(blocks, 1, out=room)
     tensors.clear()
     del parts, blocks
-    return list(zip(*(unpack(row, shapes) for row in group.all_to_all(message)), strict=True))
+    return list(zip(*group.uneven_all_to_all(messages, [shapes] * group.ranks), strict=True))
 
 
 def split_heads(x: Tensor, heads: tuple[tuple[int, ...], ...]) -> list[RowBlocks]:
