@@ -1,11 +1,12 @@
 """Rows of K and V as one flat message, exact or in 8 bits."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from torchtitan_cp.attention.collectives import unpack
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
@@ -18,13 +19,13 @@ class Codec:
 
     Attributes:
         encode: (k `[B, n, H, Dqk]`, v `[B, n, H, Dv]`) -> a flat message.
-        decode: (message, n, k, v) -> (k, v) of n rows, with the heads, dims and dtype of the given k and v.
+        decode: (message, n, k, v) -> [k, v] of n rows, with the heads, dims and dtype of the given k and v.
         dtype: of a message; None: that of k and v.
         scale_elements: that each row of a head has beside its values.
     """
 
     encode: Callable[[Tensor, Tensor], Tensor]
-    decode: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor, int, Tensor, Tensor], list[Tensor]]
     dtype: torch.dtype | None = None
     scale_elements: int = 0
 
@@ -36,16 +37,14 @@ class Codec:
 
 def _encode_exact(k: Tensor, v: Tensor) -> Tensor:
     message = k.new_empty(k.numel() + v.numel())
-    for room, x in zip(_decode_exact(message, k.shape[1], k, v), (k, v), strict=True):
+    for room, x in zip(unpack(message, (k.shape, v.shape)), (k, v), strict=True):
         room.copy_(x)
     return message
 
 
-def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _decode_exact(message: Tensor, rows: int, k: Tensor, v: Tensor) -> list[Tensor]:
     """Views of the message, without a copy."""
-    shape_k, shape_v = (k.shape[0], rows, *k.shape[2:]), (v.shape[0], rows, *v.shape[2:])
-    boundary = math.prod(shape_k)
-    return message[:boundary].view(shape_k), message[boundary:].view(shape_v)
+    return unpack(message, [(len(x), rows, *x.shape[2:]) for x in (k, v)])
 
 
 def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ def _encode_float8(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _decode_float8(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _decode_float8(message: Tensor, rows: int, k: Tensor, v: Tensor) -> list[Tensor]:
     decoded = []
     for x in (k, v):
         vectors = rows * x.shape[0] * x.shape[2]
@@ -65,7 +64,7 @@ def _decode_float8(message: Tensor, rows: int, k: Tensor, v: Tensor) -> tuple[Te
         # Copied, since a scale may begin at an address that is not a multiple of 4 bytes.
         floats = values.view(FLOAT8).view(vectors, x.shape[3]).float() * scales.clone().view(torch.float32)[:, None]
         decoded.append(floats.to(x.dtype).view(x.shape[0], rows, *x.shape[2:]))
-    return decoded[0], decoded[1]
+    return decoded
 
 
 CODECS = {

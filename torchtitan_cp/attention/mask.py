@@ -98,26 +98,24 @@ class AttentionMask:
         """Whether it has no window and no documents: tiles of its plans are full or causal."""
         return self.document_lengths is None and self.band in (Band(), Band(None, 0))
 
+    @lru_cache(maxsize=256)  # noqa: B019 (a mask is a few numbers)
     def documents(self, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
         """Per batch row, the (start, stop) of each document's tokens, in global positions.
 
         Raises:
             PlanError: lengths below 1, or that do not sum to `sequence_length`, or used lengths beyond them.
         """
-        return _documents(self.document_lengths, self.used_lengths, sequence_length)
-
-
-@lru_cache(maxsize=256)
-def _documents(rows: Lengths | None, used: Lengths | None, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
-    if rows is None:
-        if used is not None:
-            raise PlanError("used_lengths is given without document_lengths", fix="give both, or neither")
-        return (((0, sequence_length),),)
-    if not rows:
-        raise PlanError("document_lengths has no batch row", fix="give one tuple of lengths per row, or None")
-    if used is not None and [len(row) for row in used] != [len(row) for row in rows]:
-        raise PlanError("used_lengths and document_lengths differ in shape", fix="give one number per document")
-    return tuple(_spans(row, used[number] if used else row, sequence_length, number) for number, row in enumerate(rows))
+        rows, used = self.document_lengths, self.used_lengths
+        if rows is None:
+            if used is not None:
+                raise PlanError("used_lengths is given without document_lengths", fix="give both, or neither")
+            return (((0, sequence_length),),)
+        if not rows:
+            raise PlanError("document_lengths has no batch row", fix="give one tuple of lengths per row, or None")
+        if used is not None and [len(row) for row in used] != [len(row) for row in rows]:
+            raise PlanError("used_lengths and document_lengths differ in shape", fix="give one number per document")
+        lengths = enumerate(zip(rows, used or rows, strict=True))
+        return tuple(_spans(of_row, used_of_row, sequence_length, row) for row, (of_row, used_of_row) in lengths)
 
 
 def _spans(lengths: tuple[int, ...], used: tuple[int, ...], sequence_length: int, row: int) -> tuple[Span, ...]:
