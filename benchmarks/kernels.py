@@ -20,7 +20,7 @@ from torchtitan_cp.attention.kernels import KERNELS, Kernel, Scores
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.plan import busiest_rank
-from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.strategy import KeyBlock, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, FULL, Tile
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per pair, query head and dim: two products forward, five backward
@@ -79,16 +79,15 @@ def rates(
     def forward() -> None:
         softmax = RunningSoftmax(q, dim)
         for count, tiles in steps:
-            add_outputs(softmax, tiles, q, k[:, :count], v[:, :count], kernel, Scores(dim**-0.5))
+            add_outputs(softmax, q, KeyBlock(k[:, :count], v[:, :count], tiles, Scores(dim**-0.5)), kernel)
         merged[:] = [softmax.result()]
 
     def backward() -> None:
         out, lse = merged[0]
         dq = GradientSum(q)
         for count, tiles in steps:
-            k_rows, v_rows, residuals = k[:, :count], v[:, :count], (dout, q, out, lse)
-            sums = (dq, GradientSum(k_rows), GradientSum(v_rows))
-            add_gradients(sums, tiles, k_rows, v_rows, residuals, kernel, Scores(dim**-0.5))
+            block = KeyBlock(k[:, :count], v[:, :count], tiles, Scores(dim**-0.5))
+            add_gradients((dq, GradientSum(block.k), GradientSum(block.v)), (dout, q, out, lse), block, kernel)
 
     work = pairs_of(steps) * heads[0] * dim
     forward_seconds = timed(forward, device, rounds)

@@ -33,7 +33,7 @@ from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.strategies.all_gather import arrange_rows
-from torchtitan_cp.attention.strategies.strategy import add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.strategy import KeyBlock, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, FULL, Tile
 
 CUDA = pytest.mark.cuda
@@ -75,11 +75,11 @@ def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor], together: boo
     kernel = KERNELS[name]
     softmax = RunningSoftmax(q, v.shape[-1])
     for step in steps:
-        add_outputs(softmax, step, q, k, v, kernel, Scores(0.11))
+        add_outputs(softmax, q, KeyBlock(k, v, step, Scores(0.11)), kernel)
     out, lse = softmax.result()
     sums = [GradientSum(x) for x in (q, k, v)]
     for step in steps:
-        add_gradients(sums, step, k, v, (dout, q, out, lse), kernel, Scores(0.11))
+        add_gradients(sums, (dout, q, out, lse), KeyBlock(k, v, step, Scores(0.11)), kernel)
     return [out, *(gradient.total() for gradient in sums)]
 
 
@@ -228,8 +228,8 @@ def test_masks_of_flex_are_made_ahead_and_only_for_flex(
     prepare_plan(plan)
     steps = [(step.tiles, sum(stop - start for start, stop in step.receive)) for step in plan.steps]
     if strategy == "all_gather":
-        [gathered] = arrange_rows(plan, KERNELS["flex"])
-        steps = [(gathered.tiles, sum(stop - start for _, start, stop in gathered.rows))]
+        [(tiles, rows)] = arrange_rows(plan, KERNELS["flex"])
+        steps = [(tiles, sum(stop - start for _, start, stop in rows))]
     ready = len(made)
     assert ready == len({step for step in steps if step[0]})
     for tiles, keys in steps:
@@ -264,16 +264,17 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, fl
     how = {"plain": Scores(0.2), "capped": Scores(0.2, 1.5), "biased": Scores(0.2, alibi=alibi)}[scores]
     q, k, v, dout = tensors
     merged = RunningSoftmax(q, 16)
-    add_outputs(merged, tiles, q, k, v, reference, how)
+    block = KeyBlock(k, v, tiles, how)
+    add_outputs(merged, q, block, reference)
     # Keys of an earlier step, so that the log-sum-exp is not of this step alone.
     merged.add((slice(None), slice(None)), torch.randn_like(q), torch.randn(q.shape[:3], dtype=q.dtype))
     out, lse = merged.result()
     sums = [GradientSum(x) for x in (q, k, v)]
-    add_gradients(sums, tiles, k, v, (dout, q, out, lse), reference, how)
+    add_gradients(sums, (dout, q, out, lse), block, reference)
     for got, want in zip(kernel.backward(dout, q, k, v, out, lse, tiles, how), sums, strict=True):
         assert (got - want.total()).norm() < 1e-5 * want.total().norm()
     alone = RunningSoftmax(q, 16)
-    add_outputs(alone, tiles, q, k, v, reference, how)
+    add_outputs(alone, q, block, reference)
     step_out, step_lse = kernel.forward(q, k, v, tiles, how)
     assert (step_out - alone.result()[0]).norm() < 1e-5 * step_out.norm()
     torch.testing.assert_close(step_lse.double(), alone.result()[1], rtol=1e-5, atol=1e-5)

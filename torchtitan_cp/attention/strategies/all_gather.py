@@ -12,7 +12,6 @@ does; then nothing is put in order.
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,33 +21,21 @@ from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, accumulation_dtype, sink_gradient
 from torchtitan_cp.attention.plan import KeyRows, Plan
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.strategy import Call, KeyBlock, Residuals, Strategy, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import Tile
 
 HEAD_GROUPS = 4
-
-
-class Gathered(NamedTuple):
-    """Rows of gathered keys, and the tiles that read them.
-
-    Attributes:
-        tiles: with their keys as places in `rows`, one after the other.
-        rows: (rank, first, last) local rows.
-    """
-
-    tiles: tuple[Tile, ...]
-    rows: KeyRows
+Gathered = tuple[tuple[Tile, ...], KeyRows]  # tiles with their keys as places in these rows, one after the other
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     results = []
     for queries, _, gathered in gather_heads(k, v, q.shape[2], call):
-        q_group, group_call = q[:, :, queries], call.for_heads(queries)
+        q_group = q[:, :, queries]
         softmax = RunningSoftmax(q_group, v.shape[-1])
-        for part, k_rows, v_rows in gathered:
-            scores = group_call.scores_for(part.rows)
-            add_outputs(softmax, part.tiles, q_group, k_rows, v_rows, call.kernel, scores)
-        results.append(softmax.result(group_call.sinks))
+        for _, block in gathered:
+            add_outputs(softmax, q_group, block, call.kernel)
+        results.append(softmax.result(call.for_heads(queries).sinks))
     out, lse = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
     return out, lse, Residuals(q, k, v, out, lse)
 
@@ -65,18 +52,16 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
         scattering.clear()
 
     for queries, keys, gathered in gather_heads(k, v, q.shape[2], call):
-        group_call = call.for_heads(queries)
-        rows = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
-        dq_sum = GradientSum(rows[1])
+        residuals_group = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
+        dq_sum = GradientSum(residuals_group[1])
         # The gradients of all ranks' rows; zeros where no tile here reads them.
         shape = (call.plan.ranks, *k.shape[:2], keys.stop - keys.start, sum(dims))
         gradients = k.new_zeros(shape, dtype=accumulation_dtype(k.dtype))
-        for part, k_rows, v_rows in gathered:
-            dkv = [GradientSum(k_rows), GradientSum(v_rows)]
-            scores = group_call.scores_for(part.rows)
-            add_gradients((dq_sum, *dkv), part.tiles, k_rows, v_rows, rows, call.kernel, scores)
-            sizes = [stop - start for _, start, stop in part.rows]
-            pieces = zip(part.rows, *(x.total().split(sizes, 1) for x in dkv), strict=True)
+        for rows, block in gathered:
+            dkv = [GradientSum(block.k), GradientSum(block.v)]
+            add_gradients((dq_sum, *dkv), residuals_group, block, call.kernel)
+            sizes = [stop - start for _, start, stop in rows]
+            pieces = zip(rows, *(x.total().split(sizes, 1) for x in dkv), strict=True)
             for (rank, start, stop), dk_rows, dv_rows in pieces:
                 target = gradients[rank, :, start:stop]
                 target[..., : dims[0]], target[..., dims[0] :] = dk_rows, dv_rows
@@ -92,7 +77,7 @@ STRATEGY = Strategy(forward, backward)
 
 def gather_heads(
     k: Tensor, v: Tensor, query_heads: int, call: Call
-) -> Iterator[tuple[slice, slice, list[tuple[Gathered, Tensor, Tensor]]]]:
+) -> Iterator[tuple[slice, slice, list[tuple[KeyRows, KeyBlock]]]]:
     """Yields (query heads, the key heads they read, the gathered keys of these), while the next group travels."""
     codec, heads = CODECS[call.plan.kv_transfer], k.shape[2]
     groups, per_key = min(HEAD_GROUPS, heads), query_heads // heads
@@ -108,10 +93,14 @@ def gather_heads(
             arriving = start(following)
         shards = (codec.decode(message, k.shape[1], k[:, :, keys], v[:, :, keys]) for message in messages)
         k_shards, v_shards = zip(*shards, strict=True)
-        parts = arrange_rows(call.plan, call.kernel)
-        gathered = [(part, _take(k_shards, part.rows), _take(v_shards, part.rows)) for part in parts]
+        queries = slice(keys.start * per_key, keys.stop * per_key)
+        scores_for = call.for_heads(queries).scores_for
+        gathered = [
+            (rows, KeyBlock(_take(k_shards, rows), _take(v_shards, rows), tiles, scores_for(rows)))
+            for tiles, rows in arrange_rows(call.plan, call.kernel)
+        ]
         del messages, k_shards, v_shards
-        yield slice(keys.start * per_key, keys.stop * per_key), keys, gathered
+        yield queries, keys, gathered
 
 
 def _take(shards: tuple[Tensor, ...], rows: KeyRows) -> Tensor:
@@ -124,8 +113,8 @@ def _take(shards: tuple[Tensor, ...], rows: KeyRows) -> Tensor:
 def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
     """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
     rows = tuple((segment.rank, *segment.rows) for segment in plan.layout.segments)
-    in_order = Gathered(plan.gathered_tiles, rows)
-    if kernel.whole_steps or plan.ranks > (calls := len(kernel.calls(in_order.tiles))):
-        return [in_order]
-    by_shard = [Gathered(step.tiles, step.key_rows) for step in plan.steps if step.receive]
-    return by_shard if sum(len(kernel.calls(part.tiles)) for part in by_shard) <= calls else [in_order]
+    in_order = [(plan.gathered_tiles, rows)]
+    if kernel.whole_steps or plan.ranks > (calls := len(kernel.calls(plan.gathered_tiles))):
+        return in_order
+    by_shard = [(step.tiles, step.key_rows) for step in plan.steps if step.receive]
+    return by_shard if sum(len(kernel.calls(tiles)) for tiles, _ in by_shard) <= calls else in_order

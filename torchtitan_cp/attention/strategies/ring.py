@@ -16,13 +16,13 @@ from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.mask import Span, count_rows
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
 from torchtitan_cp.attention.plan import RingStep
-from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy, add_gradients, add_outputs
+from torchtitan_cp.attention.strategies.strategy import Call, KeyBlock, Residuals, Strategy, add_gradients, add_outputs
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
     softmax = RunningSoftmax(q, v.shape[-1])
-    for step, (k_rows, v_rows) in exchange_kv(k, v, call):
-        add_outputs(softmax, step.tiles, q, k_rows, v_rows, call.kernel, call.scores_for(step.key_rows))
+    for _, block in exchange_kv(k, v, call):
+        add_outputs(softmax, q, block, call.kernel)
     out, lse = softmax.result(call.sinks)
     return out, lse, Residuals(q, k, v, out, lse)
 
@@ -31,11 +31,10 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
     q, k, v, out, lse = residuals
     dq, dkv_local = GradientSum(q), [GradientSum(k), GradientSum(v)]
     add_returned: Callable[[], None] | None = None
-    for step, (k_rows, v_rows) in exchange_kv(k, v, call):
+    for step, block in exchange_kv(k, v, call):
         local = step is call.plan.steps[0]
-        dkv = dkv_local if local else [GradientSum(k_rows), GradientSum(v_rows)]
-        scores = call.scores_for(step.key_rows)
-        add_gradients((dq, *dkv), step.tiles, k_rows, v_rows, (dout, q, out, lse), call.kernel, scores)
+        dkv = dkv_local if local else [GradientSum(block.k), GradientSum(block.v)]
+        add_gradients((dq, *dkv), (dout, q, out, lse), block, call.kernel)
         if add_returned:
             add_returned()
         if not local:
@@ -48,9 +47,9 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 STRATEGY = Strategy(forward, backward)
 
 
-def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
-    """Yields each step with its (k, v), k `[B, rows received, Hkv, Dqk]`, while the next step's KV travels."""
-    codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, (k, v)
+def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, KeyBlock]]:
+    """Yields each step with the keys received for it, while the next step's travel."""
+    codec, steps, kv = CODECS[call.plan.kv_transfer], call.plan.steps, [k, v]
 
     def start(step: RingStep) -> Pending[Tensor]:
         send = codec.encode(rows_in(k, step.send), rows_in(v, step.send))
@@ -59,7 +58,7 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, tu
 
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         arriving = start(following) if following else None
-        yield step, kv
+        yield step, KeyBlock(*kv, step.tiles, call.scores_for(step.key_rows))
         if following and arriving:
             kv = codec.decode(arriving.wait(), count_rows(following.receive), k, v)
 

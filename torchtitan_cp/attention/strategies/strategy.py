@@ -91,32 +91,39 @@ class Strategy:
     trades_heads: bool = False
 
 
-def add_outputs(
-    softmax: RunningSoftmax, tiles: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scores: Scores
-) -> None:
-    """Attend `q` to the keys of a step, and merge the outputs."""
-    for call in _kernel_calls(tiles, kernel, scores, q):
-        softmax.add(call.queries, *call.run(kernel.forward, q[call.queries], k[call.keys], v[call.keys]))
+class KeyBlock(NamedTuple):
+    """Keys and values at hand, and what reads them.
+
+    Attributes:
+        k: `[B, rows, Hkv, Dqk]`; v: `[B, rows, Hkv, Dv]`.
+        tiles: with their keys as these rows.
+        scores: of this rank's queries and these keys.
+    """
+
+    k: Tensor
+    v: Tensor
+    tiles: tuple[Tile, ...]
+    scores: Scores
+
+
+def add_outputs(softmax: RunningSoftmax, q: Tensor, block: KeyBlock, kernel: Kernel) -> None:
+    """Attend `q` to the keys of a block, and merge the outputs."""
+    for call in _kernel_calls(block, kernel, q):
+        softmax.add(call.queries, *call.run(kernel.forward, q[call.queries], block.k[call.keys], block.v[call.keys]))
 
 
 def add_gradients(
-    sums: Sequence[GradientSum],
-    tiles: tuple[Tile, ...],
-    k: Tensor,
-    v: Tensor,
-    residuals: tuple[Tensor, Tensor, Tensor, Tensor],
-    kernel: Kernel,
-    scores: Scores,
+    sums: Sequence[GradientSum], residuals: tuple[Tensor, Tensor, Tensor, Tensor], block: KeyBlock, kernel: Kernel
 ) -> None:
-    """Add the step's contributions to (dq, dk, dv).
+    """Add the block's contributions to (dq, dk, dv).
 
     Args:
-        sums: of q's rows, and of the step's k and v.
+        sums: of q's rows, and of the block's k and v.
         residuals: dout, q, out, lse of all local rows.
     """
-    for call in _kernel_calls(tiles, kernel, scores, residuals[1]):
+    for call in _kernel_calls(block, kernel, residuals[1]):
         dout, q, out, lse = (x[call.queries] for x in residuals)
-        gradients = call.run(kernel.backward, dout, q, k[call.keys], v[call.keys], out, lse)
+        gradients = call.run(kernel.backward, dout, q, block.k[call.keys], block.v[call.keys], out, lse)
         for total, rows, gradient in zip(sums, (call.queries, call.keys, call.keys), gradients, strict=True):
             total.add(rows, gradient)
 
@@ -140,12 +147,12 @@ class _KernelCall(NamedTuple):
         return tuple(x.unflatten(0, (len(rows[0]), -1)) for x in results)
 
 
-def _kernel_calls(tiles: tuple[Tile, ...], kernel: Kernel, scores: Scores, q: Tensor) -> Iterator[_KernelCall]:
-    for kind, group in kernel.calls(tiles):
+def _kernel_calls(block: KeyBlock, kernel: Kernel, q: Tensor) -> Iterator[_KernelCall]:
+    for kind, group in kernel.calls(block.tiles):
         if kernel.whole_steps:
-            yield _KernelCall(ALL, ALL, group, scores)
+            yield _KernelCall(ALL, ALL, group, block.scores)
         elif len(group) > 1:
-            yield _KernelCall(*pack(group, kind, q), scores)
+            yield _KernelCall(*pack(group, kind, q), block.scores)
         else:
             (tile,) = group
-            yield _KernelCall(*rows_of(tile), tile.band, scores.of_tile(tile), tile.flipped)
+            yield _KernelCall(*rows_of(tile), tile.band, block.scores.of_tile(tile), tile.flipped)
