@@ -17,7 +17,7 @@ from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, mak
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
-from torchtitan_cp.attention.plan import Plan, in_global_order
+from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.strategies import STRATEGIES, check_strategy, resolve_strategy
 from torchtitan_cp.attention.tiles import rows_of
 
@@ -152,8 +152,7 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
     largest = torch.full((q.shape[2],), float("-inf"), dtype=dtype, device=q.device)
     for head in range(q.shape[2]):
         if head % (q.shape[2] // k.shape[2]) == 0:
-            shards = gather(k[:, :, head * k.shape[2] // q.shape[2]], plan.process_groups)
-            keys = torch.cat(in_global_order(shards, plan.layout, 1), 1)
+            keys = plan.unshard(k[:, :, head * k.shape[2] // q.shape[2]])
         for tile in plan.gathered_tiles if len(q) else ():
             rows, columns = rows_of(tile)
             k_tile = keys[columns].to(dtype)

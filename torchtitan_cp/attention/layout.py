@@ -4,6 +4,7 @@ The layouts of equal chunks stand here; layouts.py has the one of packed documen
 """
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -79,10 +80,6 @@ class Layout:
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
-
-    def rows_before(self, rank: int, position: int) -> int:
-        """How many of a rank's rows lie before a global position."""
-        return sum([min(stop, position) - start for start, stop in self.spans[rank] if start < position])
 
     def split(self, size: int) -> "Layout":
         """The layout in which `size` consecutive ranks share the rows of each of these; `joined` is its inverse."""
@@ -237,23 +234,21 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     Raises:
         LayoutError: if S is not divisible by P.
     """
-    check_divisible(sequence_length, ranks, f"cp = {ranks}")
+    best = (math.inf, contiguous(sequence_length, ranks))
     before = pairs_before(mask, sequence_length)
-    best: tuple[float, Layout] | None = None
     held, even = 1, before[sequence_length] / ranks
     while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
         penalty = 1 + CHUNK_COST * held
         # Even a perfect balance of so many chunks would cost more than the best so far.
-        if best and best[0] <= even * penalty:
+        if best[0] <= even * penalty:
             break
         tokens = sequence_length // (held * ranks)
         ends = [before[stop] for stop in range(0, sequence_length + 1, tokens)]
         areas = [stop - start for start, stop in pairwise(ends)]
         chunks, busiest = _assign_chunks(areas, ranks)
-        if best is None or busiest * penalty < best[0]:
+        if busiest * penalty < best[0]:
             best = (busiest * penalty, _of_chunks("balanced", tokens, chunks))
         held *= 2
-    assert best is not None
     return best[1]
 
 

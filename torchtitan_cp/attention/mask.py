@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -124,16 +124,13 @@ def _spans(lengths: tuple[int, ...], used: tuple[int, ...], sequence_length: int
             f"document_lengths of batch row {row} sum to {sum(lengths)} with a shortest of {min(lengths, default=0)}",
             fix=f"give lengths of at least 1 that sum to seq_len = {sequence_length}",
         )
-    spans, start = [], 0
     for length, tokens in zip(lengths, used, strict=True):
         if not 0 <= tokens <= length:
             raise PlanError(
                 f"a document of batch row {row} uses {tokens} of {length} rows", fix="use 0 to all of its rows"
             )
-        if tokens:
-            spans.append((start, start + tokens))
-        start += length
-    return tuple(spans)
+    starts = accumulate(lengths, initial=0)
+    return tuple((start, start + tokens) for start, tokens in zip(starts, used, strict=False) if tokens)
 
 
 def _lengths(name: str, cumulative: Tensor | Sequence[int]) -> list[int]:
@@ -146,6 +143,11 @@ def _lengths(name: str, cumulative: Tensor | Sequence[int]) -> list[int]:
 def count_rows(spans: tuple[Span, ...]) -> int:
     """Rows in spans."""
     return sum(stop - start for start, stop in spans)
+
+
+def rows_before(spans: tuple[Span, ...], position: int) -> int:
+    """Rows in spans that lie before a position."""
+    return sum([min(stop, position) - start for start, stop in spans if start < position])
 
 
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -7,11 +7,10 @@ dense tile, and the diagonal is one causal square per document. Only a window ne
 tiles are never made, and a key row travels to a rank only if a tile there reads it.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +19,11 @@ from torch import Tensor
 from torchtitan_cp.attention.collectives import Group, find_group, gather
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.layout import Layout, Segment, cut_by_document, documents_of, rank_areas, rows_sent
-from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans
+from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans, rows_before
 from torchtitan_cp.attention.plan_registry import register_plan
 from torchtitan_cp.attention.tiles import CAUSAL, FULL, Tile
 
-KeyRows = tuple[tuple[int, int, int], ...]  # (rank that holds them, first, last) local rows
+KeyRows = Sequence[tuple[int, int, int]]  # (rank that holds them, first, last) local rows
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,12 @@ def in_global_order(shards: Sequence[Tensor] | Tensor, layout: Layout, dim: int)
     return [shards[rank].narrow(dim, local, stop - start) for rank, local, start, stop in layout.segments]
 
 
+def take_rows(shards: Sequence[Tensor], rows: KeyRows) -> Tensor:
+    """Rows of the ranks' shards, one after the other, `[B, rows, h, D]`."""
+    parts = [shards[rank][:, start:stop] for rank, start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
 @lru_cache(maxsize=1024)
 def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: int) -> tuple[RingStep, ...]:
     """One rank's steps; see Plan.steps."""
@@ -252,8 +257,9 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
         receive = merge_spans([tile[3:5] for tile in tiles[source]])
-        arrived = _index_received(_fuse(tiles[source]), receive) if receive else ()
-        steps.append(RingStep(source, target, receive, merge_spans(served[target]), arrived))
+        # Their keys as rows of what arrives, instead of rows of the source.
+        arrived = [tile.moved(0, rows_before(receive, tile.k_start) - tile.k_start) for tile in _fuse(tiles[source])]
+        steps.append(RingStep(source, target, receive, merge_spans(served[target]), tuple(arrived)))
     return tuple(steps)
 
 
@@ -270,12 +276,12 @@ def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, 
     queries = [(s.rows, s.start) for s in ours] if band == CAUSAL else [(run, segments[-1].stop)]
     last_start = {segment.rank: segment.start for segment in segments if segment.rank != rank}
     for other, start in last_start.items():
-        k_start = layout.rows_before(other, segments[0].start)
+        k_start = rows_before(layout.spans[other], segments[0].start)
         for q_rows, end in queries:
-            k_stop = layout.rows_before(other, end)
+            k_stop = rows_before(layout.spans[other], end)
             if k_stop > k_start:
                 tiles.append((other, Tile(row, *q_rows, k_start, k_stop)))
-        stop = layout.rows_before(rank, start) if band == CAUSAL else run[1]
+        stop = rows_before(layout.spans[rank], start) if band == CAUSAL else run[1]
         if stop > run[0]:
             served.append((other, (run[0], stop)))
     return tiles, served
@@ -321,14 +327,3 @@ def _fuse(tiles: list[Tile]) -> tuple[Tile, ...]:
                 continue
         fused.append(tile)
     return tuple(fused)
-
-
-def _index_received(tiles: tuple[Tile, ...], received: tuple[Span, ...]) -> tuple[Tile, ...]:
-    """The tiles with their keys as rows of the concatenated received spans, instead of rows of the source."""
-    starts = [start for start, _ in received]
-    before = list(accumulate((stop - start for start, stop in received), initial=0))
-    indexed = []
-    for tile in tiles:
-        place = bisect_right(starts, tile.k_start) - 1
-        indexed.append(tile.moved(0, before[place] - starts[place]))
-    return tuple(indexed)
