@@ -20,7 +20,7 @@ from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, accumulation_dtype, sink_gradient
-from torchtitan_cp.attention.plan import KeyRows, Plan
+from torchtitan_cp.attention.plan import KeyRows, Plan, take_rows
 from torchtitan_cp.attention.strategies.strategy import Call, KeyBlock, Residuals, Strategy, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import Tile
 
@@ -96,24 +96,18 @@ def gather_heads(
         queries = slice(keys.start * per_key, keys.stop * per_key)
         scores_for = call.for_heads(queries).scores_for
         gathered = [
-            (rows, KeyBlock(_take(k_shards, rows), _take(v_shards, rows), tiles, scores_for(rows)))
+            (rows, KeyBlock(take_rows(k_shards, rows), take_rows(v_shards, rows), tiles, scores_for(rows)))
             for tiles, rows in arrange_rows(call.plan, call.kernel)
         ]
         del messages, k_shards, v_shards
         yield queries, keys, gathered
 
 
-def _take(shards: tuple[Tensor, ...], rows: KeyRows) -> Tensor:
-    """Rows of the ranks' shards, one after the other, `[B, rows, h, D]`."""
-    parts = [shards[rank][:, start:stop] for rank, start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
 @lru_cache(maxsize=64)
 def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
     """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
     rows = tuple((segment.rank, *segment.rows) for segment in plan.layout.segments)
-    in_order = [(plan.gathered_tiles, rows)]
+    in_order: list[Gathered] = [(plan.gathered_tiles, rows)]
     if kernel.whole_steps or plan.ranks > (calls := len(kernel.calls(plan.gathered_tiles))):
         return in_order
     by_shard = [(step.tiles, step.key_rows) for step in plan.steps if step.receive]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group, unpack
 from torchtitan_cp.attention.merge import accumulation_dtype
-from torchtitan_cp.attention.plan import Plan
+from torchtitan_cp.attention.plan import Plan, take_rows
 from torchtitan_cp.attention.strategies import ring
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
@@ -69,8 +69,8 @@ class HeadTrade:
         shares = share_heads(query_heads, key_heads, group.ranks)
         first, members = plan.rank - group.rank, range(group.ranks)
         self.group = group
-        # (rank within the group, its local rows) in the order of the sequence.
-        self.rows = [(s.rank - first, s.rows) for s in plan.layout.segments if s.rank - first in members]
+        # Of the group's ranks, in the order of the sequence.
+        self.rows = [(s.rank - first, *s.rows) for s in plan.layout.segments if s.rank - first in members]
         self.queries, self.keys = (shares.queries, query_heads), (shares.keys, key_heads)
         self.own = _slice_of(shares.queries[group.rank])
 
@@ -80,7 +80,7 @@ class HeadTrade:
         columns = [x if x.dtype == dtype else x.contiguous().view(dtype) for x in tensors]
         parts = [split_heads(x, held) for x, (held, _) in zip(columns, heads, strict=True)]
         arrived = trade(parts, self.group)
-        return [self._join_rows(x).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
+        return [take_rows(x, self.rows).view(y.dtype) for x, y in zip(arrived, tensors, strict=True)]
 
     def to_rows(self, tensors: list[Tensor], heads: Sequence[Heads]) -> list[Tensor]:
         """The way back; what several ranks have of a key head is summed. Empties the list."""
@@ -90,15 +90,11 @@ class HeadTrade:
         arrived = zip(trade(parts, self.group), heads, dtypes, strict=True)
         return [join_heads(x, *of_ranks).view(dtype) for x, of_ranks, dtype in arrived]
 
-    def _join_rows(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """The rows of the group's ranks in the order of the sequence, `[B, P*s, h, D]`."""
-        return torch.cat([parts[rank][:, start:stop] for rank, (start, stop) in self.rows], 1)
-
     def _split_rows(self, x: Tensor) -> list[RowBlocks]:
         """`[B, P*s, h, D]`, each rank's own rows."""
         held: list[RowBlocks] = [[] for _ in range(self.group.ranks)]
-        pieces = x.split([stop - start for _, (start, stop) in self.rows], 1)
-        for (rank, _), piece in zip(self.rows, pieces, strict=True):
+        pieces = x.split([stop - start for _, start, stop in self.rows], 1)
+        for (rank, _, _), piece in zip(self.rows, pieces, strict=True):
             held[rank].append(piece)
         return held
 
