@@ -122,7 +122,10 @@ def look_at(config: PreTrainedConfig) -> Look:
     except _Refusal:
         raise
     except Exception as error:
-        what = "its attention cannot be replaced" if str(error) == repr(NAME) else f"{type(error).__name__}: {error}"
+        if str(error) == repr(NAME):
+            names = {m: name for name, m in on_meta(config).named_modules() if "Attention" in type(m).__name__}
+            raise _Refusal(f"{_name(next(iter(names)), names)} does not let its attention be replaced") from error
+        what = f"{type(error).__name__}: {error}"
         raise _Refusal(f"the model of this {type(config).__name__} cannot be built: {what}") from error
 
 

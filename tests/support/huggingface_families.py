@@ -392,6 +392,10 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         "gpt_neox_japanese",
         {"intermediate_multiple_size": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ),
+    # Their attention is chosen from a table of their own.
+    "Falcon": ("falcon", {}),
+    "GPT-J": ("gptj", {**GPT2, "rotary_dim": 8}),
+    "GPT-Neo": ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),
     # Masks or sparse indices of their own.
     "DeepSeek-V3.2": ("deepseek_v32", {**LATENT, **GROUPED, **SPARSE, "first_k_dense_replace": 1}),
     "DeepSeek-V4": ("deepseek_v4", {**HEAD, **GROUPED, **SPARSE}),
