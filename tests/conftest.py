@@ -43,11 +43,9 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests marked cuda need the hardware. Those of one file share fixtures and ranks, so one worker takes them."""
-    for item in items:
-        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))

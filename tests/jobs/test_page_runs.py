@@ -108,6 +108,8 @@ REPEATED = (
     "torchtitan-cp doctor my.toml",
     "torchtitan-cp doctor my.toml --ranks 4",
     "python -m benchmarks end_to_end --lengths 1024 --rounds 7",
+    "python -m benchmarks kernels",
+    "python -m benchmarks packed",
     "python -m benchmarks plan --ranks 8 --rounds 8",
 )
 CHECK = f"""#!/usr/bin/env bash

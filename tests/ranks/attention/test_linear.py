@@ -182,7 +182,7 @@ def run_drawn(seed: int) -> list[tuple[Any, list[Tensor], list[Tensor]]]:
     return [((seed, *told, plan), answers, want), (seed, convolved, expected_convolution(mask, short, True, "silu"))]
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_drawn_layouts_masks_and_gates_equal_token_by_token(
     ranks: Callable[[int], RankPool], size: int, count: int
