@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class JsonLinesSink:
         after_step: lines of later steps are dropped: a resumed run takes those steps again.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: the lines cannot be dropped; the files are as they were.
     """
 
     name = METRICS_FILE
@@ -59,12 +58,12 @@ class LineFile:
     def __init__(self, path: Path, after_step: int) -> None:
         self.path, self.waiting = path, b""
         try:
+            _drop_lines_after(path, after_step)
             self.file = path.open("ab", buffering=0)  # unbuffered, so that write says how much was written
-            self.file.truncate(_end_of_step(path, after_step))
         except OSError as error:
             raise UserError(
-                f"{path} cannot be written: {error.strerror}",
-                fix="make the file and its folder writable, then run the same command again",
+                f"{path} cannot be written: {error.strerror}; it is unchanged",
+                fix="free some space or make the folder writable, then run the same command again",
             ) from error
 
     def write(self, line: str) -> None:
@@ -90,14 +89,22 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / EVALUATION_FILE).read_text(encoding="utf-8").splitlines()]
 
 
-def _end_of_step(path: Path, step: int) -> int:
-    """Bytes of the lines up to a step, before the first line of a later one or that is none: steps rise."""
-    with path.open("rb") as lines:
-        return sum(map(len, takewhile(lambda line: _is_kept(line, step), lines)))
-
-
-def _is_kept(line: bytes, step: int) -> bool:
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Rewrite the file through a temporary one, so that a failure leaves it as it was."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    kept = "".join(line + "\n" for line in text.splitlines() if _is_kept(line, step))
+    if kept == text:
+        return
+    temporary = path.with_suffix(".partial")
     try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        temporary.write_text(kept, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_kept(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
     except ValueError:
         return False

@@ -33,7 +33,7 @@ POLL_SECONDS = 1.0
 ToHub = Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]
 
 
-def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[], None]:
+def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[bool], None]:
     """Export the checkpoints of stage ends to `hub/step-N` from a thread, also those that an earlier start missed.
 
     Args:
@@ -41,18 +41,20 @@ def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[]
         dtype: checkpoint.export; nothing happens if it is "no".
 
     Returns:
-        what waits for the last stage's. Where it is not called, the next start exports what is missing.
+        what ends the thread: given True it waits for the last stage's, given False the next start exports what is
+            missing.
     """
     if dtype == "no":
-        return lambda: None
+        return lambda wait: None
     ended = threading.Event()
     thread = threading.Thread(target=_export_stages, args=(folder, dtype, tokenizer, ended), name="export", daemon=True)
     thread.start()
 
-    def finish() -> None:
-        set_activity("writing the last stage in Hugging Face's format", 0, float("inf"))
+    def finish(wait: bool) -> None:
         ended.set()
-        thread.join()
+        if wait:
+            set_activity("writing the last stage in Hugging Face's format", 0, float("inf"))
+            thread.join()
 
     return finish
 

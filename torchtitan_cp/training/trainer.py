@@ -152,7 +152,7 @@ class Trainer:
             self.metrics_logger.say(
                 f"{self.folder} is finished: all {self.total_steps} steps are trained. Nothing to do."
             )
-            finish_exports()
+            finish_exports(True)
             return
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.steps.start_stage(self.progress.recent)
@@ -161,8 +161,7 @@ class Trainer:
         try:
             with self.signals:
                 self._train()
-                if not self.stopping:
-                    finish_exports()
+                finish_exports(not self.stopping)
             if self.needs_relaunch and not self.stopping:
                 self.metrics_logger.say(
                     f"stage {self.stage.index + 1} has tp {self.stage.tp} and pp {self.stage.pp}: the job restarts "
