@@ -279,4 +279,3 @@ def check_shapes(
             )
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise PlanError("alibi_slopes have no gradient", fix="give constants: alibi_slopes.detach()")
-    plan.check_batch(len(q))

@@ -51,6 +51,7 @@ def _prepare(
 ) -> tuple[Strategy, Call]:
     """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
     plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
+    plan.check_batch(len(q))
     ring_group, all_to_all_group = plan.process_groups
     options = {"softcap": scores.softcap > 0, "alibi": slopes is not None, "dense": plan.mask.dense}
     kernel = choose_kernel(plan.kernel, q, v, **options)

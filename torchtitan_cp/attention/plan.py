@@ -192,10 +192,12 @@ class Plan:
         return x_local if self.ranks == 1 else _Unshard.apply(x_local, self, dim)
 
     def check_batch(self, batch: int) -> None:
-        """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have."""
+        """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have.
+
+        Operators call it when they run: torch.compile would trace it once for masks with documents and once without.
+        """
         rows = self.mask.document_lengths
-        # Not `in`: torch.compile finds no size that it does not know in a tuple.
-        if rows is not None and len(rows) != 1 and len(rows) != batch:
+        if rows is not None and len(rows) not in (1, batch):
             raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[Any, ...]]:

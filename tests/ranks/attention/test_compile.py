@@ -17,7 +17,7 @@ from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
 
 S, WIDTH = 64, 32
-PACKINGS = [(64,), (10, 54), (1, 30, 33), (20, 44), (64,)]
+PACKINGS = [(64,), (10, 54), (1, 30, 33), (20, 44), (64,), None]  # None: a mask without documents
 
 Block = Callable[[Tensor, Plan], Tensor]
 
@@ -33,8 +33,8 @@ def make_block(strategy: str) -> tuple[ContextParallel, Tensor, Block]:
     return cp, weight, block
 
 
-def plan_for(cp: ContextParallel, lengths: tuple[int, ...]) -> Plan:
-    return cp.plan(S, AttentionMask(document_lengths=(lengths,)))
+def plan_for(cp: ContextParallel, lengths: tuple[int, ...] | None) -> Plan:
+    return cp.plan(S, AttentionMask(document_lengths=lengths and (lengths,)))
 
 
 def gradient(run: Block, x: Tensor, plan: Plan, weight: Tensor) -> Tensor:

@@ -116,6 +116,7 @@ def _convolve(plan: Plan, silu: bool, held: Tensor, weight: Tensor, bias: Tensor
 def convolve(inputs: list[Tensor], handle: Tensor, silu: bool) -> Tensor:
     """`[B, S/P, C]` of x, weight and perhaps bias."""
     plan, (x, *parameters) = find_plan(handle), inputs
+    plan.check_batch(len(x))
     return _convolve(plan, silu, _hold(x, plan, parameters[0].shape[1]), *parameters)
 
 

@@ -120,7 +120,6 @@ def check_inputs(plan: Plan, fits: bool, takes: str, inputs: Mapping[str, Tensor
             "linear attention and convolutions are causal and have no window, and the plan's mask is not so",
             fix="give them a plan of a mask with the documents alone, made with `like` the other layers' plan",
         )
-    plan.check_batch(len(next(iter(inputs.values()))))
 
 
 def choose_strategy(inputs: Inputs, plan: Plan, rule: str) -> tuple[str, int, int]:
@@ -177,6 +176,7 @@ def delta_rule(
 ) -> tuple[Tensor, list[Tensor]]:
     """(out `[B, S/P, Hv, V]`, what the backward needs: inputs and states, or the inputs that were traded)."""
     plan, heads = find_plan(handle), (inputs[2].shape[2], inputs[0].shape[2])
+    plan.check_batch(len(inputs[0]))
     if plan.ranks > 1:
         sent = choose_strategy(Inputs(*inputs), plan, rule)[1:]
         _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent)
