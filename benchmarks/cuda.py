@@ -1,7 +1,7 @@
 """Runs the parts of `benchmarks/cuda.sh`, each as a process with a limit of time, and says what came of each.
 
 Imports the standard library alone: importing torch may hang or fail as well, and then is a part's failure. What the
-parts do is in cuda_parts.py.
+parts do is in cuda_parts.py and cuda_training.py.
 """
 
 import argparse
@@ -52,11 +52,12 @@ PARTS = (
     Part("linear", 60, "gated delta rules in torch against fp64, then fused kernels where they are installed"),
     Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32"),
     Part("quickstart", 180, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
-    Part("offload", 70, "tests of activations that go to host memory"),
-    Part("families", 90, "models of transformers beside their own attention"),
+    Part("offload", 65, "tests of activations that go to host memory"),
+    Part("families", 50, "some models of transformers beside their own attention"),
     Part("shares", 120, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
     Part("steps", 170, "steps of the 1B, the planner beside them, and the longest that fits"),
-    Part("flex", 80, "tests of the flex kernel, which Triton compiles"),
+    Part("flex", 70, "tests of the flex kernel, which Triton compiles"),
+    Part("packed", 60, "compiled steps of the 1B on packed documents, and where a slow one spent its time"),
 )
 
 

@@ -22,9 +22,9 @@ from torchtitan_cp.runtime.gloo import use_one_thread
 
 Run = Callable[[], Any]
 PIPES: list[Connection] = []  # of this rank to the process that asks, once there is one
-# Imported once by the fork server; every rank starts from there.
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torchtitan_cp.training.trainer", "benchmarks.strategies"])
+# Imported once by the fork server; every rank starts from there.
+PRELOADED = ["torchtitan_cp.training.trainer", "benchmarks.strategies"]
 
 
 def seconds(run: Run) -> float:
@@ -64,6 +64,7 @@ def start_ranks(count: int, threads: int = 1) -> Iterator[Ranks]:
     folder = tempfile.TemporaryDirectory()
     store = f"{folder.name}/store"
     pipes, processes = [], []
+    FORK.set_forkserver_preload(PRELOADED)
     for rank in range(count):
         here, there = FORK.Pipe()
         process = FORK.Process(target=_serve, args=(rank, count, threads, store, there), daemon=True)

@@ -5,6 +5,8 @@ where the conformance and parity suites run too.
 """
 
 import faulthandler
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -32,6 +34,11 @@ FORK.set_forkserver_preload(
         "torchtitan_cp.training.trainer",
         "torchtitan_cp.runtime.launcher",
         "models.huggingface.model",
+        "transformers.models.llama.modeling_llama",
+        "torch._dynamo.testing",
+        "torch._inductor.compile_fx",
+        "hypothesis",
+        "pytest",
     ]
 )
 # A gloo group has a thread that wakes a hundred times a second, and torch keeps meshes, so groups are never given up:
@@ -142,6 +149,11 @@ class RankPool:
 def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    # What was imported is looked through by no garbage collection. A trainer looks through all of it at each entry of a
+    # stage, in which a run of a second would spend a third of its time.
+    gc.freeze()
+    trainer = importlib.import_module("torchtitan_cp.training.trainer")
+    trainer.freeze_long_lived_objects = lambda: None  # type: ignore[attr-defined]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     use_one_thread()
     device = torch.device("cuda", rank) if backend == "nccl" else None

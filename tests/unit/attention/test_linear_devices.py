@@ -19,6 +19,7 @@ from torchtitan_cp.attention import AttentionMask, gated_delta_rule, make_plan
 from torchtitan_cp.attention.linear import flash_linear
 from torchtitan_cp.attention.linear.kernel import TorchKernel
 from torchtitan_cp.attention.linear.states import Inputs, own_segments
+from torchtitan_cp.attention.merge import accumulation_dtype
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6, torch.bfloat16: 1e-2}
@@ -62,7 +63,7 @@ def test_fused_kernels_give_what_chunks_in_torch_give_on_each_of_four_ranks(
     for rank in range(4):
         plan = make_plan(length, mask=MASK, ranks=4, rank=rank, layout=layout)
         q, k, v, upstream = (x[:, plan.positions].to(dtype) for x in wide)
-        inputs = Inputs(q, k, v, *(x[:, plan.positions] for x in (g, beta)))
+        inputs = Inputs(q, k, v, *(x[:, plan.positions].to(accumulation_dtype(dtype)) for x in (g, beta)))
         exact = Inputs(*(x.double() for x in inputs))
         fused = flash_linear.FlashKernel(inputs, plan, SCALE, "normalized_delta", upstream)
         plain = TorchKernel(exact, plan, SCALE, "normalized_delta", upstream.double())
