@@ -205,6 +205,7 @@ def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
     check_whole(folder, uninterrupted)
 
 
+@pytest.mark.deep  # two more starts of a job; by default the launcher is given SIGTERM
 def test_ctrl_c_ends_every_process_with_one_line_and_the_exit_code_of_the_signal(
     start: Callable[..., LaunchedJob], long_toml: Path
 ) -> None:

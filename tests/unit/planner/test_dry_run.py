@@ -38,6 +38,7 @@ HYBRID = (
     "--model.architecture=qwen3_5",
     "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 704}",
     *(f"--model.overrides.linear_{size}" for size in ("key_heads=2", "value_heads=4", "key_dim=64", "value_dim=64")),
+    *(f"--curriculum.stages[0].{length}" for length in ("seq_len=4096", "global_batch_tokens=8192")),
 )
 
 
