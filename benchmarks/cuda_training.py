@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,43 +143,53 @@ def options(record: Record) -> None:
             if word in " ".join(key) and not find_spec(package):
                 del chosen[key]
                 record.write(", ".join(key), "not run", f"no package {package}")
+    shorter = [f"--curriculum.stages[0].{x}" for x in ("seq_len=256", "global_batch_tokens=512")] * record.rehearsal
+    commands = {", ".join(key): [*SHORT, *shorter, *MODELS[key[0]], *chosen[key]] for key in chosen}
+    plain: dict[str, list[float]] = {}
+    for name, why, lines in _at_once(record, commands):
+        losses = [line["loss"] for line in lines]
+        want = plain.setdefault(name.partition(",")[0], losses)
+        off = [abs(got / exact - 1) for got, exact in zip(losses, want, strict=False)] or [float("inf")]
+        most = (1e-5, 1e-3) if "fp32" in name else (1e-2, 1e-1)
+        passed = not why and len(losses) == len(want) == 4 and off[0] <= most[0] and max(off) <= most[1]
+        record.case(name, passed, why, first_off=off[0], largest_off=max(off), **_figures(lines))
+
+
+def _at_once(
+    record: Record, overrides: Mapping[str, Sequence[str]], environments: Mapping[str, dict[str, str]] | None = None
+) -> Iterator[tuple[str, str, list[Line]]]:
+    """(name, why a training failed or "", the lines of its metrics.jsonl), in order; several run beside each other."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 
-        def run(key: tuple[str, str]) -> tuple[str, list[Line]]:
-            out = Path(folder, f"{key[0]}-{key[1]}")
-            shorter = [f"--curriculum.stages[0].{x}" for x in ("seq_len=256", "global_batch_tokens=512")]
-            overrides = [*SHORT, *shorter * record.rehearsal, *MODELS[key[0]], *chosen[key]]
-            command = training_command(record, 1, out, overrides)
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            print(*key, done.stdout, done.stderr, sep="\n", flush=True)
+        def run(name: str) -> tuple[str, str, list[Line]]:
+            command = training_command(record, 1, Path(folder, name), overrides[name])
+            environment = os.environ | (environments or {}).get(name, {})
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+            print(name, done.stdout, done.stderr, sep="\n", flush=True)
             why = " ".join(done.stderr.splitlines()[-3:]) if done.returncode else ""
-            return why[:500], read(out / "metrics.jsonl")
+            return name, why[:500], read(Path(folder, name, "metrics.jsonl"))
 
-        plain: dict[str, list[float]] = {}
-        for (model, name), (why, lines) in zip(chosen, pool.map(run, chosen), strict=True):
-            losses = [line["loss"] for line in lines]
-            want = plain.setdefault(model, losses)
-            off = [abs(got / exact - 1) for got, exact in zip(losses, want, strict=False)] or [float("inf")]
-            most = (1e-5, 1e-3) if "fp32" in name else (1e-2, 1e-1)
-            passed = not why and len(losses) == len(want) == 4 and off[0] <= most[0] and max(off) <= most[1]
-            record.case(f"{model}, {name}", passed, why, first_off=off[0], largest_off=max(off), **_figures(lines))
+        yield from pool.map(run, overrides)
 
 
 def packed(record: Record) -> None:
-    """Compiled steps of the 1B on packed documents, of which no two are alike; what took a slow one its time."""
-    length, steps, more = 8192, 40, ["--model.flavor=1B", BF16, COMPILED, "--activation.checkpoint=selective"]
+    """Compiled steps of the 1B on packed documents, of which no two are alike; what took a slow one its time.
+
+    Two runs share the card: with torch's allocator as it is, and with segments that grow.
+    """
+    length, steps, more = 8192, 24, ["--model.flavor=1B", BF16, COMPILED, "--activation.checkpoint=selective"]
     if record.rehearsal:
-        length, steps, more = 256, 4, []
+        length, steps, more = 256, 2, []
     stage = f"seq_len = {length}, steps = {steps}, global_batch_tokens = {2 * length}"
     stage += ', data = {document_mask = true, packing = "best_fit"}'
-    with tempfile.TemporaryDirectory() as folder:
-        options = [*SHORT, "--optimizer.lr=1e-4", *more, f"--curriculum.stages=[{{{stage}}}]"]
-        why, lines = train(record, Path(folder), options)
-    rates = [line["tokens_per_second"] for line in lines]
-    median = statistics.median(rates or [0.0])
-    slow = [line for line in lines[1:] if line["tokens_per_second"] < median / 2]
-    figures = {"median_tokens_per_second": median, "slow_steps": len(slow), **_figures(lines)}
-    record.case("packed documents, compiled", not why and len(lines) == steps, why, **figures)
-    for line in slow[:MOST_SLOW]:
-        seconds = {"data": line["data_wait_seconds"], **line["seconds"]}
-        record.case(f"slow step {line['step']}", seconds=line["step_seconds"], **seconds)
+    options = [*SHORT, "--optimizer.lr=1e-4", *more, f"--curriculum.stages=[{{{stage}}}]"]
+    growing = {"expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+    for name, why, lines in _at_once(record, dict.fromkeys(("packed documents", *growing), options), growing):
+        rates = [line["tokens_per_second"] for line in lines]
+        median = statistics.median(rates or [0.0])
+        slow = [line for line in lines[1:] if line["tokens_per_second"] < median / 2]
+        figures = {"median_tokens_per_second": median, "slow_steps": len(slow), **_figures(lines)}
+        record.case(name, not why and len(lines) == steps, why, **figures)
+        for line in slow[:MOST_SLOW]:
+            seconds = {"data": line["data_wait_seconds"], **line["seconds"]}
+            record.case(f"{name}, slow step {line['step']}", seconds=line["step_seconds"], **seconds)
