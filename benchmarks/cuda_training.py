@@ -87,7 +87,7 @@ def training_command(record: Record, ranks: int, folder: Path, options: Sequence
     return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
 
 
-# What part `options` overrides: the run, its model, and one option.
+# What parts `options` and `packed` override: the run, its model, and one option.
 SHORT = [
     *("--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--data.max_document=700"),
     *("--data.validation_fraction=0.0", "--tokenizer.kind=bytes", "--checkpoint.enable=false"),
