@@ -57,7 +57,7 @@ PARTS = (
     Part("shares", 120, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
     Part("steps", 170, "steps of the 1B, the planner beside them, and the longest that fits"),
     Part("flex", 70, "tests of the flex kernel, which Triton compiles"),
-    Part("packed", 60, "compiled steps of the 1B on packed documents, and where a slow one spent its time"),
+    Part("packed", 60, "compiled steps of the 1B on packed documents, of which none takes twice the time of most"),
 )
 
 

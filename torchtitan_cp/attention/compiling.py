@@ -1,13 +1,14 @@
 """torch.compile for blocks and kernels, and autograd inside operators; the only place that handles their limits."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 # The dispatch keys that are included and excluded by default, as they are while modules are imported.
 _DEFAULT_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+Class = TypeVar("Class", bound=type)
 _MODES = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 
 
@@ -28,3 +29,13 @@ def compile_whole(function: Callable[..., Any], mode: str = "default") -> Callab
     """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
     return torch.compile(function, fullgraph=True, mode=mode)
+
+
+def guarded_by_use(cls: Class) -> Class:
+    """A frozen dataclass, so marked that torch.compile guards those fields alone that a graph reads.
+
+    torch 2.11 reads every field of a frozen one that goes through activation checkpointing, so that a plan whose
+    documents have other lengths compiled a block anew. Setting a field still fails.
+    """
+    cls.__dataclass_params__.frozen = False  # type: ignore[attr-defined]
+    return cls

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group, find_group, gather
+from torchtitan_cp.attention.compiling import guarded_by_use
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.layout import Layout, Segment, cut_by_document, documents_of, rank_areas, rows_sent
 from torchtitan_cp.attention.mask import AttentionMask, Band, Span, merge_spans, rows_before
@@ -50,6 +51,7 @@ class RingStep:
         return tuple((self.source, *span) for span in self.receive)
 
 
+@guarded_by_use
 @dataclass(frozen=True)
 class Plan:
     """What one rank needs to run attention on its shard, as plain, hashable data.

@@ -41,11 +41,15 @@ def gradient(run: Block, x: Tensor, plan: Plan, weight: Tensor) -> Tensor:
     return torch.autograd.grad(run(x, plan).square().sum(), weight)[0]
 
 
-def run_compiled(strategy: str) -> dict[str, Any]:
+def run_compiled(strategy: str, recomputed: bool) -> dict[str, Any]:
     cp, weight, block = make_block(strategy)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, fullgraph=True, backend=counter)
+
+    def run(x: Tensor, plan: Plan) -> Tensor:
+        return checkpoint(block, x, plan, use_reentrant=False) if recomputed else block(x, plan)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
     differences = []
     for seed, lengths in enumerate(PACKINGS):
         plan = plan_for(cp, lengths)
@@ -118,11 +122,14 @@ def test_batches_of_other_sizes_with_documents_of_their_own_run_in_one_compiled_
     assert all(difference < 1e-5 for difference in ranks(2)(run_batches))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "auto"])
+@pytest.mark.parametrize(
+    ("strategy", "recomputed"),
+    [("ring", False), ("all_gather", False), ("all_to_all", False), ("auto", False), ("auto", True)],
+)
 def test_a_block_compiles_whole_and_another_plan_compiles_nothing_anew(
-    ranks: Callable[[int], RankPool], strategy: str
+    ranks: Callable[[int], RankPool], strategy: str, recomputed: bool
 ) -> None:
-    for answer in ranks(2)(run_compiled, strategy):
+    for answer in ranks(2)(run_compiled, strategy, recomputed):
         assert answer["graphs"] == 1
         assert answer["difference"] < 1e-6
 

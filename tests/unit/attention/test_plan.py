@@ -1,6 +1,7 @@
 """The plan's index arithmetic, pure and on one process: every allowed pair exactly once, no other."""
 
 import pickle
+from dataclasses import FrozenInstanceError
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.utils import is_frozen_dataclass
 
 from tests.support.oracle import allowed
 from tests.support.plan_cases import cases
@@ -318,3 +320,10 @@ def test_shard_and_unshard_name_a_wrong_length() -> None:
         plan.unshard(torch.zeros(1, 64))
     with pytest.raises(PlanError, match="this plan has no process group"):
         plan.unshard(torch.zeros(1, 16))
+
+
+def test_a_plan_stays_as_it_was_made_and_torch_reads_no_field_ahead_of_its_use() -> None:
+    plan = make_plan(8, mask=AttentionMask(), ranks=1, rank=0)
+    with pytest.raises(FrozenInstanceError):
+        plan.rank = 1  # type: ignore[misc]
+    assert not is_frozen_dataclass(plan), "torch 2.11 would guard every field of one"
