@@ -6,7 +6,7 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.curriculum import resolve_stages
-from torchtitan_cp.parallel.tensor import check_tensor_parallel
+from torchtitan_cp.parallel.checks import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster, make_cluster
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.training.registry import model_args_of

@@ -16,30 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_cp.attention.local_shard import local_tensor
-from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Parallel
-
-
-def check_expert_parallel(args: Any, parallel: Parallel) -> None:
-    """Refuse experts that cannot be shared evenly, and a model without any.
-
-    Args:
-        args: ModelArgs with `n_experts`.
-
-    Raises:
-        ConfigError: naming the key and the degrees that fit.
-    """
-    if not args.n_experts and (parallel.ep > 1 or parallel.expert_capacity):
-        raise ConfigError(
-            "parallel.ep and parallel.expert_capacity are for models with experts, and this one has none",
-            fix="leave them out, or use another model.architecture",
-        )
-    if args.n_experts % parallel.ep:
-        fits = [str(degree) for degree in range(1, parallel.ep) if args.n_experts % degree == 0]
-        raise ConfigError(
-            f"parallel.ep = {parallel.ep} does not divide the model's {args.n_experts} experts",
-            fix=f"use ep {' or '.join(fits)}",
-        )
 
 
 class Routing(NamedTuple):

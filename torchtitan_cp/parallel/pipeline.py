@@ -1,14 +1,12 @@
-"""Pipeline parallelism on torch.distributed.pipelining: the layers of each pipeline stage, and a step through all.
+"""Pipeline parallelism on torch.distributed.pipelining: a step through all pipeline stages.
 
 A pipeline stage is a model of its own with some of the layers, and a rank may have several. Every rank reads a
 micro-batch's tokens, positions and plan by itself, so only hidden states travel.
-Source: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2021), zero bubble (Qi et al., 2024).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,106 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.torch_version import TorchVersion
 
 from torchtitan_cp.attention.local_shard import local_tensor
-from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.names import SCHEDULES
-from torchtitan_cp.config.sections import Parallel
+from torchtitan_cp.parallel.pipeline_stages import PipelineStages
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-
-Span = tuple[int, int]
-
-# Zero-bubble schedules split a backward; before torch 2.13 that failed at any autograd.Function.
-SPLITS_ANY_BACKWARD = TorchVersion(torch.__version__) >= "2.13"
-
-
-@dataclass(frozen=True)
-class PipelineStages:
-    """The layers and the owner of each pipeline stage, in order.
-
-    Attributes:
-        layers: [first, stop) of each.
-        owner: the pipeline rank that has it.
-    """
-
-    layers: tuple[Span, ...]
-    owner: tuple[int, ...]
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Numbers of the pipeline stages that a pipeline rank has."""
-        return [number for number, owner in enumerate(self.owner) if owner == rank]
-
-
-def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> PipelineStages:
-    """Split the layers into pipeline stages over `ranks` pipeline ranks.
-
-    Args:
-        settings: the schedule, pipeline stages per rank, and a split by hand.
-        costs: of each layer, in any unit; the outer ones include the embedding and the output.
-
-    Raises:
-        ConfigError: more pipeline stages than layers, a number of them that the schedule does not take, or a split
-            that does not fit.
-    """
-    schedule = SCHEDULES[settings.pp_schedule]
-    if ranks > 1 and schedule.splits_backward and not SPLITS_ANY_BACKWARD:
-        raise ConfigError(
-            f"parallel.pp_schedule = {settings.pp_schedule!r} needs torch 2.13; {torch.__version__} cannot split "
-            "the backward of a custom operator",
-            fix="use gpipe, 1f1b or interleaved_1f1b",
-        )
-    per_rank = 1 if ranks == 1 else settings.pp_stages_per_rank or schedule.stages_per_rank
-    if ranks > 1 and not schedule.stages_per_rank <= per_rank <= (schedule.most or per_rank):
-        takes = str(schedule.stages_per_rank) if schedule.most else f"{schedule.stages_per_rank} or more"
-        raise ConfigError(
-            f"parallel.pp_stages_per_rank = {per_rank}, and {settings.pp_schedule} takes {takes}",
-            fix=f"use {takes}, or another parallel.pp_schedule",
-        )
-    count = ranks * per_rank
-    if count > len(costs):
-        raise ConfigError(
-            f"a pipeline of {ranks} ranks x {per_rank} stages is longer than the model's {len(costs)} layers",
-            fix="lower parallel.pp or parallel.pp_stages_per_rank",
-        )
-    edges = [0, *settings.pp_split, len(costs)] if settings.pp_split else None
-    if edges and (len(edges) != count + 1 or any(stop <= start for start, stop in pairwise(edges))):
-        raise ConfigError(
-            f"parallel.pp_split = {list(settings.pp_split)} does not cut {len(costs)} layers into {count} stages",
-            fix=f"give {count - 1} rising numbers from 1 to {len(costs) - 1}, or leave it out",
-        )
-    # Pipeline stages go round the ranks, or there and back where the schedule is a V.
-    there_and_back = [*range(ranks), *reversed(range(ranks))]
-    owner = there_and_back[:count] if settings.pp_schedule.startswith("zbv") else [n % ranks for n in range(count)]
-    return PipelineStages(tuple(pairwise(edges)) if edges else tuple(split_layers(costs, count)), tuple(owner))
-
-
-def split_layers(costs: Sequence[float], stages: int) -> list[Span]:
-    """[first, stop) of each pipeline stage, with the least cost of the dearest one; each has at least one layer."""
-    before = [sum(costs[:count]) for count in range(len(costs) + 1)]
-
-    @cache
-    def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
-        """Over the first `stop` layers: the cost of the dearest pipeline stage, and all edges."""
-        if stages == 1:
-            return before[stop], (0, stop)
-
-        def dearest(cut: int) -> float:
-            return max(best(stages - 1, cut)[0], before[stop] - before[cut])
-
-        cut = min(range(stages - 1, stop), key=dearest)
-        return dearest(cut), (*best(stages - 1, cut)[1], stop)
-
-    return list(pairwise(best(stages, len(costs))[1]))
-
-
-def bubble_fraction(settings: Parallel, ranks: int, per_rank: int, micro_batches: int) -> float:
-    """Fraction of a step in which a pipeline rank waits, if backwards take twice a forward and messages no time.
-
-    Zero-bubble schedules fill the wait with gradients of weights; a third of it is assumed to remain.
-    """
-    waits = (ranks - 1) / (3 if SCHEDULES[settings.pp_schedule].splits_backward else 1)
-    return waits / (per_rank * micro_batches + waits)
 
 
 @dataclass(frozen=True)

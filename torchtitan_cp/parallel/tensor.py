@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_cp.attention.local_shard import shard_slices
-from torchtitan_cp.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -82,25 +81,6 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
     "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "per_head": PerHead,
 }
-
-
-def check_tensor_parallel(args: Any, tp: int) -> None:
-    """Refuse sizes that tensor parallelism cannot split evenly.
-
-    Args:
-        args: ModelArgs with `n_heads`, `n_kv_heads` and `ffn_dim`.
-
-    Raises:
-        ConfigError: naming the size and the degrees that divide it.
-    """
-    for name in ("n_kv_heads", "n_heads", "ffn_dim"):
-        size = getattr(args, name)
-        if size % tp:
-            fits = [str(degree) for degree in range(1, tp) if size % degree == 0]
-            raise ConfigError(
-                f"parallel.tp = {tp} does not divide the model's {name} = {size}",
-                fix=f"use tp {' or '.join(fits)}, and context parallelism (parallel.cp) for the other ranks",
-            )
 
 
 def apply_tensor_parallel(model: nn.Module, roles: Mapping[str, str], mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 from torchtitan_cp.config import Config
 from torchtitan_cp.metrics.throughput import flops_per_token
-from torchtitan_cp.parallel.pipeline import bubble_fraction
+from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
 from torchtitan_cp.planner.parameters import model_args_of

@@ -8,7 +8,7 @@ from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.names import ACTIVATIONS
 from torchtitan_cp.config.sections import LRScheduler, Stage
-from torchtitan_cp.parallel.tensor import check_tensor_parallel
+from torchtitan_cp.parallel.checks import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.parameters import model_args_of

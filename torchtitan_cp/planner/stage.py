@@ -12,7 +12,7 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.metrics.throughput import layer_costs
-from torchtitan_cp.parallel.pipeline import PipelineStages, plan_pipeline
+from torchtitan_cp.parallel.pipeline_stages import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.parameters import Parameters, count_parameters
 from torchtitan_cp.planner.strategy_costs import Heads, LayerCost, Rates, busiest_layer

@@ -34,7 +34,8 @@ from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.experts import RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline, bubble_fraction, plan_pipeline
+from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline
+from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.parallel.tensor import vocabulary_shard
 from torchtitan_cp.runtime.device import World

@@ -18,9 +18,8 @@ from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.data.corpus.tokenizer import check_tokenizer
 from torchtitan_cp.metrics.throughput import layer_costs
-from torchtitan_cp.parallel.experts import check_expert_parallel
-from torchtitan_cp.parallel.pipeline import plan_pipeline
-from torchtitan_cp.parallel.tensor import check_tensor_parallel
+from torchtitan_cp.parallel.checks import check_expert_parallel, check_tensor_parallel
+from torchtitan_cp.parallel.pipeline_stages import plan_pipeline
 from torchtitan_cp.training import registry
 
 

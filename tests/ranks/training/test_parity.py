@@ -16,7 +16,7 @@ from models.llama import FLAVORS, Llama
 from tests.support.rank_pool import RankPool
 from tests.support.runs import first_gradients, losses, packed_gradients, prepared, train_and_first_gradients, write_run
 from torchtitan_cp.curriculum import rope_frequencies
-from torchtitan_cp.parallel.pipeline import SPLITS_ANY_BACKWARD
+from torchtitan_cp.parallel.pipeline_stages import SPLITS_ANY_BACKWARD
 
 FOUR_LAYERS = "model.overrides.n_layers=4"
 BIAS, QK_NORM, SINKS = (f"model.overrides.{option}=true" for option in ("qkv_bias", "qk_norm", "sinks"))

@@ -223,7 +223,9 @@ def test_a_run_in_which_a_rank_gets_no_token_has_the_losses_of_one_rank(
     shared = ["--parallel.cp=2", "--parallel.ep=2", "--activation.checkpoint=full"]
     for lines in ranks(2)(train_with_half, native_toml, f"{folder}shared", *shared):
         for line, want in zip(lines, wanted, strict=True):
-            assert line["idle_experts"] == want["idle_experts"] >= 0.5, "of six experts three, and what few tokens leave idle"
+            assert line["idle_experts"] == want["idle_experts"] >= 0.5, (
+                "of six experts three, and what few tokens leave idle"
+            )
             assert line["loss"] == pytest.approx(want["loss"], rel=1e-5)
             assert line["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from models.llama import LlamaArgs
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.parallel.apply import apply_compile
-from torchtitan_cp.parallel.tensor import check_tensor_parallel
+from torchtitan_cp.parallel.checks import check_tensor_parallel
 
 SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Parallel
-from torchtitan_cp.parallel.pipeline import bubble_fraction, plan_pipeline, split_layers
+from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline, split_layers
 
 
 @given(st.data())
@@ -39,9 +39,9 @@ def test_stages_go_round_the_ranks_or_there_and_back() -> None:
 
 
 def test_a_v_goes_back_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_cp.parallel.pipeline.SPLITS_ANY_BACKWARD", True)
+    monkeypatch.setattr("torchtitan_cp.parallel.pipeline_stages.SPLITS_ANY_BACKWARD", True)
     assert plan_pipeline(Parallel(pp_schedule="zbv_zero_bubble"), 3, [1.0] * 6).owner == (0, 1, 2, 2, 1, 0)
-    monkeypatch.setattr("torchtitan_cp.parallel.pipeline.SPLITS_ANY_BACKWARD", False)
+    monkeypatch.setattr("torchtitan_cp.parallel.pipeline_stages.SPLITS_ANY_BACKWARD", False)
     with pytest.raises(ConfigError, match=r"(?s)'zbv_zero_bubble' needs torch 2.13.*use gpipe, 1f1b or inter"):
         plan_pipeline(Parallel(pp_schedule="zbv_zero_bubble"), 3, [1.0] * 6)
 
