@@ -19,4 +19,6 @@ done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # torch.compile would start two more Pythons in each process, to see whether they load the vector code it builds.
 export TORCHINDUCTOR_VEC_ISA_OK="${TORCHINDUCTOR_VEC_ISA_OK:-1}"
+# And one more that would compile for a GPU beside it.
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-1}"
 exec "$PYTHON" -m pytest -m "$SELECTED" "${ARGUMENTS[@]}"
