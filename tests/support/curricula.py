@@ -57,19 +57,19 @@ DIMENSIONS = (
 [[curriculum.stages]]
 seq_len = 64
 steps = 3
-global_batch_tokens = 512
+global_batch_tokens = 256
 
 [[curriculum.stages]]
 seq_len = 128
 steps = 3
-global_batch_tokens = 512
+global_batch_tokens = 256
 tp = {tp}
 activation = {{checkpoint = "attention_saved", mlp_tiles = 2}}
 
 [[curriculum.stages]]
 seq_len = 64
 steps = 3
-global_batch_tokens = 512
+global_batch_tokens = 256
 pp = {pp}
 activation = {{checkpoint = "none"}}
 """
@@ -85,9 +85,9 @@ def losses_of(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-# 8 steps at 128 tokens, then 6 at 256 with another cp degree and theta.
+# 8 steps of two sequences of 128 tokens, then 6 of two of 256 with another cp degree and theta.
 TWO_STAGES = (
-    TINY.replace("steps = 20", "steps = 8\ncp = 1")
+    TINY.replace("steps = 20\nglobal_batch_tokens = 512", "steps = 8\nglobal_batch_tokens = 256\ncp = 1")
     + """
 [[curriculum.stages]]
 seq_len = 256

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.curricula import TWO_STAGES
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.runs import losses, prepared, train, write_run
+from tests.support.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 
 
@@ -190,7 +190,7 @@ def test_the_resolved_config_stands_beside_the_logs_and_trains_the_same(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:
     resolved = run_toml.parent / "straight" / "config.toml"
-    folder = run_toml.parent / "from-resolved"
+    folder = stopped_copy(run_toml, "from-resolved", 5)
     assert losses(ranks(2)(train, resolved, f"--job.dump_folder={folder}")[0]) == straight
 
 
@@ -199,15 +199,16 @@ def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: li
     first, last = (json.loads(text.splitlines()[i]) for i in (0, -1))
     wanted = {"step", "stage", "seq_len", "cp", "tokens", "loss", "grad_norm", "lr", "tokens_per_second"}
     assert wanted | {"peak_memory_bytes"} <= first.keys()
-    assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 512)
-    assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)
+    assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 256)
+    assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 8 * 256 + 6 * 512)
 
 
 def test_a_resumed_run_compares_its_steps_with_those_before_it_stopped(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     """A spike in the first step after a resume is found, as the checkpoint has the numbers of healthy steps."""
-    path, inject = write_run(tmp_path), ("step=12", "kind=spike", "layer=0")
+    text = TINY.replace("global_batch_tokens = 512", "global_batch_tokens = 256")
+    path, inject = write_run(tmp_path, text), ("step=12", "kind=spike", "layer=0")
     ranks(1)(train, path, "--curriculum.stages[0].steps=11")
     settings = (
         "--health.spike_threshold=20",

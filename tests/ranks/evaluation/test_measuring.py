@@ -195,6 +195,11 @@ def prompts(path: Path) -> list[Prompt]:
     return made
 
 
+@pytest.fixture(scope="module")
+def made(ranks: Callable[[int], RankPool], run: Path) -> list[Prompt]:
+    return ranks(1)(prompts, run)[0]
+
+
 def answers(path: Path, made: list[Prompt], *overrides: str) -> list[bool]:
     """On a rank: whether each of these prompts is answered right."""
     trainer = prepared(path, f"--evaluation.passkey.trials={COUNT}", *overrides)
@@ -206,9 +211,8 @@ def answers(path: Path, made: list[Prompt], *overrides: str) -> list[bool]:
 
 @deep_rows("layout", ["one rank", *LAYOUTS], default=["pp 2", "cp 2 x dp 2"])
 def test_an_answer_is_right_where_all_its_tokens_are_the_likeliest_on_every_layout(
-    ranks: Callable[[int], RankPool], run: Path, layout: str
+    ranks: Callable[[int], RankPool], run: Path, made: list[Prompt], layout: str
 ) -> None:
-    made = ranks(1)(prompts, run)[0]
     size, overrides = LAYOUTS.get(layout, (1, ()))
     for found in ranks(size)(answers, run, made, *overrides):
         assert found == [True, False, False, False, False]
@@ -229,7 +233,10 @@ until = {{passkey_accuracy = 0.0, short_loss_rise = 9.0, max_tokens = 8192}}
 GATED = MEASURED[: MEASURED.index("[[curriculum.stages]]")].replace("max_share = 1.0", "max_share = {share}") + STAGES
 
 
-def evaluated(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], float | None]:
+Evaluated = tuple[list[dict[str, Any]], float | None]
+
+
+def evaluated(path: Path, *overrides: str) -> Evaluated:
     """On a rank: lines of evaluation.jsonl, and the loss that the first stage left."""
     trainer = prepared(path, "--evaluation.interval=1", "--evaluation.position_seq_len=512", *overrides)
     trainer.run()
@@ -238,11 +245,17 @@ def evaluated(path: Path, *overrides: str) -> tuple[list[dict[str, Any]], float 
     return [json.loads(line) for line in lines], trainer.progress.short_loss
 
 
+@pytest.fixture(scope="module")
+def gated(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluated]:
+    """The folder of a run whose gate opens, and what it found."""
+    folder = tmp_path_factory.mktemp("gated")
+    return folder, ranks(2)(evaluated, write_run(folder, GATED.replace("{share}", "1.0")))[0]
+
+
 def test_a_gate_opens_on_passkeys_and_the_short_length_and_all_that_was_found_is_written(
-    ranks: Callable[[int], RankPool], tmp_path: Path
+    gated: tuple[Path, Evaluated],
 ) -> None:
-    path = write_run(tmp_path, GATED.replace("{share}", "1.0"))
-    lines, short_loss = ranks(2)(evaluated, path)[0]
+    _, (lines, short_loss) = gated
     assert [line["step"] for line in lines] == [1, 2, 3], "the gate opened after its stage's first step"
     first, last = lines[1], lines[2]
     assert first["loss"] == short_loss
@@ -339,7 +352,7 @@ def measured_and_saved(path: Path, stop_at: int, *overrides: str) -> tuple[list[
 @pytest.fixture
 def long_evaluation(tmp_path: Path) -> Path:
     path = write_run(tmp_path)
-    path.write_text(path.read_text().replace("[evaluation]\ntokens = 512", "[evaluation]\ntokens = 8192"))
+    path.write_text(path.read_text().replace("[evaluation]\ntokens = 512", "[evaluation]\ntokens = 4096"))
     return path
 
 
@@ -398,19 +411,19 @@ def grid(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_ranks(
-    ranks: Callable[[int], RankPool], tmp_path: Path
+    ranks: Callable[[int], RankPool], gated: tuple[Path, Evaluated], tmp_path: Path
 ) -> None:
-    path = write_run(tmp_path, GATED.replace("{share}", "1.0"))
-    last = ranks(2)(evaluated, path)[0][0][-1]
+    folder, (lines, _) = gated
+    last = lines[-1]
     for size in (1, 2):
-        found = ranks(size)(grid, tmp_path / "run", tmp_path / f"out{size}")[0]
+        found = ranks(size)(grid, folder / "run", tmp_path / f"out{size}")[0]
         assert (found["stage"], found["seq_len"]) == (last["stage"], 256)
         assert found["retrieval"] == last["retrieval"]
         for name in ("loss", "unigram", "context_gain", "short_loss_rise", "position_losses"):
             assert found[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name
         pictures = {picture.name for picture in (tmp_path / f"out{size}").glob("*.png")}
         assert pictures == {"passkey.png", "loss_by_position.png"}
-    code, said = ranks(1)(refused, str(tmp_path / "run"), "--stage", "9")[0]
+    code, said = ranks(1)(refused, str(folder / "run"), "--stage", "9")[0]
     assert code == 2
     assert said.startswith("error: --stage 9 does not exist")
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.deep import deep_rows
 from tests.support.doctor import write_family
 from tests.support.rank_pool import RankFailure, RankPool
-from tests.support.runs import losses, prepared, train, write_run
+from tests.support.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.cli.replay import build, main
@@ -34,11 +34,12 @@ from torchtitan_cp.runtime import watchdog as failure
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.trainer import Trainer
 
+FOUR = "--curriculum.stages[0].global_batch_tokens=512"
 TWO_STAGES_A_RANK = ("--parallel.pp=2", "--training.micro_batch_sequences=1", "--model.overrides.n_layers=4")
 LAYOUTS = {
     "fsdp 2": (2, ()),
     "tp 2": (2, ("--parallel.tp=2",)),
-    "pp 2": (2, ("--parallel.pp=2", "--training.micro_batch_sequences=2")),
+    "pp 2": (2, ("--parallel.pp=2", "--training.micro_batch_sequences=2", FOUR)),
     "cp 2": (2, ("--parallel.cp=2", "--parallel.dp_shard=1")),
     "fsdp 2 x cp 2": (4, ("--parallel.cp=2",)),
     "tp 2 x pp 2, foreach": (4, ("--parallel.tp=2", "--parallel.pp=2", "--optimizer.implementation=foreach")),
@@ -48,7 +49,7 @@ LAYOUTS = {
     # Halves of the MLP's weights are whole blocks of 256 values; of the embedding's two parts only one is.
     "8-bit moments, fsdp 2": (2, ("--optimizer.state=8bit", "--model.overrides.ffn_dim=256")),
 }
-SHORT = ("--curriculum.stages[0].steps=8", "--checkpoint.enable=false")
+SHORT = ("--curriculum.stages[0].steps=5", "--checkpoint.enable=false")
 PLACES = {
     "embedding": Inject(where="embedding"),
     "attention forward": Inject(where="forward", module="attention", kind="inf"),
@@ -69,7 +70,9 @@ SHARING = {
 
 @pytest.fixture(scope="module")
 def run_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("health"))
+    """Steps of two sequences."""
+    text = TINY.replace("global_batch_tokens = 512", "global_batch_tokens = 256")
+    return write_run(tmp_path_factory.mktemp("health"), text)
 
 
 @dataclass
@@ -192,7 +195,7 @@ def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     assert found["reproduces"]
 
 
-@deep_rows("layout", LAYOUTS, default=["cp 2"])
+@deep_rows("layout", [layout for layout in LAYOUTS if layout not in ("fsdp 2", "pp 2")], default=["cp 2"])
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
@@ -343,7 +346,7 @@ def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     layout, scales, named, unit = OVERFLOWS[case]
     size, overrides = LAYOUTS[layout]
     folder = run_toml.parent / f"overflow-{case.replace(' ', '-')}"
-    more = ["--data.document_mask=true", "--training.micro_batch_sequences=2"]
+    more = ["--data.document_mask=true", "--training.micro_batch_sequences=2", FOUR]
     if "recomputed" in case:
         more.append("--activation.checkpoint=full")
     said, *others = ranks(size)(overflowing_run, run_toml, scales, f"--job.dump_folder={folder}", *overrides, *more)
@@ -386,38 +389,49 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
         found = seen.diagnoses[3]
         assert found["culprit"]["module"] == "layers.0.feed_forward.w1"
         assert (list(found["ranks"]), found["row"], found["local_token"], found["global_token"]) == ([1], 0, 32, 64)
-        assert (found["sequence"], found["document"]) == (8, 0)
+        assert (found["sequence"], found["document"]) == (4, 0)
 
 
 # What follows ---------------------------------------------------------------------------------------------------
 
 
-@deep_rows("layout", LAYOUTS, default=["fsdp 2"])
+# What "tp 2 x pp 2", "fsdp 2 x cp 2" and "pp 2, ZBV" show too is left out.
+@deep_rows(
+    "layout",
+    [layout for layout in LAYOUTS if layout not in ("tp 2", "pp 2", "cp 2", "pp 2, interleaved")],
+    default=["fsdp 2"],
+)
 def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
     size, overrides = LAYOUTS[layout]
     folder = run_toml.parent / f"weight-{layout.replace(' ', '-')}"
-    fault = Inject(step=5, rank=1, where="weight", layer=1, module="attention.wk")
-    settings = (*SHORT[:1], "--checkpoint.interval=1", "--checkpoint.keep=99", "--checkpoint.asynchronous=false")
+    fault = Inject(step=3, rank=1, where="weight", layer=1, module="attention.wk")
+    settings = (
+        "--curriculum.stages[0].steps=4",
+        "--checkpoint.interval=1",
+        "--checkpoint.keep=99",
+        "--checkpoint.asynchronous=false",
+    )
     if layout.startswith("tp 2 x pp"):
         fault = replace(fault, layer=0)  # which is where rank 1 is
     named = f"layers.{fault.layer}.attention.wk"
-    for seen in ranks(size)(watched_run, run_toml, {5: fault}, f"--job.dump_folder={folder}", *settings, *overrides):
-        assert seen.bad == [5]
-        culprit = seen.diagnoses[5]["culprit"]
+    for seen in ranks(size)(watched_run, run_toml, {3: fault}, f"--job.dump_folder={folder}", *settings, *overrides):
+        assert seen.bad == [3]
+        culprit = seen.diagnoses[3]["culprit"]
         assert (culprit["module"], culprit["what"]) == (named, "parameter weight")
-        assert list(seen.diagnoses[5]["ranks"]) == [1]
+        assert list(seen.diagnoses[3]["ranks"]) == [1]
         # The struck weight alone is another than before the repair: it is well again.
-        assert seen.changed == ([f"{named}.weight in step 5"] if seen.rank == 1 else [])
-        assert [line["rollbacks"] for line in seen.lines] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+        assert seen.changed == ([f"{named}.weight in step 3"] if seen.rank == 1 else [])
+        assert [line["rollbacks"] for line in seen.lines] == [0, 0, 1, 1, 1]
         assert [line["loss"] for line in seen.lines if line["skipped"]] == [None]
-    event = replay(Bundle.read(folder / "health" / "step-5"), build)
+    event = replay(Bundle.read(folder / "health" / "step-3"), build)
     assert event is not None
     assert (event.module, event.what, event.value) == (named, "parameter weight", "nan")
-    straight = ranks(size)(train, run_toml, f"--job.dump_folder={folder}-straight", *SHORT, *overrides)[0]
-    assert losses(straight)[:4] == [line["loss"] for line in seen.lines][:4]
-    assert (folder / "checkpoints" / "step-5").is_dir()
+    plain = (f"--job.dump_folder={folder}-straight", settings[0], "--checkpoint.enable=false")
+    straight = ranks(size)(train, run_toml, *plain, *overrides)[0]
+    assert losses(straight)[:2] == [line["loss"] for line in seen.lines][:2]
+    assert (folder / "checkpoints" / "step-3").is_dir()
 
 
 def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
@@ -437,10 +451,11 @@ def test_a_spike_is_left_out_where_it_is_to_trip_and_only_logged_by_default(
         assert [line["step"] for line in seen.lines if line["spikes"]] == [12]
         assert len(seen.lines) == 14
         assert (seen.diagnoses[12]["culprit"]["module"], list(seen.diagnoses[12]["ranks"])) == ("layers.0", [1])
-    for seen in ranks(2)(watched_run, run_toml, {12: fault}, *settings, f"--job.dump_folder={folder}-warn"):
-        assert seen.bad == []
-        assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
-        assert len(seen.lines) == 13
+    alone = {12: replace(fault, rank=0)}
+    [seen] = ranks(1)(watched_run, run_toml, alone, *settings, f"--job.dump_folder={folder}-warn")
+    assert seen.bad == []
+    assert next(line["step"] for line in seen.lines if line["spikes"]) == 12
+    assert len(seen.lines) == 13
 
 
 SPIKES_TRIP = (
@@ -536,7 +551,7 @@ def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
     folder, settings = run_toml.parent / "rollback", ("--curriculum.stages[0].steps=10", *STOPS)
     faults = {step: Inject(step=step, where="data") for step in (6, 7, 8)}
     found = ranks(1)(healthy_steps, run_toml, faults, f"--job.dump_folder={folder}", *settings)[0]
-    text = [number // 4 for number in found[1]]
+    text = [number // 2 for number in found[1]]
     # Step 5 was taken, and undone; then the stage's steps 5 to 10.
     assert text == [0, 1, 2, 3, 4, *range(8, 14)]
     whole = (f"--job.dump_folder={folder}-whole", "--checkpoint.enable=false", *settings[:1])
@@ -545,7 +560,7 @@ def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
     assert found[2] == [*rates[:5], *rates[4:]]
     progress = json.loads((folder / "checkpoints" / "step-8" / "progress.json").read_text())
     assert progress["skipped_ranges"] == [[0, 4, 8]]
-    assert (progress["step"], progress["stage_step"], progress["trained_tokens"]) == (8, 4, 4 * 512)
+    assert (progress["step"], progress["stage_step"], progress["trained_tokens"]) == (8, 4, 4 * 256)
     assert (progress["health"]["rollbacks"], progress["health"]["rolled_back_to"]) == (1, 4)
     before, after = (saved_tensors(folder / "checkpoints" / f"step-{step}") for step in (4, 8))
     assert any("exp_avg" in name for name in before)
@@ -555,7 +570,7 @@ def test_a_run_is_rolled_back_skips_the_text_and_does_so_when_resumed(
         if int(path.name.removeprefix("step-")) > 8:
             shutil.rmtree(path)
     resumed = ranks(1)(healthy_steps, run_toml, {}, f"--job.dump_folder={folder}", *settings)[0]
-    assert [number // 4 for number in resumed[1]] == [*range(8, 14)]
+    assert [number // 2 for number in resumed[1]] == [*range(8, 14)]
     assert resumed[0] == found[0]
 
 
@@ -566,6 +581,7 @@ def test_a_run_that_diverges_is_skipped_rolled_back_and_slowed_and_ends_as_the_f
     """The learning rate is 100 times too high once it is warm."""
     folder = f"--job.dump_folder={run_toml.parent / f'diverges-{ends}'}"
     settings = (
+        FOUR,
         "--optimizer.lr=0.3",
         "--lr_scheduler.warmup_steps=40",
         "--curriculum.stages[0].steps=45",
@@ -634,7 +650,7 @@ def test_a_halt_over_a_nonfinite_weight_saves_none_and_the_last_checkpoint_goes_
         assert len(lines) == 3
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
     for end, lines in ranks(2)(ending, run_toml, *settings):
-        assert (end, len(lines)) == ("trained", 8)
+        assert (end, len(lines)) == ("trained", 5)
 
 
 def lowered(path: Path, *overrides: str) -> tuple[str, list[dict[str, Any]], list[float]]:
@@ -681,9 +697,9 @@ def test_a_step_that_is_skipped_costs_no_run_that_takes_its_source_to_the_end(
 ) -> None:
     folder = run_toml.parent / "epochs"
     inject = ("--health.inject.step=3", "--health.inject.where=data")
-    few = ("--data.max_epochs={corpus=0.0137}", "--curriculum.stages[0].steps=8")
+    few = ("--data.max_epochs={corpus=0.0137}", "--curriculum.stages[0].steps=8", FOUR)
     with pytest.raises(RankFailure, match=r"data.max_epochs leaves stage 1 3. sequences"):
-        ranks(1)(ending, run_toml, few[0], few[1].replace("8", "9"), f"--job.dump_folder={folder}-long")
+        ranks(1)(ending, run_toml, few[0], few[1].replace("8", "9"), FOUR, f"--job.dump_folder={folder}-long")
     end, lines = ranks(1)(ending, run_toml, *few, *inject, f"--job.dump_folder={folder}")[0]
     assert (end, len(lines)) == ("trained", 9)
     assert [line["step"] for line in lines if line["skipped"]] == [3]
@@ -740,7 +756,7 @@ def full_disk(path: Path, *overrides: str) -> Seen:
 def test_a_full_disk_keeps_no_tensors_and_training_goes_on(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
     folder = f"--job.dump_folder={run_toml.parent / 'full-disk'}"
     first, second = ranks(2)(full_disk, run_toml, folder, *SHORT)
-    assert len(first.lines) == len(second.lines) == 9
+    assert len(first.lines) == len(second.lines) == 6
     assert any("tensors of step 3 cannot be written" in line and "No space left" in line for line in first.logged)
 
 
