@@ -98,7 +98,7 @@ STEPS = 24
 def start() -> Iterator[Callable[..., LaunchedJob]]:
     """Starts jobs, which do not outlive the test."""
     jobs: list[LaunchedJob] = []
-    yield lambda *arguments: (jobs.append(LaunchedJob(*arguments)), jobs[-1])[1]  # type: ignore[func-returns-value]
+    yield lambda *arguments, **how: (jobs.append(LaunchedJob(*arguments, **how)), jobs[-1])[1]  # type: ignore[func-returns-value]
     for job in jobs:
         job.kill()
 
@@ -167,7 +167,8 @@ def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
     folder, taken = long_toml.parent / f"signals-{len(signals)}", 0
     checkpoints = folder / "checkpoints"
     for which in signals:
-        job = start(long_toml, f"--job.dump_folder={folder}", "--checkpoint.interval=1")
+        settings = (f"--job.dump_folder={folder}", "--checkpoint.interval=1")
+        job = start(long_toml, *settings, imported=len(signals) > 1)  # by default with a new Python for each rank
         job.wait_for(
             lambda wanted=taken + 3: steps_taken(folder) >= wanted and bool(list(checkpoints.glob("*.partial")))  # type: ignore[misc]
         )
@@ -210,7 +211,7 @@ def test_ctrl_c_ends_every_process_with_one_line_and_the_exit_code_of_the_signal
     start: Callable[..., LaunchedJob], long_toml: Path
 ) -> None:
     folder = long_toml.parent / "interrupted"
-    job = start(long_toml, f"--job.dump_folder={folder}")
+    job = start(long_toml, f"--job.dump_folder={folder}", "--job.max_restarts=0")
     job.wait_for(lambda: steps_taken(folder) >= 2)
     interrupt(job)
 
@@ -232,9 +233,10 @@ def interrupt(job: LaunchedJob) -> None:
 @pytest.mark.deep
 def test_ctrl_c_while_ranks_join_is_one_line(start: Callable[..., LaunchedJob], long_toml: Path) -> None:
     """One waits for the other, which is held still."""
-    job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}")
-    job.wait_for(lambda: job.rank(0) is not None and job.rank(1) is not None)
+    job = start(long_toml, f"--job.dump_folder={long_toml.parent / 'joining'}", "--job.max_restarts=0")
+    job.wait_for(lambda: job.rank(1) is not None)
     job.signal_rank(1, signal.SIGSTOP)
+    job.wait_for(lambda: job.rank(0) is not None)
     time.sleep(1.0)
     interrupt(job)
     assert len(job.log.read_text().splitlines()) == 1

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import train
+from tests.support.jobs import ForkedJob
 from tests.support.rank_pool import RankPool
 from tests.support.runs import prepared, write_run
 from torchtitan_cp.cli import check as preflight
@@ -128,10 +129,9 @@ def test_a_killed_rank_ends_the_job_by_name_within_a_minute_and_the_next_run_res
     taken = len(metrics.read_text().splitlines())
     assert 0 < taken < 400
 
-    again = start(path, *settings, f"--curriculum.stages[0].steps={taken + 4}")
-    output, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, output
-    assert re.search(r"resumed from .*step-\d+: \d+ of", output)
+    again = ForkedJob(2, path, *settings, f"--curriculum.stages[0].steps={taken + 4}")
+    assert again.wait() == [0, 0], again.log.read_text()
+    assert re.search(r"resumed from .*step-\d+: \d+ of", again.log.read_text())
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, taken + 5))
 

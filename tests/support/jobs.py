@@ -3,20 +3,23 @@
 A fault comes from outside, at a moment that is read from the job's files.
 """
 
+import gc
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import train
 from tests.support.rank_pool import FORK
@@ -26,7 +29,8 @@ from torchtitan_cp.runtime.launcher import launch
 REPOSITORY = Path(__file__).parents[2]
 # Long, as the machine may be busy.
 PATIENCE_SECONDS = 600.0
-GRACE_SECONDS = 10.0
+# A rank that saw the other die has left by then; one that still waits for it to join would wait for minutes.
+GRACE_SECONDS = 5.0
 
 
 def steps_taken(folder: Path) -> int:
@@ -84,12 +88,83 @@ class Job:
         os.kill(pid, which)
 
 
-def _launch(log: Path, program: list[str]) -> None:
+def _launch(log: Path, program: list[str], imported: bool) -> None:
     _write_to(log)
     os.chdir(REPOSITORY)
     os.environ |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     restarts = load_config(Path(program[1]), program[2:]).job.max_restarts
+    if imported:
+        gc.freeze()
+        waiting = [ImportedPython() for _ in range(2 * (1 + restarts))]
+        subprocess_handler.Popen = lambda **started: waiting.pop(0).run(**started)  # type: ignore[misc, assignment]
     sys.exit(launch(program, 2, max_restarts=restarts))
+
+
+class ImportedPython:
+    """A Python that waits for a program with torch imported, as a rank's own imports take five seconds of a core.
+
+    It is a child of the launcher, forked while that has one thread, and becomes a rank with what the launcher would
+    start a new Python with: arguments, environment, session and blocked signals. The rest of subprocess.Popen that
+    torchrun's agent calls is here too.
+    """
+
+    made: ClassVar[list[int]] = []  # write ends of the pipes of those that wait
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        there, self.pipe = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            for end in (*self.made, self.pipe):
+                os.close(end)
+            with os.fdopen(there, "rb") as pipe:
+                _become_rank(pipe.read())
+        os.close(there)
+        self.made.append(self.pipe)
+
+    def run(
+        self, *, args: Sequence[str], env: dict[str, str], start_new_session: bool, **files: None
+    ) -> "ImportedPython":
+        assert list(args[:2]) == [sys.executable, "-u"]
+        assert start_new_session
+        assert not any(files.values())
+        blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        os.write(self.pipe, json.dumps([args[2:], env, blocked]).encode())
+        os.close(self.pipe)
+        self.made.remove(self.pipe)
+        # As Popen does, return when it is in its session.
+        while os.getsid(self.pid) != self.pid:
+            time.sleep(0.001)
+        return self
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (PATIENCE_SECONDS if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", deadline)
+            time.sleep(0.01)
+        return code
+
+
+def _become_rank(order: bytes) -> None:
+    """Run train.py as the order says; leave if none came, as the launcher has ended."""
+    if not order:
+        os._exit(0)
+    sys.argv, environment, blocked = json.loads(order)
+    # As a new Python has them.
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    train.worker_main()
+    os._exit(0)
 
 
 def _write_to(log: Path) -> None:
@@ -113,12 +188,13 @@ class LaunchedJob(Job):
     Args:
         path: the config.
         overrides: as on the command line.
+        imported: its ranks are an ImportedPython each, not a new one.
     """
 
-    def __init__(self, path: Path, *overrides: str) -> None:
+    def __init__(self, path: Path, *overrides: str, imported: bool = True) -> None:
         super().__init__(path.parent / "logs")
         program = [str(REPOSITORY / "train.py"), str(path), *overrides]
-        self.process = FORK.Process(target=_launch, args=(self.log, program))
+        self.process = FORK.Process(target=_launch, args=(self.log, program, imported))
         self.process.start()
 
     @property
@@ -152,7 +228,8 @@ class LaunchedJob(Job):
             ranks = children(self.pid)
             self.process.kill()
             for pid in ranks:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # what waited to be a rank leaves with its launcher
+                    os.kill(pid, signal.SIGKILL)
             self.process.join()
 
 
@@ -215,6 +292,7 @@ def _run_rank(log: Path, place: dict[str, str], arguments: list[str], before: Ca
     _write_to(log)
     os.environ.update(place)
     torch.set_num_threads(1)
+    gc.freeze()  # as a pool's ranks do
     if before:
         before()
     sys.argv = ["train.py", *arguments]
