@@ -1,6 +1,6 @@
 """Walks of the trainer's step on a GPU that is not there, in one process for all of them, and what they are walks of.
 
-Run as a program: reads (config, cases) as JSON and prints a line of JSON for each case, its walk or its error.
+PROGRAM reads (config, cases) as JSON and prints a line of JSON for each case, its walk or its error.
 """
 
 import itertools
@@ -22,7 +22,6 @@ from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim import offload
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches
-from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.training import model
 from torchtitan_cp.training.registry import register
@@ -30,8 +29,8 @@ from torchtitan_cp.training.resolve import resolve_run
 
 DEVICE, RANKS, SEQ_LEN = "h100-80g", 16, 512
 BASE = (
-    f"--curriculum.stages[0].seq_len={SEQ_LEN}", "--curriculum.stages[0].global_batch_tokens=16384",
-    "--training.loss_chunk_tokens=128", "--training.compute_dtype=bfloat16",
+    f"--curriculum.stages[0].seq_len={SEQ_LEN}", "--training.loss_chunk_tokens=128",
+    "--training.compute_dtype=bfloat16",
 )  # fmt: skip
 SIZES = "dim = 64, n_heads = 8, n_kv_heads = 4, head_dim = 16, ffn_dim = 128"
 DOCUMENTS = ((100, 301, 111),)
@@ -84,6 +83,15 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 Case = dict[str, str]
+# The GPU comes first, since with it the program starts again, and what it imported until then it would import twice.
+PROGRAM = """
+import sys
+from torchtitan_cp.planner.fake_cuda import use_fake_cuda
+if sys.argv[1] != "cpu":
+    use_fake_cuda(sys.argv[1])
+from tests.support.fake_cuda_walks import main
+main()
+"""
 
 
 def accepted(case: Case) -> bool:
@@ -95,7 +103,11 @@ def accepted(case: Case) -> bool:
 
 
 def pairwise_cases(seed: int = 0) -> list[Case]:
-    """Few cases in which every accepted pair of choices of two kinds meets."""
+    """Few cases in which every accepted pair of choices of two kinds meets.
+
+    Of an optimizer and an activation all 42 pairs are accepted, so no set is smaller. A case has a second micro-batch
+    where it has a choice that no case before it has.
+    """
     pairs = itertools.combinations(CHOICES, 2)
     left = {((a, x), (b, y)) for a, b in pairs for x in CHOICES[a] for y in CHOICES[b] if accepted({a: x, b: y})}
     draw, cases = random.Random(seed), list[Case]()
@@ -110,6 +122,12 @@ def pairwise_cases(seed: int = 0) -> list[Case]:
             tries.append(case)
         cases.append(max(tries, key=lambda case: len(left & _pairs(case))))
         left -= _pairs(cases[-1])
+    met = set[tuple[str, str]]()
+    for case in cases:
+        chosen = set(case.items())
+        if chosen - met:
+            case["micro_batches"] = "two"
+        met |= chosen
     return cases
 
 
@@ -119,17 +137,22 @@ def _pairs(case: Case) -> set[Any]:
 
 
 def overrides(case: Case) -> list[str]:
-    """Of the config, for a case; a kind that it leaves out takes its first choice."""
+    """Of the config, for a case; a kind that it leaves out takes its first choice, and it has one micro-batch.
+
+    With tp or pp even a step of one sequence for each of four ranks has two.
+    """
+    tokens = SEQ_LEN * {"one": 4, "two": 8}[case.get("micro_batches", "one")]
     layers = f", n_layers = {case.get('layers', 2)}"
     window = ", windows = [0, 65]" if case.get("mask") == "window" else ""
     chosen = [option for kind, names in CHOICES.items() for option in names[case.get(kind, next(iter(names)))]]
     experts = ", n_experts = 4, experts_per_token = 2" if "--model.architecture=moe" in chosen else ""
-    return [*BASE, "--parallel.cp=4", f"--model.overrides={{{SIZES}{layers}{window}{experts}}}", *chosen]
+    step = f"--curriculum.stages[0].global_batch_tokens={tokens}"
+    return [*BASE, step, "--parallel.cp=4", f"--model.overrides={{{SIZES}{layers}{window}{experts}}}", *chosen]
 
 
 def walk_in_process(path: Path, cases: list[Case], device: str = DEVICE) -> list[dict[str, Any]]:
     """Each case's memory by kind and messages by operation, or its error, from one process of its own."""
-    command = [sys.executable, "-m", "tests.support.fake_cuda_walks", device]
+    command = [sys.executable, "-c", PROGRAM, device]
     given = json.dumps([str(path), cases])
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -168,8 +191,6 @@ def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
 
 def main() -> None:
     device = "cpu" if sys.argv[1] == "cpu" else "cuda"
-    if device == "cuda":
-        use_fake_cuda(sys.argv[1])
     register(ARCHITECTURES)
     path, cases = json.load(sys.stdin)
     for case in cases:
@@ -179,7 +200,3 @@ def main() -> None:
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}"[:600], "trace": traceback.format_exc()[-6000:]}
         print("walk:", json.dumps({"case": case, "seconds": time.perf_counter() - begun, **result}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
