@@ -65,8 +65,7 @@ class Layout:
         others: further keys, of the layout alone.
         model: key of MODELS.
         deep: in the deep suite; else in the default suite.
-        steps: of the run. Three show the first update, and one from moments of two steps; in three rows they are
-            ten, in which weights could drift apart, and with them which expert gets a token.
+        steps: of the run; in ten, weights could drift apart, and with them which expert gets a token.
     """
 
     ranks: int
@@ -74,7 +73,7 @@ class Layout:
     others: str = ""
     model: str = "2 layers"
     deep: bool = True
-    steps: int = 3
+    steps: int = 4
 
     @property
     def overrides(self) -> list[str]:
