@@ -85,9 +85,9 @@ def losses_of(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-# 8 steps of two sequences of 128 tokens, then 6 of two of 256 with another cp degree and theta.
+# 8 steps of 128 tokens in four sequences, as many as the largest world, then 6 of 256 with another cp degree and theta.
 TWO_STAGES = (
-    TINY.replace("steps = 20\nglobal_batch_tokens = 512", "steps = 8\nglobal_batch_tokens = 256\ncp = 1")
+    TINY.replace("steps = 20", "steps = 8\ncp = 1")
     + """
 [[curriculum.stages]]
 seq_len = 256

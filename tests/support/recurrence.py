@@ -19,6 +19,16 @@ def documents_of(mask: AttentionMask, sequence_length: int, row: int) -> list[ra
     return documents
 
 
+def first_and_used(mask: AttentionMask, batch: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """`[B, S]` bool each: the first token of a document, and any token of one."""
+    first, used = (torch.zeros(batch, sequence_length, dtype=torch.bool) for _ in range(2))
+    for row in range(batch):
+        for document in filter(None, documents_of(mask, sequence_length, row)):
+            first[row, document.start] = True
+            used[row, document.start : document.stop] = True
+    return first, used
+
+
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: AttentionMask, scale: float, l2norm: bool = False
 ) -> Tensor:
@@ -28,19 +38,15 @@ def delta_rule(
     if l2norm:
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     decay = (g if g.ndim == 4 else g[..., None].expand_as(k)).exp()
-    rows = []
-    for row in range(q.shape[0]):
-        out = [torch.zeros_like(v[row, 0])] * q.shape[1]
-        for document in documents_of(mask, q.shape[1], row):
-            state = q.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
-            for token in document:
-                key, value = k[row, token], v[row, token]
-                state = decay[row, token, :, :, None] * state
-                error = value - torch.einsum("hk,hkv->hv", key, state)
-                state = state + beta[row, token, :, None, None] * key[:, :, None] * error[:, None, :]
-                out[token] = scale * torch.einsum("hk,hkv->hv", q[row, token], state)
-        rows.append(torch.stack(out))
-    return torch.stack(rows)
+    first, used = first_and_used(mask, *q.shape[:2])
+    state, out = q.new_zeros(len(q), v.shape[2], k.shape[-1], v.shape[-1]), []
+    for token in range(q.shape[1]):
+        key, value = k[:, token], v[:, token]
+        state = decay[:, token, :, :, None] * state.masked_fill(first[:, token, None, None, None], 0)
+        error = value - torch.einsum("bhk,bhkv->bhv", key, state)
+        state = state + beta[:, token, :, None, None] * key[..., None] * error[:, :, None]
+        out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, token], state))
+    return torch.stack(out, 1).masked_fill(~used[..., None, None], 0)
 
 
 def convolution(

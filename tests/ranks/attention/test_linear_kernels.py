@@ -38,7 +38,7 @@ from tests.support.linear_cases import (
     with_gradients,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.recurrence import documents_of
+from tests.support.recurrence import first_and_used
 from torchtitan_cp.attention import (
     AttentionMask,
     ContextParallel,
@@ -56,19 +56,14 @@ HEADS, GROUPS, STATE, DIM = 4, 2, 8, 6
 
 def scan_token_by_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: AttentionMask) -> Tensor:
     B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))
-    rows = []
-    for row in range(len(x)):
-        out = [torch.zeros_like(x[row, 0])] * x.shape[1]
-        for document in documents_of(mask, x.shape[1], row):
-            state = x.new_zeros(x.shape[2], B.shape[-1], x.shape[-1])
-            for token in document:
-                step = dt[row, token, :, None, None]
-                state = (step * A[:, None, None]).exp() * state + step * B[row, token, :, :, None] * x[
-                    row, token, :, None
-                ]
-                out[token] = (C[row, token, :, :, None] * state).sum(1)
-        rows.append(torch.stack(out))
-    return torch.stack(rows)
+    first, used = first_and_used(mask, *x.shape[:2])
+    state, out = x.new_zeros(len(x), x.shape[2], B.shape[-1], x.shape[-1]), []
+    for token in range(x.shape[1]):
+        step = dt[:, token, :, None, None]
+        decayed = (step * A[:, None, None]).exp() * state.masked_fill(first[:, token, None, None, None], 0)
+        state = decayed + step * B[:, token, :, :, None] * x[:, token, :, None]
+        out.append((C[:, token, :, :, None] * state).sum(2))
+    return torch.stack(out, 1).masked_fill(~used[..., None, None], 0)
 
 
 def scan_inputs(length: int = S, dtype: torch.dtype = torch.float64) -> list[Tensor]:

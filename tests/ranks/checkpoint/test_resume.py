@@ -199,8 +199,8 @@ def test_a_line_of_metrics_has_what_scripts_rely_on(run_toml: Path, straight: li
     first, last = (json.loads(text.splitlines()[i]) for i in (0, -1))
     wanted = {"step", "stage", "seq_len", "cp", "tokens", "loss", "grad_norm", "lr", "tokens_per_second"}
     assert wanted | {"peak_memory_bytes"} <= first.keys()
-    assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 256)
-    assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 8 * 256 + 6 * 512)
+    assert (first["step"], first["seq_len"], first["cp"], first["tokens"]) == (1, 128, 1, 512)
+    assert (last["step"], last["seq_len"], last["cp"], last["tokens"]) == (14, 256, 2, 14 * 512)
 
 
 def test_a_resumed_run_compares_its_steps_with_those_before_it_stopped(
