@@ -30,8 +30,10 @@ def quickstart(record: Record) -> None:
                 for number, value in enumerate(sizes[key])
             ]
         bf16 = ["--training.compute_dtype=bfloat16", "--training.deterministic=true"]
-        whole = {}
-        for name, more in {"fp32": [], "bf16": bf16}.items() if not record.rehearsal else [("bf16", bf16)]:
+        whole, runs = {}, {"fp32": [], "bf16": bf16}
+        if record.rehearsal:
+            del runs["fp32"]
+        for name, more in runs.items():
             why, lines = train(record, Path(folder, name), [*options, *more])
             losses = whole[name] = [line["loss"] for line in lines]
             passed = not why and len(losses) == sum(steps) and losses[-1] < losses[0]

@@ -195,7 +195,7 @@ def check_culprit(layout: str, fault: Inject, found: dict[str, Any]) -> None:
     assert found["reproduces"]
 
 
-@deep_rows("layout", [layout for layout in LAYOUTS if layout not in ("fsdp 2", "pp 2")], default=["cp 2"])
+@deep_rows("layout", LAYOUTS, default=["cp 2"])
 def test_a_fault_anywhere_is_noticed_in_its_step_and_changes_nothing_on_any_rank(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
@@ -395,12 +395,7 @@ def test_where_a_token_is_follows_from_the_layout_and_the_documents(
 # What follows ---------------------------------------------------------------------------------------------------
 
 
-# What "tp 2 x pp 2", "fsdp 2 x cp 2" and "pp 2, ZBV" show too is left out.
-@deep_rows(
-    "layout",
-    [layout for layout in LAYOUTS if layout not in ("tp 2", "pp 2", "cp 2", "pp 2, interleaved")],
-    default=["fsdp 2"],
-)
+@deep_rows("layout", LAYOUTS, default=["fsdp 2"])
 def test_a_nonfinite_weight_is_named_and_the_checkpoint_before_it_loaded_at_once(
     ranks: Callable[[int], RankPool], run_toml: Path, layout: str
 ) -> None:
