@@ -43,7 +43,7 @@ def measure(config: str, ranks: int, cache: str, rounds: int) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             overrides = [f"--job.dump_folder={folder / 'run'}", f"--data.cache_folder={Path(cache).resolve()}"]
-            check = [sys.executable, "-m", "torchtitan_cp.cli.check", config, "--ranks", str(ranks), *overrides]
+            check = [sys.executable, "-m", "torchtitan_cp", "check", config, "--ranks", str(ranks), *overrides]
             begun = time.perf_counter()
             subprocess.run(check, cwd=ROOT, check=True, capture_output=True)
             checked = time.perf_counter() - begun

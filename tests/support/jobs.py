@@ -3,7 +3,6 @@
 A fault comes from outside, at a moment that is read from the job's files.
 """
 
-import gc
 import json
 import os
 import random
@@ -94,7 +93,6 @@ def _launch(log: Path, program: list[str], imported: bool) -> None:
     os.environ |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     restarts = load_config(Path(program[1]), program[2:]).job.max_restarts
     if imported:
-        gc.freeze()
         waiting = [ImportedPython() for _ in range(2 * (1 + restarts))]
         subprocess_handler.Popen = lambda **started: waiting.pop(0).run(**started)  # type: ignore[misc, assignment]
     sys.exit(launch(program, 2, max_restarts=restarts))
@@ -292,7 +290,6 @@ def _run_rank(log: Path, place: dict[str, str], arguments: list[str], before: Ca
     _write_to(log)
     os.environ.update(place)
     torch.set_num_threads(1)
-    gc.freeze()  # as a pool's ranks do
     if before:
         before()
     sys.argv = ["train.py", *arguments]

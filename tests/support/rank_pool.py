@@ -5,7 +5,6 @@ where the conformance and parity suites run too.
 """
 
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -26,25 +25,8 @@ from torch.utils._pytree import tree_map_only
 from torchtitan_cp.parallel import mesh
 from torchtitan_cp.runtime.gloo import use_one_thread
 
-# Imported once by the fork server; every rank starts from there in a fraction of a second.
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "torchtitan_cp.training.trainer",
-        "torchtitan_cp.runtime.launcher",
-        "models.huggingface.model",
-        "transformers.models.llama.modeling_llama",
-        "torch._dynamo.testing",
-        "torch._inductor.compile_fx",
-        "torchtitan_cp.cli.evaluate",
-        "numpy.ma",
-        "hypothesis",
-        "pytest",
-    ]
-)
+FORK.set_forkserver_preload(["tests.support.imported"])
 MOST_GROUPS = 12  # torch keeps meshes, so groups are never given up
 
 
@@ -155,9 +137,6 @@ class RankPool:
 def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
-    # What was imported is looked through by no garbage collection. A trainer looks through all of it at each entry of a
-    # stage, in which a run of a second would spend a third of its time.
-    gc.freeze()
     trainer = importlib.import_module("torchtitan_cp.training.trainer")
     trainer.freeze_long_lived_objects = lambda: None  # type: ignore[attr-defined]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))

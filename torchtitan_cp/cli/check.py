@@ -5,6 +5,7 @@ import sys
 
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least
+from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.training.resolve import check_files, examined_config, resolve_run
 
@@ -17,16 +18,19 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")
-    parser.add_argument(
-        "--ranks", type=at_least(1), metavar="N", default=1, help="of the job, on all nodes (default 1)"
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--ranks", type=at_least(1), metavar="N", default=1, help="of the job, on all nodes (default 1)")
+    size.add_argument(
+        "--nodes", type=at_least(1), metavar="N", help="a rank per GPU of this machine (2 without) on each of N nodes"
     )
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
     options, overrides = parser.parse_known_args(arguments)
 
     def check() -> int:
+        ranks = default_ranks() * options.nodes if options.nodes else options.ranks
         config = load_config(options.config, overrides)
-        config = examined_config(config, options.ranks) if options.doctor else config
-        print(f"{options.config}: {preflight(config, options.ranks)}")
+        config = examined_config(config, ranks) if options.doctor else config
+        print(f"{options.config}: {preflight(config, ranks)}")
         return 0
 
     return run_command(check, options.config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchtitan_cp.cli.options import at_least
+from torchtitan_cp.cli.options import at_least, import_uncollected
 from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.load import OVERRIDE
 
@@ -29,9 +29,8 @@ def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_ranks() -> int:
-    """One rank per GPU of this node that torch sees, 2 without a GPU; asked in a process that may touch the GPUs."""
-    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(count, capture_output=True, text=True, check=True).stdout) or 2
+    """One rank per GPU of this node that torch sees, 2 without a GPU. Imports torch."""
+    return int(importlib.import_module("torch").cuda.device_count()) or 2
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -55,7 +54,7 @@ def load_launcher(check: list[str]) -> Any:
     # In a session of its own it does not hear the terminal's Ctrl-C.
     checking = subprocess.Popen(check, start_new_session=True)
     try:
-        launcher = importlib.import_module("torchtitan_cp.runtime.launcher")
+        launcher = import_uncollected("torchtitan_cp.runtime.launcher")
         if code := checking.wait():
             sys.exit(code)
     finally:
@@ -91,18 +90,20 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(format_error(options.config, error), file=sys.stderr)
         return 2
-    ranks = options.nproc or default_ranks()
-    if ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     # One clear message and exit code 2 before any rank starts.
-    check = ["-m", "torchtitan_cp.cli.check", options.config, "--ranks", str(ranks * options.nnodes), *rest]
+    nodes = options.nnodes
+    ranks_of_job = ["--ranks", str(options.nproc * nodes)] if options.nproc else ["--nodes", str(nodes)]
+    check = ["-m", "torchtitan_cp", "check", options.config, *ranks_of_job, *rest]
     if options.doctor is not None:
         check.append("--doctor")
         program += ["--doctor", str(options.doctor)]
     if options.verify_parity is not None:
         program += ["--verify-parity", str(options.verify_parity)]
     launcher = load_launcher([sys.executable, *check])
-    place = {"nodes": options.nnodes, "endpoint": options.rdzv_endpoint} if options.nnodes > 1 else {}
+    ranks = options.nproc or default_ranks()
+    if ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    place = {"nodes": nodes, "endpoint": options.rdzv_endpoint} if nodes > 1 else {}
     return int(launcher.launch(program, ranks, max_restarts=config.job.max_restarts, **place))
 
 

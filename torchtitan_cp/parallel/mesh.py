@@ -60,12 +60,12 @@ class Meshes:
         sharded = mesh["dp_replicate", "efsdp"] if replicas > 1 else mesh["efsdp"]
         return mesh["ep"], sharded
 
-    @property
+    @cached_property
     def tp(self) -> DeviceMesh | None:
         """This rank's tensor-parallel peers; None if it has none."""
         return self.parameters["tp"] if self.degrees.tp > 1 else None
 
-    @property
+    @cached_property
     def pp(self) -> DeviceMesh:
         """The ranks of this rank's pipeline; this rank alone without one."""
         return self.parameters["pp"]

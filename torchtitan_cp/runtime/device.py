@@ -133,7 +133,9 @@ def seed_step(seed: int, stage: int, step: int, role: tuple[int, ...]) -> None:
         role: coordinates of this rank along the axes whose ranks must draw different numbers.
     """
     digest = hashlib.sha256(repr((seed, stage, step, role)).encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+    # Before CUDA is in use, torch.manual_seed takes milliseconds to write down who called it.
+    generators = torch if torch.cuda.is_initialized() else torch.default_generator
+    generators.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def stop_ranks() -> None:

@@ -1,13 +1,16 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
+import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train
 from tests.support.runs import write_run
@@ -114,7 +117,7 @@ def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(
     config = str(write_run(tmp_path))
     place = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
     check, job = started(monkeypatch, [config, "--nproc", "8", *place, "--optimizer.lr=1e-4"])
-    assert check[1:] == ["-m", "torchtitan_cp.cli.check", config, "--ranks", "32", "--optimizer.lr=1e-4"]
+    assert check[1:] == ["-m", "torchtitan_cp", "check", config, "--ranks", "32", "--optimizer.lr=1e-4"]
     program = [str(command.TRAIN), config, "--optimizer.lr=1e-4"]
     assert job == (program, 8, {"max_restarts": 3, "nodes": 4, "endpoint": "node0:29500"})
     assert command.TRAIN.is_file()
@@ -167,16 +170,31 @@ def test_a_model_that_is_not_safe_ends_the_job_with_its_exit_code(
     assert train.main([config, "--doctor", "512"]) == 5
 
 
-@pytest.mark.parametrize(("visible", "ranks"), [("0,1,2", 3), ("1", 1), ("", 2)])
-def test_torch_is_asked_for_the_gpus_where_no_tool_of_the_driver_is_on_the_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, ranks: int
+def test_garbage_is_collected_again_once_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects: list[bool] = []
+    monkeypatch.setattr(command, "main", lambda arguments: collects.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(train, "main", lambda arguments: collects.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(train, "Path", lambda name: SimpleNamespace(write_text=lambda text: None))
+    try:
+        assert main(["train", "my.toml"]) == 0
+        gc.disable()
+        train.worker_main()
+    finally:
+        gc.enable()
+    assert collects == [True, True]
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(3, 3), (1, 1), (0, 2)])
+def test_check_and_launcher_each_ask_torch_for_the_gpus_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: int, ranks: int
 ) -> None:
-    stand_in = "import os, types\nseen = os.environ['CUDA_VISIBLE_DEVICES'].split(',')\n"
-    stand_in += "cuda = types.SimpleNamespace(device_count=lambda: len([gpu for gpu in seen if gpu]))\n"
-    (tmp_path / "torch.py").write_text(stand_in)
-    for name, value in (("PATH", str(tmp_path)), ("PYTHONPATH", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", visible)):
-        monkeypatch.setenv(name, value)
-    assert command.default_ranks() == ranks
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config, size = str(write_run(tmp_path)), ("--curriculum.stages[0].global_batch_tokens=1536",)
+    check, job = started(monkeypatch, [config, "--nnodes", "2", "--rdzv-endpoint", "node0:29500", *size])
+    assert check[5:] == ["--nodes", "2", *size]
+    assert job[1] == ranks
+    assert check_config(check[4:]) == 0
+    assert f"20 steps on {2 * ranks} ranks" in capsys.readouterr().out
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
