@@ -7,7 +7,8 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.training.resolve import check_files, examined_config, resolve_run
+from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
+from torchtitan_cp.training.resolve import check_files, examined_config, fit_vocabulary, resolve_run
 
 
 def main(arguments: list[str]) -> int:
@@ -42,10 +43,11 @@ def preflight(config: Config, ranks: int) -> str:
     Raises:
         UserError, ContextParallelError: the first thing found wrong.
     """
-    stages = resolve_run(config, ranks).stages
+    run = resolve_run(config, ranks)
     check_files(config)
-    lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in stages)
-    return f"{sum(stage.steps for stage in stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
+    fit_vocabulary(run, vocabulary_size(config.tokenizer))
+    lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
+    return f"{sum(stage.steps for stage in run.stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import ResolvedStageData
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
@@ -104,14 +104,8 @@ class DataPipeline:
     """
 
     def __init__(self, config: Config, corpus: PreparedCorpus, block_tokens: int) -> None:
-        data, vocab_size = config.data, corpus.tokenizer.vocab_size
-        if data.separator >= vocab_size:
-            raise ConfigError(
-                f"data.separator = {data.separator} is not a token id: the tokenizer has the ids 0 to {vocab_size - 1}",
-                fix="use one of them, or -1 for no separator",
-            )
         self.config, self.corpus, sources = config, corpus, corpus.sources.items()
-        stream = partial(TokenStream, block_tokens=block_tokens, order=data.order)
+        stream = partial(TokenStream, block_tokens=block_tokens, order=config.data.order)
         self.streams = {name: stream(source.train, seed=config.training.seed) for name, source in sources}
         held_out = {name: source.validation for name, source in sources if source.validation.tokens}
         self.held_out = {name: stream(store, seed=0, shuffle=False) for name, store in held_out.items()}

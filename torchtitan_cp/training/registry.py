@@ -255,19 +255,3 @@ def _check_hub_sizes(model: Model, args: Any, hub_sizes: dict[str, Any]) -> None
             f"model.{set_keys} contradicts model.hub_checkpoint = {model.hub_checkpoint!r}: {differences}",
             fix="leave out model.flavor and these overrides (--model.flavor=): the sizes are the checkpoint's",
         )
-
-
-def with_vocabulary(args: Any, tokenizer_size: int) -> Any:
-    """ModelArgs whose vocabulary holds the tokenizer's pieces.
-
-    Raises:
-        ConfigError: the flavor fixes a vocabulary smaller than the tokenizer's.
-    """
-    if args.vocab_size == 0:
-        return dataclasses.replace(args, vocab_size=tokenizer_size)
-    if args.vocab_size < tokenizer_size:
-        raise ConfigError(
-            f"the model has {args.vocab_size} embeddings and the tokenizer {tokenizer_size} pieces",
-            fix="set model.overrides = {vocab_size = 0} to take the tokenizer's, or use another tokenizer",
-        )
-    return args

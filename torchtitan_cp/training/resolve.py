@@ -9,14 +9,13 @@ from typing import Any
 
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.checkpoint.hub import hub_rope
-from torchtitan_cp.config import Config
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config, check_dump_folder
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
-from torchtitan_cp.data.corpus.tokenizer import check_tokenizer
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.checks import check_expert_parallel, check_tensor_parallel
 from torchtitan_cp.parallel.pipeline_stages import plan_pipeline
@@ -98,6 +97,29 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     return ResolvedRun(config, ranks, stages, degrees, model_args)
 
 
+def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
+    """The model's sizes, with embeddings for all ids of the tokenizer.
+
+    Args:
+        size: number of ids of the tokenizer.
+
+    Raises:
+        ConfigError: the model has fewer embeddings, or the separator of documents is no such id.
+    """
+    args, separator = run.model_args, run.config.data.separator
+    if separator >= size:
+        raise ConfigError(
+            f"data.separator = {separator} is not a token id: the tokenizer has the ids 0 to {size - 1}",
+            fix="use one of them, or -1 for no separator",
+        )
+    if 0 < args.vocab_size < size:
+        raise ConfigError(
+            f"the model has {args.vocab_size} embeddings and the tokenizer {size} pieces",
+            fix="set model.overrides = {vocab_size = 0} to take the tokenizer's, or use another tokenizer",
+        )
+    return args if args.vocab_size else replace(args, vocab_size=size)
+
+
 def _with_defaults(config: Config) -> Config:
     """The config with a flavor and with a RoPE in each stage: as written, else config.json's, else defaults.
 
@@ -150,13 +172,12 @@ def examined_config(config: Config, ranks: int) -> Config:
 
 
 def check_files(config: Config) -> None:
-    """Check what a run reads and writes on this machine: corpus, tokenizer and the run's folder.
+    """Check what a run reads and writes on this machine: corpus, chat template and the run's folder.
 
     Raises:
         UserError: one of them cannot be used.
     """
     check_corpus(config.data)
-    check_tokenizer(config.tokenizer)
     for source in config.data.by_name().values():
         if source.conversations:
             find_chat_template(source, config.tokenizer, registry.start_folder(config.model))

@@ -36,7 +36,7 @@ from torchtitan_cp.training.data_pipeline import DataPipeline, prepare_corpus
 from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.model import ParallelModel
-from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.resolve import fit_vocabulary, resolve_run
 from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_finished, is_stage_over, resume
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.step import StepRunner
@@ -77,7 +77,7 @@ class Trainer:
         set_activity("building the model", 0, self.watchdog_timeout_seconds)
         self.data_pipeline = DataPipeline(config, corpus, run.longest)
 
-        args = registry.with_vocabulary(run.model_args, corpus.tokenizer.vocab_size)
+        args = fit_vocabulary(run, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[first.index])
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
         self.steps = StepRunner(self.model, self._stop_and_save_requests)

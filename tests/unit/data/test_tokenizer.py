@@ -19,11 +19,14 @@ from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.tokenizer import (
     LINE_CHARACTERS,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
     Tokenizer,
-    check_tokenizer,
     load_tokenizer,
     sample_lines,
     train_sentencepiece,
+    vocabulary_size,
 )
 from torchtitan_cp.data.errors import DataError
 
@@ -76,7 +79,7 @@ def tokenizer(request: pytest.FixtureRequest, model: Path, json_file: Path) -> T
 
 def refuse(**settings: Any) -> str:
     with pytest.raises(UserError) as caught:
-        check_tokenizer(TokenizerConfig(**settings))
+        vocabulary_size(TokenizerConfig(**settings))
     return str(caught.value)
 
 
@@ -189,10 +192,14 @@ def test_training_that_cannot_be_says_what_could(
         train_sentencepiece([text], int(advised[1]), tmp_path / "m")
 
 
-def test_a_tokenizer_that_is_to_be_trained_passes_the_check(model: Path, json_file: Path) -> None:
-    check_tokenizer(TokenizerConfig())
-    check_tokenizer(TokenizerConfig(path=str(model)))
-    check_tokenizer(TokenizerConfig(kind="huggingface", path=str(json_file)))
+def test_the_size_of_a_tokenizer_is_known_before_the_corpus_is_read(
+    model: Path, json_file: Path, tokenizer: Tokenizer
+) -> None:
+    paths = {SentencePieceTokenizer: model, HuggingFaceTokenizer: json_file}
+    kinds = {SentencePieceTokenizer: "sentencepiece", HuggingFaceTokenizer: "huggingface", ByteTokenizer: "bytes"}
+    chosen = TokenizerConfig(kind=kinds[type(tokenizer)], path=str(paths.get(type(tokenizer), "")))
+    assert vocabulary_size(chosen) == tokenizer.vocab_size
+    assert vocabulary_size(TokenizerConfig(vocab_size=777)) == 777
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])

@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.corpus_cache import BYTES
 from tests.support.texts import text_corpus
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
 from torchtitan_cp.curriculum import StagePlan, resolve_stages
 from torchtitan_cp.data.corpus.cache import prepare
@@ -47,12 +45,3 @@ def test_a_stage_without_limits_mentions_none(tmp_path: Path) -> None:
     pipeline, stage = pipeline_of(tmp_path)
     pipeline.start_stage(stage, Progress())
     assert pipeline.describe_stage(stage) == "; mixture books 50%, notes 50%"
-
-
-def test_a_separator_that_the_tokenizer_does_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        pipeline_of(tmp_path, separator=257)
-    assert str(caught.value) == (
-        "data.separator = 257 is not a token id: the tokenizer has the ids 0 to 256\n"
-        "  fix: use one of them, or -1 for no separator"
-    )

@@ -7,12 +7,13 @@ import pytest
 from models import ARCHITECTURES
 from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
 from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.cli.check import main as check_config
 from torchtitan_cp.config import ConfigError, UserError, load_config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.data.corpus.cache import CacheBuilder
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import register, start_folder
-from torchtitan_cp.training.resolve import ResolvedRun, check_files, resolve_run
+from torchtitan_cp.training.resolve import ResolvedRun, check_files, fit_vocabulary, resolve_run
 
 
 def resolve(path: Path, ranks: int, *overrides: str) -> ResolvedRun:
@@ -86,6 +87,24 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
     assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
     trained = config.with_keys(tokenizer={"kind": "sentencepiece", "vocab_size": 320})
     assert tokenizer_of(trained).vocab_size == 320, "generate and export train it again where the run's copy is gone"
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("data.separator=257", "data.separator = 257 is not a token id: the tokenizer has the ids 0 to 256"),
+        ("model.overrides.vocab_size=256", "the model has 256 embeddings and the tokenizer 257 pieces"),
+    ],
+)
+def test_ids_that_tokenizer_or_model_lack_are_refused_before_the_corpus_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, message: str
+) -> None:
+    path = write_run(tmp_path)
+    assert check_config([str(path), f"--{key}"]) == 2
+    assert message in capsys.readouterr().err
+    large = resolve(path, 1, "--model.overrides.vocab_size=300")
+    assert fit_vocabulary(large, 257).vocab_size == 300
+    assert fit_vocabulary(resolve(path, 1), 257).vocab_size == 257
 
 
 def test_a_run_on_conversations_without_a_template_is_refused_before_it_starts(tmp_path: Path) -> None:

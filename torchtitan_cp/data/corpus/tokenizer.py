@@ -241,14 +241,13 @@ def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path
     return {**companions, own: tokenizer.path}
 
 
-def check_tokenizer(settings: TokenizerConfig) -> None:
-    """Check that the tokenizer can be loaded; a tokenizer that is trained on the corpus passes.
+def vocabulary_size(settings: TokenizerConfig) -> int:
+    """How many ids the tokenizer of a file has, or one that is to be trained on the corpus.
 
     Raises:
         DataError: as load_tokenizer.
     """
-    if not settings.trained:
-        load_tokenizer(settings)
+    return settings.vocab_size if settings.trained else load_tokenizer(settings).vocab_size
 
 
 def usable_cores() -> int:
