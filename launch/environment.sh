@@ -1,5 +1,6 @@
 # Sourced by run_train.sh and run_tests.sh: sets PYTHON to the Python of an environment with everything installed.
-# The caller sets EXTRAS (e.g. "[dev]"). The environment is VENV, else the active one, else .venv.
+# The caller sets EXTRAS (e.g. "[dev]"), and PIP_OPTIONS if it wants any. The environment is VENV, else the active one,
+# else .venv.
 
 venv="${VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}"
 
@@ -40,7 +41,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # uv creates environments without pip.
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null
     # setuptools warns about every editable installation.
-    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$pins" -e "$ROOT${EXTRAS:-}" || {
+    PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check ${PIP_OPTIONS:-} \
+        -c "$pins" -e "$ROOT${EXTRAS:-}" || {
         echo "error: the requirements could not be installed; pip's message above says why" >&2
         exit 2
     }
