@@ -40,7 +40,7 @@ def seeded() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported no collection looks through."""
+    """Later collections leave out what was imported."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchtitan_cp.cli.options import import_uncollected
+from torchtitan_cp.cli.options import import_without_gc
 
 # The module whose main() a command is; imported on demand, because the launcher begins without torch.
 COMMANDS = {
@@ -20,7 +20,7 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in COMMANDS:
-        return int(import_uncollected(COMMANDS[command][0]).main(rest))
+        return int(import_without_gc(COMMANDS[command][0]).main(rest))
     width = max(map(len, COMMANDS))
     about = "\n".join(f"  {name:<{width}}  {says}" for name, (_, says) in COMMANDS.items())
     print(f"usage: torchtitan-cp COMMAND ... (COMMAND --help says what it takes)\n\n{about}")

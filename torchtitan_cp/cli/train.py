@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchtitan_cp.cli.options import at_least, import_uncollected
+from torchtitan_cp.cli.options import at_least, import_without_gc
 from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.load import OVERRIDE
 
@@ -54,7 +54,7 @@ def load_launcher(check: list[str]) -> Any:
     # In a session of its own it does not hear the terminal's Ctrl-C.
     checking = subprocess.Popen(check, start_new_session=True)
     try:
-        launcher = import_uncollected("torchtitan_cp.runtime.launcher")
+        launcher = import_without_gc("torchtitan_cp.runtime.launcher")
         if code := checking.wait():
             sys.exit(code)
     finally:

@@ -104,7 +104,7 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
         size: number of ids of the tokenizer.
 
     Raises:
-        ConfigError: the model has fewer embeddings, or the separator of documents is no such id.
+        ConfigError: the model has fewer embeddings, or data.separator is not one of the ids.
     """
     args, separator = run.model_args, run.config.data.separator
     if separator >= size:

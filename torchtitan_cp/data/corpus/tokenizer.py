@@ -242,7 +242,7 @@ def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path
 
 
 def vocabulary_size(settings: TokenizerConfig) -> int:
-    """How many ids the tokenizer of a file has, or one that is to be trained on the corpus.
+    """Number of token ids: of the tokenizer's file, or as it will be trained on the corpus.
 
     Raises:
         DataError: as load_tokenizer.
