@@ -8,8 +8,10 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 EXTRAS="[dev]"
-# Compiling 15,000 files takes a minute. Tests import few of them, and Python compiles these as they are imported.
+# Compiling 15,000 files takes a minute. Tests import few of them, and Python compiles these as they are first imported,
+# once, if it may write what it compiled.
 PIP_OPTIONS="--no-compile"
+unset PYTHONDONTWRITEBYTECODE
 source "$ROOT/launch/environment.sh"
 cd "$ROOT"
 SELECTED="not deep"

@@ -54,8 +54,9 @@ def train_on_a_full_disk(path: Path, *overrides: str) -> tuple[list[float], list
 def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
-    settings = ("--checkpoint.interval=5", "--checkpoint.keep=9", "--checkpoint.asynchronous=false")
-    straight = losses(ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'room'}")[0])
+    at_once = "--training.micro_batch_sequences=2"
+    settings = (at_once, "--checkpoint.interval=5", "--checkpoint.keep=9", "--checkpoint.asynchronous=false")
+    straight = losses(ranks(2)(train, run_toml, f"--job.dump_folder={run_toml.parent / 'room'}", at_once)[0])
     full = ranks(2)(train_on_a_full_disk, run_toml, f"--job.dump_folder={run_toml.parent / 'full'}", *settings)
     assert full[0] == (straight, ["step-15", "step-20"])
 
@@ -79,7 +80,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error(
 
 # 12 steps at 128 tokens, then 12 at 256; saved at every second step, so that most moments lie in or beside a save.
 LONG = (
-    TINY.replace("steps = 20", "steps = 12")
+    TINY.replace("steps = 20", "steps = 12").replace("[training]\n", "[training]\nmicro_batch_sequences = 2\n")
     + """
 [[curriculum.stages]]
 seq_len = 256
@@ -168,7 +169,7 @@ def test_a_stop_signal_saves_and_exits_with_0_and_the_next_start_resumes(
     checkpoints = folder / "checkpoints"
     for which in signals:
         settings = (f"--job.dump_folder={folder}", "--checkpoint.interval=1")
-        job = start(long_toml, *settings, imported=len(signals) > 1)  # by default with a new Python for each rank
+        job = start(long_toml, *settings, imported=len(signals) == 1)  # else a new Python for each rank
         job.wait_for(
             lambda wanted=taken + 3: steps_taken(folder) >= wanted and bool(list(checkpoints.glob("*.partial")))  # type: ignore[misc]
         )

@@ -11,22 +11,22 @@ from tests.support.runs import losses
 
 pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 
-STEPS_A_STAGE = 6
+STEPS_A_STAGE = 4
 STAGE_ENDS = (STEPS_A_STAGE, 2 * STEPS_A_STAGE)
 STAGES = """cp = 1
 
 [[curriculum.stages]]
 seq_len = 256
-steps = 6
-global_batch_tokens = 1024
+steps = 4
+global_batch_tokens = 512
 cp = -1
 rope = {{{{{middle}}}}}
 data = {{{{document_mask = true, restart_positions = true, packing = "best_fit", packing_window = 8}}}}
 
 [[curriculum.stages]]
 seq_len = 512
-steps = 6
-global_batch_tokens = 2048
+steps = 4
+global_batch_tokens = 1024
 cp = -1
 strategy = "all_to_all"
 rope = {{{{{last}}}}}

@@ -12,11 +12,13 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.forked_python import forked_python
 from tests.support.hub_models import SIZES
 from tests.support.jobs import PATIENCE_SECONDS, lines_of
 from tests.support.pages import COMMANDS, REPOSITORY, RUN_BY_OTHERS
@@ -29,8 +31,8 @@ pytestmark = [pytest.mark.jobs, pytest.mark.deep]
 # What stands in a reader's folder for the programs of the pages. CUT: words behind the command's own.
 PROGRAMS = {
     "run_train.sh": f'exec "{REPOSITORY}/run_train.sh" "$@" $CUT',
-    "bin/torchtitan-cp": f'exec "{sys.executable}" -m torchtitan_cp "$@" $CUT',
-    "bin/python": f'exec "{sys.executable}" "$@" $CUT',
+    "bin/torchtitan-cp": 'exec "$VENV/bin/python" -m torchtitan_cp "$@" $CUT',
+    "bin/python": 'exec "$VENV/bin/python" "$@" $CUT',
     # Two nodes that are this machine, of one rank each.
     "bin/sbatch": """
         while [[ "$1" == --* ]]; do case "$1" in *=*) shift ;; *) shift 2 ;; esac; done
@@ -62,10 +64,15 @@ def stages(number: int, seq_len: int = 0, tokens: int = 0, steps: int = 1) -> tu
 # Of each config that the pages train, the words that cut it.
 RUNS = {
     "train_configs/quickstart.toml": (*stages(3, seq_len=256, tokens=2048), "--model.overrides.n_layers=1"),
-    "train_configs/six_stages_on_cpu.toml": stages(6),
+    "train_configs/six_stages_on_cpu.toml": stages(6, tokens=8192),
     "train_configs/huggingface_on_cpu.toml": stages(3),
     "train_configs/qwen3_5_on_cpu.toml": stages(3, seq_len=512, tokens=2048),
-    "train_configs/sft_on_cpu.toml": (*stages(2), "--curriculum.stages[1].lr.warmup_steps=1"),
+    # As bytes few conversations are short enough, so that few are packed.
+    "train_configs/sft_on_cpu.toml": (
+        *stages(2),
+        "--curriculum.stages[1].lr.warmup_steps=1",
+        "--tokenizer.kind=bytes",
+    ),
     "train_configs/1m_on_cpu.toml": stages(1, seq_len=2048, tokens=2048),
     "train_configs/4k_to_1m_on_cpu.toml": stages(5, seq_len=512, tokens=8192),
     # A model of the same kind that a test makes: that of the command does not fit here.
@@ -81,6 +88,8 @@ RUNS = {
     "my.toml": stages(1, tokens=1024, steps=2),
 }
 QUICKSTART = "./run_train.sh"
+# Their Pythons are new ones, as a reader's are; those of the others are forks.
+FRESH = (QUICKSTART, "python -m benchmarks start_up")
 TRACED = "./run_train.sh '--profiling.steps=[20]' '--profiling.ranks=[0,1]'"
 # Of each option of a benchmark that asks for long work, what is asked instead.
 SMALL = {
@@ -113,9 +122,9 @@ REPEATED = (
     "python -m benchmarks packed",
     "python -m benchmarks plan --ranks 8 --rounds 8",
 )
-CHECK = f"""#!/usr/bin/env bash
-FILE="${{CONFIG_FILE:-train_configs/quickstart.toml}}"
-exec "{sys.executable}" -m torchtitan_cp check "$FILE" --ranks "${{NPROC:-2}}" "$@" $CUT
+CHECK = """#!/usr/bin/env bash
+FILE="${CONFIG_FILE:-train_configs/quickstart.toml}"
+exec "$VENV/bin/python" -m torchtitan_cp check "$FILE" --ranks "${NPROC:-2}" "$@" $CUT
 """
 
 
@@ -156,6 +165,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An environment like this one, whose Python's runs are forks."""
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "bin").mkdir()
+    requirements = b"".join((REPOSITORY / name).read_bytes() for name in ("constraints.txt", "pyproject.toml"))
+    done = subprocess.run(["cksum"], input=requirements, capture_output=True, check=True)
+    (folder / ".torchtitan-cp-base").write_text(f"{REPOSITORY} {done.stdout.decode()}")
+    with forked_python(folder / "bin"):
+        yield folder
+
+
 @pytest.fixture
 def desk(tmp_path: Path, cache: Path) -> Path:
     """A reader's folder, with all that the pages tell him to have: configs, texts, a model, its tokenizer."""
@@ -192,9 +213,18 @@ def test_what_is_not_run_again_stands_on_the_pages() -> None:
     assert {*CHECKED, *REPEATED} <= {*RUN_HERE}
 
 
+@pytest.mark.parametrize(("program", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("1 / 0", 1)])
+def test_what_fails_in_a_fork_fails(program: str, code: int, forked: Path) -> None:
+    done = subprocess.run(
+        [forked / "bin" / "python", "-c", f"import os, sys; {program}"], capture_output=True, check=False
+    )
+    assert done.returncode == code
+    assert (b"ZeroDivisionError" in done.stderr) == (code == 1)
+
+
 @pytest.mark.parametrize("command", [command for command in RUN_HERE if command not in REPEATED])
-def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path) -> None:
-    cut = cut_of(command)
+def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path, forked: Path) -> None:
+    cut, environment = cut_of(command), sys.prefix if command in FRESH else str(forked)
     if command in CHECKED:
         (desk / "run_train.sh").write_text(CHECK)
     if "/data/" in command:
@@ -208,7 +238,7 @@ def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path) -> None:
             "CUT": " ".join(cut),
             "PATH": f"{desk / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
-            "VENV": sys.prefix,
+            "VENV": environment,
         },
         capture_output=True,
         text=True,

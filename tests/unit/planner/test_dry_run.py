@@ -30,7 +30,7 @@ def sent(walked: StageWalk, operation: str) -> int:
 # Small enough for a test, and a layer's tensors stand out.
 EXPERTS = (
     "--model.architecture=moe",
-    "--model.overrides={dim = 256, n_layers = 4, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 352}",
+    "--model.overrides={dim = 256, n_layers = 2, n_heads = 4, n_kv_heads = 2, head_dim = 64, ffn_dim = 352}",
 )
 SHARED = "--parallel.ep=2"
 HALF_THOUSAND = ("--curriculum.stages[0].seq_len=512", "--training.loss_chunk_tokens=512")
@@ -126,7 +126,7 @@ def test_the_bytes_sent_to_experts_are_those_of_the_formula(
     tmp_path: Path, overrides: tuple[str, ...], passes: float
 ) -> None:
     path = write_run(tmp_path)
-    options = (*EXPERTS, "--model.overrides.n_layers=2", *overrides, "--parallel.ep=4", *HALF_THOUSAND)
+    options = (*EXPERTS, *overrides, "--parallel.ep=4", *HALF_THOUSAND)
     options = (*options, "--curriculum.stages[0].global_batch_tokens=4096")
     walked = walk(path, 4, *options)
     (planned,) = plan_config(load_config(path, options), make_cluster("cpu", 2))

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,16 +24,7 @@ UPDATE: Case = {"measured": "update"}
 WAITS: Case = {**UPDATE, "optimizer": "offload_state"}
 KEPT: Case = {"layers": "4"}
 OFFLOADED: Case = {**KEPT, "activation": "offload of all"}
-PROBES: list[Case] = [
-    {"fault": "rope on the host"},
-    KEPT, OFFLOADED, UPDATE, WAITS, {**WAITS, "fault": "whole state at once"},
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The quick cases and the probes, in one process."""
-    return walk_in_process(write_run(tmp_path_factory.mktemp("run")), [*ALL[:QUICK], *PROBES])
+PROBES: list[Case] = [KEPT, OFFLOADED, UPDATE, WAITS, {**WAITS, "fault": "whole state at once"}]
 
 
 def test_the_cases_have_every_pair_of_choices() -> None:
@@ -46,25 +36,23 @@ def test_the_cases_have_every_pair_of_choices() -> None:
 
 
 @needs_compiler
-def test_combinations_walk(walked: list[dict[str, Any]]) -> None:
-    assert [result["case"] for result in walked] == [*ALL[:QUICK], *PROBES]
-    assert not [(result["case"], result["trace"]) for result in walked[:QUICK] if "error" in result]
+def test_combinations_walk_and_a_tensor_on_the_wrong_device_ends_a_walk(tmp_path: Path) -> None:
+    *walked, host = walk_in_process(write_run(tmp_path), [*ALL[:QUICK], {"fault": "rope on the host"}])
+    assert [result["case"] for result in walked] == ALL[:QUICK]
+    assert not [(result["case"], result["trace"]) for result in walked if "error" in result]
+    assert "cpu" in host["error"]
+    assert "cuda:0" in host["error"]
 
 
 @needs_compiler
 @pytest.mark.deep
 @pytest.mark.xdist_group("jobs/test_page_runs.py")  # early, as it takes a minute
-def test_every_pair_of_choices_walks(tmp_path: Path) -> None:
-    results = walk_in_process(write_run(tmp_path), ALL[QUICK:])
-    assert len(results) == len(ALL) - QUICK
+def test_every_pair_of_choices_walks_and_offloading_lowers_a_peak(tmp_path: Path) -> None:
+    cases = [*ALL[QUICK:], *PROBES]
+    results = walk_in_process(write_run(tmp_path), cases)
+    assert [result["case"] for result in results] == cases
     assert not [(result["case"], result["trace"]) for result in results if "error" in result]
-
-
-@needs_compiler
-def test_a_tensor_on_the_wrong_device_ends_a_walk_and_offloading_lowers_its_peak(walked: list[dict[str, Any]]) -> None:
-    host, kept, offloaded, there, in_parts, whole = walked[QUICK:]
-    assert "cpu" in host["error"]
-    assert "cuda:0" in host["error"]
+    kept, offloaded, there, in_parts, whole = results[-len(PROBES) :]
     working = "activations and buffers"
     # What the linear layers of two of four blocks are given: 128 tokens of a rank, E to q, k, v and to the MLP, Q, F.
     assert kept["by_kind"][working] - offloaded["by_kind"][working] >= 2 * 128 * (2 * 64 + 128 + 128) * 2
