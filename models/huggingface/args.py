@@ -121,14 +121,26 @@ class HuggingFaceArgs:
         outside = self.look.parameters - sum(layer.parameters for layer in self.look.layers)
         return outside - self.look.dim - (0 if self.look.tie_embeddings else self.look.dim * self.look.vocab_size)
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """`config` with the vocabulary in use; of another vocabulary no token is the config's padding."""
+        if self.vocab_size in (0, self.config["vocab_size"]):
+            return self.config
+        return self.config | {"vocab_size": self.vocab_size, "pad_token_id": None}
+
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""
         own = self.config.get("rope_parameters") or {}
-        types = {entry.get("rope_type") for entry in (own, *own.values()) if isinstance(entry, dict)}
+        entries = [entry for entry in (own, *own.values()) if isinstance(entry, dict)]
+        types = {entry.get("rope_type") for entry in entries}
         if not self.rotary_dim or self.look.learned_positions:
             return f"{self.look.model_class} has no rotary embedding in its layers of full attention"
         if "proportional" in types:
             return f"{self.look.model_class} turns a part of each head, by frequencies of the whole head"
+        if self.config.get("layer_rope_theta"):
+            return f"{self.look.model_class} has a theta for each layer"
+        if self.look.scale_follows_rope and any(entry.get("mscale_all_dim") for entry in entries):
+            return f"{self.look.model_class} scales its attention scores by its own YaRN, which an export would lose"
         if kind == "yarn" and self.look.scale_follows_rope:
             return f"under YaRN {self.look.model_class} would scale its attention scores by the factor too"
         return None
@@ -142,8 +154,7 @@ def _look(args: HuggingFaceArgs) -> Look:
 
 def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:
     """The config from which transformers builds the model, with our attention and without a cache."""
-    sizes = args.config | ({"vocab_size": args.vocab_size} if args.vocab_size else {})
-    config = _parse(sizes)
+    config = _parse(args.sizes)
     config._attn_implementation, config.use_cache = "torchtitan_cp", False
     return config
 
@@ -170,6 +181,9 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     for _ in range(2):
         made = _parse(sizes).to_dict()
         sizes = sizes | {key: value for key, value in known.items() if key not in given and value != made.get(key)}
+    if layers := overrides.get("num_hidden_layers"):  # what has a value for each layer
+        lists = {key: value for key, value in sizes.items() if isinstance(value, list)}
+        sizes |= {key: value[:layers] for key, value in lists.items() if len(value) == text.num_hidden_layers}
     sizes = {**sizes, **overrides}
     vocab_size = sizes.get("vocab_size", text.vocab_size)
     sizes = _parse({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()

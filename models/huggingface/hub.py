@@ -100,7 +100,7 @@ def _check_unknown(causal: PreTrainedModel, hub_names: list[str]) -> None:
         if not re.search(heads, name) and not any(int(n) >= layers for n in re.findall(r"layers\.(\d+)\.", name)):
             raise ValueError(f"has {name}, which the model has no place for")
     if rest:
-        logger.warning("%d weights of heads that predict further tokens are left out, as %s", len(rest), rest[0])
+        logger.warning("%d stored tensors that this model does not use are left out, as %s", len(rest), rest[0])
 
 
 def _box(converters: list[Any], pattern: str | None, number: int, shape: list[int]) -> tuple[list[int], list[int]]:
@@ -149,7 +149,7 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     Raises:
         ValueError: the format cannot express them.
     """
-    values = copy.deepcopy(args.config) | {"architectures": [args.look.model_class], "vocab_size": args.look.vocab_size}
+    values = copy.deepcopy(args.sizes) | {"architectures": [args.look.model_class], "vocab_size": args.look.vocab_size}
     own = values.get("rope_parameters") or {}
     # Layers with windows keep rotary embeddings of their own.
     full = own.get("full_attention", own) or {}
@@ -158,7 +158,12 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
         if kind is None or (kind == "proportional" and rope["rope_type"] != "default"):
             raise ValueError(f"it has a rotary embedding of type {kind}, and a stage's is {rope['rope_type']}")
         kept = {"rope_type": kind} if kind == "proportional" else {}
-        kept |= {key: full[key] for key in ("partial_rotary_factor",) if key in full}
+        kept |= {key: full[key] for key in ("partial_rotary_factor", "llama_4_scaling_beta") if key in full}
+        if "llama_4_scaling_beta" in full:  # it counts from this length
+            original = full["original_max_position_embeddings"]
+            if rope.get("original_max_position_embeddings", original) != original:
+                raise ValueError(f"it scales scores by position from {original} on, so original_seq_len has to be that")
+            kept["original_max_position_embeddings"] = original
         full.clear()
         full.update(rope, **kept)
         if values.get("original_max_position_embeddings"):

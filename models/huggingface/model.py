@@ -1,5 +1,6 @@
 """A causal language model of transformers as the trainer knows a model: its layers, its output, its frequencies."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -70,6 +71,8 @@ class HuggingFaceModel(nn.Module):
         output.forward = self._run_head(output)
         for rotary, _ in self._rotaries():
             rotary.forward = in_double(rotary.forward)
+            # Hunyuan's is not the one that its config names.
+            rotary.own_kinds = copy.copy(rotary.rope_type)
         self.opens = self.closes = True
         self.sum_ranks = getattr(attend, "sum_ranks", None)
         for name in args.look.routers if args.balance else ():
@@ -156,9 +159,8 @@ class HuggingFaceModel(nn.Module):
             config = rotary.config
             if layer_type and config.is_heterogeneous:  # Gemma 4: head_dim depends on the type
                 config = config.per_layer_config[layer_type]
-            values = config.rope_parameters
-            kind = (values[layer_type] if layer_type else values)["rope_type"]
-            compute = rotary.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            kind = rotary.own_kinds[layer_type] if layer_type else rotary.own_kinds
+            compute = getattr(rotary, f"compute_{kind}_rope_parameters", None) or ROPE_INIT_FUNCTIONS[kind]
             named = {"layer_type": layer_type} if layer_type else {}
             frequencies, factor = compute(config, device=device, seq_len=seq_len, **named)
             _set_frequencies(rotary, layer_type, frequencies.to(device, torch.float64), factor)
@@ -225,6 +227,8 @@ def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: Tensor, *inputs: Any, **named: Any) -> Any:
         with _Double():
             waves = forward(x, *inputs, **named)
-        return tree_map(lambda wave: wave.to(torch.complex64 if wave.is_complex() else x.dtype), waves)
+        # Some families hand the waves on in fp32, and round once what they turn.
+        single = {torch.complex128: torch.complex64, torch.float64: torch.promote_types(x.dtype, torch.float32)}
+        return tree_map(lambda wave: wave.to(single.get(wave.dtype, wave.dtype)), waves)
 
     return run

@@ -221,7 +221,10 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     "Arcee": ("arcee", HEAD),
     "Helium": ("helium", {"head_dim": 12}),
     "nanochat": ("nanochat", {"final_logit_softcapping": 3.0}),
-    "Hunyuan": ("hunyuan_v1_dense", HEAD),
+    "Hunyuan": (
+        "hunyuan_v1_dense",
+        {**HEAD, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}},
+    ),
     "StableLM": (
         "stablelm",
         {"use_qkv_bias": True, "qk_layernorm": True, "rope_parameters": rope(1e4, partial_rotary_factor=0.5)},

@@ -165,8 +165,11 @@ class CheckpointManager:
             self._report_failure(step, describe_failure(error))
             return
         folder, seconds = pending.writer.final, time.monotonic() - pending.started
-        size = f"{sum(file.stat().st_size for file in folder.iterdir()):,}"
-        logger.info("%s: training paused %s; %s bytes were on disk after %.1f s", folder, pending.paused, size, seconds)
+        try:
+            written = f"{sum(file.stat().st_size for file in folder.iterdir()):,} bytes were"
+        except OSError:  # removed since
+            written = "it was"
+        logger.info("%s: training paused %s; %s on disk after %.1f s", folder, pending.paused, written, seconds)
         self._delete_expired()
 
     def _report_failure(self, step: int, reason: str) -> None:

@@ -26,7 +26,7 @@ from torchtitan_cp.data.corpus.tokenizer import Tokenizer
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
-from torchtitan_cp.training.model import set_rope
+from torchtitan_cp.training.model import cast_parameters, set_rope
 from torchtitan_cp.training.registry import architecture, args_from
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
@@ -109,8 +109,8 @@ def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     model.load_state_dict(saved.read(names), strict=False, assign=True)
     if args.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
-    model.to(device, getattr(torch, saved.config.training.compute_dtype)).eval()
-    set_rope(model, args, saved.stage.rope, saved.stage.seq_len, device)  # after the dtype: frequencies are fp64
+    cast_parameters(model.to(device), getattr(torch, saved.config.training.compute_dtype)).eval()
+    set_rope(model, args, saved.stage.rope, saved.stage.seq_len, device)
     return model
 
 

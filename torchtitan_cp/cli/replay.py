@@ -10,7 +10,7 @@ from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config.sections import Model
 from torchtitan_cp.health.replay import Bundle, replay
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
-from torchtitan_cp.training.model import LayerAttention
+from torchtitan_cp.training.model import LayerAttention, cast_parameters
 from torchtitan_cp.training.registry import architecture, args_from
 
 
@@ -25,7 +25,7 @@ def build(bundle: Bundle) -> nn.Module:
         whole = architecture(model).build(args_from(model, report["sizes"]), LayerAttention())
     module = whole.get_submodule(name)
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)
-    return module.to(getattr(torch, report["compute_dtype"]))
+    return cast_parameters(module, getattr(torch, report["compute_dtype"]))
 
 
 def main(arguments: list[str]) -> int:

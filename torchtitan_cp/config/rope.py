@@ -73,7 +73,8 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
         _check_original(rope, seq_len, where)
     scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)
     if "factor" in takes and not scales:
-        ratio = f"{seq_len / rope.original_seq_len:g}" if rope.original_seq_len else "8"
+        longer = rope.original_seq_len and seq_len > rope.original_seq_len
+        ratio = f"{seq_len / rope.original_seq_len:g}" if longer else "8"
         raise ConfigError(f"{where} has kind = {rope.kind!r} and no factor", fix=f"add factor = {ratio} or another")
     if "long_factor" in takes and not rope.long_factor:
         raise ConfigError(f"{where} has kind = 'longrope' and no long_factor", fix="give head_dim / 2 numbers")

@@ -60,7 +60,9 @@ class StagePlan(Stage):
     @property
     def text_recipe(self) -> dict[str, Any]:
         """The settings that decide which text a step of the stage reads, as JSON values."""
-        text = {name: getattr(self.data, name) for name in ("mixture", "packing", "packing_window")}
+        text = {name: getattr(self.data, name) for name in ("mixture", "max_epochs", "packing", "packing_window")}
+        if self.data.packing == "best_fit":  # the last window ends with the stage
+            text["steps"] = self.steps
         return {"seq_len": self.seq_len, "global_batch_tokens": self.global_batch_tokens, **text}
 
 

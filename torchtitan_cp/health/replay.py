@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -125,7 +126,7 @@ def save_bundle(
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
     return replace(found, summary=f"{found.summary}; its tensors are in {folder}")
 

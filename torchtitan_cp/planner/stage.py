@@ -86,9 +86,8 @@ class PlannedStage:
 
     @cached_property
     def gathered_block(self) -> float:
-        """Parameters of a layer that FSDP gathers at a time: all but other ranks' experts."""
-        experts, degrees = self.counts.experts, self.degrees
-        return self.counts.block + experts * (degrees.tp / degrees.ep - 1) if degrees.ep > 1 else self.counts.block
+        """Parameters of a layer that FSDP gathers at a time: all but other ranks' experts, which tp does not cut."""
+        return self.counts.block + self.counts.experts * (self.degrees.tp / self.degrees.ep - 1)
 
     @cached_property
     def sent_to_experts(self) -> float:

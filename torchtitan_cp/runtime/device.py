@@ -95,7 +95,7 @@ def start_ranks(timeout_seconds: float) -> World:
         timeout_seconds: a collective that waits longer raises.
 
     Raises:
-        ConfigError: this node has fewer GPUs than ranks; on every rank of it.
+        ConfigError: this node has fewer GPUs than ranks, on every rank of it; or no launcher started this process.
     """
     device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.device.type == "cuda":
@@ -108,6 +108,11 @@ def start_ranks(timeout_seconds: float) -> World:
         torch.cuda.set_device(device.device)
     use_one_thread()
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise ConfigError(
+                "no launcher started this process, so it has no rank",
+                fix="start it by ./run_train.sh, torchtitan-cp train or torchrun",
+            )
         device_id = device.device if device.device.type == "cuda" else None
         dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

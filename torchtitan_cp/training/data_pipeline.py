@@ -53,7 +53,7 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     """
     call = [uuid.uuid4().hex]
     dist.broadcast_object_list(call)
-    store, node = dist.PrefixStore(call[0], distributed_c10d._get_default_store()), socket.gethostname()
+    store, node = dist.PrefixStore(call[0], distributed_c10d._get_default_store()), _node()
     next_poll_seconds = 0.0
 
     def any_rank_stops() -> bool:
@@ -65,6 +65,13 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             store.set("stop", "")
         return store.check(["stop"])
 
+    def wait_until(condition: Callable[[], bool]) -> None:
+        seconds = 0.01
+        while not condition():
+            any_rank_stops()
+            time.sleep(seconds)
+            seconds = min(2 * seconds, POLL_SECONDS)
+
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             start = start_folder(config.model)
@@ -73,13 +80,14 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             result = error
         store.set(node, pickle.dumps(result).hex())
     else:
-        while not store.check([node]):
-            any_rank_stops()
-            time.sleep(POLL_SECONDS)
+        wait_until(lambda: store.check([node]))
         result = pickle.loads(bytes.fromhex(store.get(node).decode()))
     stopped = isinstance(result, PreparationStoppedError)
     if isinstance(result, Exception) and not stopped:
         raise result
+    store.add("ready", 1)
+    # The collective below has a limit of time, which another node's pass may exceed.
+    wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
     any_stopped: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(any_stopped, stopped)
     if any(any_stopped):
@@ -87,6 +95,11 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     corpus = open_cache(result, config.data, config.tokenizer)
     check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
     return corpus
+
+
+def _node() -> str:
+    """What tells this node from others: its number if a launcher gave one, as images may share a host name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 class DataPipeline:
@@ -120,8 +133,9 @@ class DataPipeline:
         sequences = stage.global_batch_tokens // stage.seq_len
         data, seed = self.stage_data(stage), self.config.training.seed
         first_tokens, skipped_steps = progress.source_tokens, progress.skipped_steps(stage.index)
+        steps = max(stage.steps, progress.stage_step)  # the config may have been shortened since
         self.samples = StageSamples(
-            self.streams, stage.seq_len, data, seed, stage.index, sequences, first_tokens, stage.steps, skipped_steps
+            self.streams, stage.seq_len, data, seed, stage.index, sequences, first_tokens, steps, skipped_steps
         )
 
     def stage_data(self, stage: StagePlan) -> ResolvedStageData:

@@ -60,7 +60,9 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     """
     trainer = Trainer(examined_config(config, world.size), world)
     parity.check_fits(trainer)
-    largest = max([0, *trainer.model.args.layer_windows])
+    # A window that holds the whole sequence bites nowhere.
+    windows = (w for w in trainer.model.args.layer_windows if w < trainer.stages[-1].seq_len)
+    largest = max(windows, default=0)
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
     if stage.seq_len < LEAST_TOKENS:
         raise ConfigError(

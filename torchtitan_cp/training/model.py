@@ -119,6 +119,13 @@ class StepSums(NamedTuple):
     largest_logit: Tensor
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters of a module, as FSDP does; frequencies and routers' biases are buffers, which stay exact."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def set_rope(model: Any, args: Any, rope: Rope | None, seq_len: int, device: torch.device) -> None:
     """Give a model the rotary embedding of a stage of `seq_len` tokens; None: its own, or the default."""
     if rope is None and hasattr(model, "reset_rope"):

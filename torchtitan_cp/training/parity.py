@@ -31,7 +31,7 @@ from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_rows, read_step
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
-from torchtitan_cp.training.model import set_rope
+from torchtitan_cp.training.model import cast_parameters, set_rope
 from torchtitan_cp.training.plain_attention import PlainAttention
 from torchtitan_cp.training.resolve import exact_config
 from torchtitan_cp.training.trainer import Trainer
@@ -198,7 +198,7 @@ def single_model(
     args, device = trainer.model.args, trainer.device.device
     model = registry.architecture(trainer.config.model).build(args, attention)
     model.load_state_dict(weights, strict=False)
-    model.to(device, dtype)
+    cast_parameters(model.to(device), dtype)
     set_rope(model, args, stage.rope, stage.seq_len, device)
     return model
 
@@ -321,9 +321,10 @@ def check_fits(trainer: Trainer) -> None:
     copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
     needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()
     if needed > free:
+        foreign = registry.architecture(trainer.config.model).args_of
         raise ConfigError(
             f"parity needs the whole model on one rank, {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free",
-            fix="check a slice of it: --model.overrides.n_layers=2, or a smaller --model.flavor",
+            fix=f"check a slice of it: --model.overrides.{'num_hidden_layers' if foreign else 'n_layers'}=2",
         )
 
 

@@ -79,7 +79,13 @@ def resume(
     checkpoints.load(path, model.parts, model.optimizers)
     progress = before.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
-    changed = _changes(before.text_recipe, stages[progress.stage].text_recipe)
+    stage = stages[progress.stage]
+    if progress.stage_step > stage.steps:
+        logger.warning(
+            "stage %d has taken %d steps and the config gives it %d: it ends here",
+            *(stage.index + 1, progress.stage_step, stage.steps),
+        )
+    changed = _changes(before.text_recipe, stage.text_recipe)
     if changed and progress.stage_step and not is_stage_over(progress, stages):
         logger.warning(
             "stage %d reads its text differently from here on, and may skip some or read some twice: %s",

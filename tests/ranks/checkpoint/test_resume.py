@@ -116,6 +116,17 @@ def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
         assert re.search(said, warning)
 
 
+def test_a_stage_cut_to_fewer_steps_than_it_took_ends_there_and_the_next_goes_on(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "shortened", 5)
+    fewer = ("--curriculum.stages[0].steps=3", f"--job.dump_folder={folder}")
+    [warning] = ranks(2)(warnings_of_resuming, run_toml, *fewer)[0]
+    assert warning == "stage 1 has taken 5 steps and the config gives it 3: it ends here"
+    lines = ranks(2)(train, run_toml, *fewer)[0]
+    assert [line["step"] for line in lines] == list(range(1, 5 + 6 + 1))
+
+
 @pytest.mark.parametrize(
     ("change", "said"), [("order='related'", "order shuffled -> related"), ("separator=256", "separator -1 -> 256")]
 )

@@ -1,6 +1,5 @@
 """Faults in real runs: noticed on every rank in their step, their culprit named, nothing poisoned, and what follows."""
 
-import errno
 import json
 import logging
 import shutil
@@ -8,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -734,17 +735,9 @@ def test_compiled_blocks_are_repeated_as_they_are_without_it_and_compiled_again_
 
 
 def full_disk(path: Path, *overrides: str) -> Seen:
-    """On a rank: a run that has no room for the tensors of a bad step."""
-    original = Bundle.write
-
-    def write(bundle: Bundle, folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    Bundle.write = write  # type: ignore[method-assign]
-    try:
+    """On a rank: a run that has no room for the tensors of a bad step, as safetensors says it."""
+    with patch("torchtitan_cp.health.replay.save_file", side_effect=SafetensorError("No space left on device")):
         return watched_run(path, {3: Inject(step=3, rank=0, layer=0)}, *overrides)
-    finally:
-        Bundle.write = original  # type: ignore[method-assign]
 
 
 @pytest.mark.deep

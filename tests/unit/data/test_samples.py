@@ -96,6 +96,24 @@ def test_a_source_ends_with_its_epochs_and_a_stage_that_is_too_long_is_refused()
         stage(replace(EVEN, max_epochs={"a": 1.0, "b": 1.0}), steps=1000)
 
 
+def test_a_skipped_step_changes_no_sequence_and_the_stage_reads_its_text_once() -> None:
+    data = replace(BEST, packing_window=256)  # which the stage does not fill
+    plain, skipping = (StageSamples(streams(), S, data, 0, 0, 4, {}, 8, skipped) for skipped in (0, 2))
+    assert [skipping.sequence(n).spans for n in range(32)] == [plain.sequence(n).spans for n in range(32)]
+    read = Counter(
+        (span.source, span.document, place)
+        for number in range(40)
+        for span in skipping.sequence(number).spans
+        for place in range(span.start, span.stop)
+    )
+    after = skipping.tokens_after(10)
+    for name, stream in streams().items():
+        spans = stream.spans(0, after[name]).tolist()
+        want = Counter((name, document, place) for document, start, stop in spans for place in range(start, stop))
+        assert Counter({key: count for key, count in read.items() if key[0] == name}) == want
+    assert sum(read.values()) == sum(after.values()) == 40 * S
+
+
 def test_in_place_of_steps_that_were_passed_over_at_the_end_the_first_come_again() -> None:
     limited = replace(EVEN, max_epochs={"a": 1.0, "b": 1.0})
     whole = stage(limited, steps=8).mixture.samples // 4

@@ -146,7 +146,7 @@ def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, cap
     }
     with caplog.at_level(logging.WARNING):
         load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)), read_shard)
-    assert "1 weights of heads that predict further tokens are left out, as model.layers.2.eh_proj" in caplog.text
+    assert "1 stored tensors that this model does not use are left out, as model.layers.2.eh_proj" in caplog.text
 
 
 @pytest.mark.deep

@@ -68,6 +68,7 @@ HYBRID = (
         (*EXPERTS, "--activation.checkpoint=attention_saved", "--parallel.cp=2"),
         (*EXPERTS, "--activation.checkpoint=selective"),
         (*EXPERTS, "--activation.mlp_tiles=4"),
+        (*EXPERTS, "--parallel.tp=2"),
         (*EXPERTS, SHARED),
         (*EXPERTS, SHARED, "--activation.checkpoint=full", "--training.compute_dtype=bfloat16"),
         (*EXPERTS, SHARED, "--activation.checkpoint=selective"),

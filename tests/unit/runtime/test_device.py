@@ -55,3 +55,10 @@ def test_more_ranks_than_gpus_are_refused_before_they_wait_for_each_other(monkey
     assert error.value.message == "each rank needs a GPU of its own, and this node has 1 for 2 ranks"
     assert "NPROC=1" in error.value.fix
     assert "CUDA_VISIBLE_DEVICES=''" in error.value.fix
+
+
+def test_a_process_that_no_launcher_started_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="no launcher started this process"):
+        start_ranks(10.0)

@@ -94,6 +94,8 @@ class PackedStream:
         first_token: cursor of the stream at which the stage begins.
         samples: how many sequences the stage takes, if known: the last window then ends with them, and none of its
             text is left unread. A stage that is lengthened later must keep the number that its last window began with.
+        replacements: further sequences, in place of skipped ones. Each is packed alone, so that a skip changes no
+            sequence of the window that is being read.
     """
 
     stream: TokenStream
@@ -102,6 +104,7 @@ class PackedStream:
     source: str = ""
     first_token: int = 0
     samples: int | None = None
+    replacements: int = 0
 
     def __post_init__(self) -> None:
         self.window_sequences = 1 if self.data.packing == "concat" else self.data.packing_window
@@ -129,7 +132,9 @@ class PackedStream:
         A window that was begun counts as read: without `samples`, up to W - 1 of its sequences may be left out.
         """
         sequences = -(-count // self.window_sequences) * self.window_sequences
-        return self.first_token + self.seq_len * (sequences if self.samples is None else min(sequences, self.samples))
+        if self.samples is not None:
+            sequences = max(count, min(sequences, self.samples))
+        return self.first_token + self.seq_len * sequences
 
     def whole_fraction(self, window: int) -> float:
         """Fraction of a window's documents that lie whole in one sequence."""
@@ -139,9 +144,8 @@ class PackedStream:
 
     def cuts(self) -> tuple[int, int, int]:
         """In the whole stage: conversations, those that are cut, and cuts between two learned tokens."""
-        windows = -(-(self.samples or 0) // self.window_sequences)
         store, counts = self.stream.store, np.zeros(3, dtype=np.int64)
-        for index in range(windows):
+        for index in range(self._planned_windows):
             document, start, stop, _ = self._window(index)[1].spans.T
             cut, first = stop < store.document_lengths[document], start == 0
             ends = zip(document[cut].tolist(), stop[cut].tolist(), strict=True)
@@ -152,15 +156,25 @@ class PackedStream:
 
     def _spans(self, number: int) -> list[list[int]]:
         """(document, start, stop) of each span of a sequence, in order."""
-        assert self.samples is None or number < self.samples, "the stage has no such sequence"
         index, sequence = divmod(number, self.window_sequences)
+        if self.samples is not None and number >= self.samples:
+            assert number < self.samples + self.replacements, "the stage has no such sequence"
+            index, sequence = self._planned_windows + number - self.samples, 0
         _, window = self._window(index)
         return window.spans[window.first[sequence] : window.first[sequence + 1], :OFFSET].tolist()
 
+    @property
+    def _planned_windows(self) -> int:
+        """How many windows hold the stage's sequences; a replacement is a window of its own behind them."""
+        return -(-(self.samples or 0) // self.window_sequences)
+
     def _make_window(self, index: int) -> tuple[np.ndarray, Window]:
         """The text of a window as rows of (document, start, stop), and the same packed."""
-        first = index * self.window_sequences
-        count = self.window_sequences if self.samples is None else min(self.window_sequences, self.samples - first)
+        first, count = index * self.window_sequences, self.window_sequences
+        if self.samples is not None:
+            replacement = index - self._planned_windows
+            first = first if replacement < 0 else self.samples + replacement
+            count = min(count, self.samples - first) if replacement < 0 else 1
         rows = self.stream.spans(self.first_token + first * self.seq_len, count * self.seq_len)
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 
@@ -222,8 +236,11 @@ class StageSamples:
                 f"{self.seq_len:,} tokens, but the stage has {samples:,}",
                 fix="raise it, leave a source without one, or make the stage shorter",
             )
+        planned = self._counts(self.steps)
         self.packed = {
-            name: PackedStream(self.streams[name], self.seq_len, self.data, name, first[name], count)
+            name: PackedStream(
+                self.streams[name], self.seq_len, self.data, name, first[name], planned[name], count - planned[name]
+            )
             for name, count in self._counts(self.steps + self.skipped_steps).items()
         }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from models.huggingface.args import HuggingFaceArgs, args_from_config
+from models.huggingface.hub import settings
 from models.huggingface.look import FIXED
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
@@ -71,9 +72,25 @@ def test_values_narrower_than_keys_and_a_scale_that_follows_yarn_are_found() -> 
     layer = args.look.layers[0]
     assert (layer.qk_dim, layer.v_dim, args.head_dim) == (24, 12, 18)
     assert args.look.scale_follows_rope
-    assert "scale its attention scores" in str(args.rope_problem("yarn"))
-    assert args.rope_problem("linear") is None
+    # Its own YaRN is in that scale, and the config of an export would not have it.
+    assert "an export would lose" in str(args.rope_problem("linear"))
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    assert "scale its attention scores" in str(tiny("DeepSeek-V3", **plain).rope_problem("yarn"))
+    assert tiny("DeepSeek-V3", **plain).rope_problem("linear") is None
     assert not tiny("Gemma 3").look.scale_follows_rope
+
+
+def test_fewer_layers_shorten_what_has_a_value_for_each_layer() -> None:
+    config = {**FAMILIES["Gemma 3"], "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert args_from_config(config, {"num_hidden_layers": 3}).layer_windows == (WINDOW, 0, WINDOW)
+
+
+def test_a_tokenizers_vocabulary_has_no_padding_of_the_configs() -> None:
+    config = {**FAMILIES["Phi-3"], "vocab_size": 40_000, "pad_token_id": 32_000}
+    args = args_from_config(config, {"vocab_size": 0})
+    assert replace(args, vocab_size=260).look.vocab_size == 260
+    assert settings(replace(args, vocab_size=260))["pad_token_id"] is None
+    assert settings(args_from_config(config, {}))["pad_token_id"] == 32_000
 
 
 def test_soft_caps_and_the_factor_of_the_logits_are_found() -> None:
