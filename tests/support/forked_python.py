@@ -60,7 +60,7 @@ HIGH = 500  # no file of a run has such a number
 
 @contextmanager
 def forked_python(folder: Path) -> Iterator[Path]:
-    """The program, in this folder, of use within the context. Yields its path. Where it is not Linux: a new Python."""
+    """Put the program into this folder, for use within the context; only on Linux does it fork. Yields its path."""
     path = folder / "python"
     path.touch(mode=0o755)
     if sys.platform != "linux":

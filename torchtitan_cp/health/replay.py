@@ -68,7 +68,7 @@ class Bundle:
         try:
             report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
             return cls(report, load_file(folder / TENSORS))
-        except Exception as error:  # safetensors raises its own, of a class it does not export
+        except Exception as error:  # of JSON, of safetensors, or of the disk
             raise UserError(
                 f"{folder} does not hold the bundle of a bad step ({type(error).__name__}: {error})",
                 fix="give a folder that a run wrote under health/, e.g. outputs/run/health/step-120",

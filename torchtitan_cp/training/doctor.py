@@ -60,7 +60,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     """
     trainer = Trainer(examined_config(config, world.size), world)
     parity.check_fits(trainer)
-    # A window that holds the whole sequence bites nowhere.
+    # One at least as long as the sequence masks nothing.
     windows = (w for w in trainer.model.args.layer_windows if w < trainer.stages[-1].seq_len)
     largest = max(windows, default=0)
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))

@@ -1,7 +1,6 @@
 """Builds the records of a run from its steps, evaluations and stages, and hands them to the metrics logger."""
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +19,7 @@ from torchtitan_cp.curriculum import StagePlan, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
+from torchtitan_cp.data.corpus.store import replace_file
 from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.metrics import figures
@@ -80,9 +80,9 @@ class RunRecorder:
         if self.world.rank == 0:
             text, tokenizer = to_toml(config), self.data.corpus.tokenizer
             check_dump_folder(config.job.dump_folder)
-            _replace_file(self.folder / RUN_CONFIG, text.encode())
+            replace_file(self.folder / RUN_CONFIG, text.encode())
             if tokenizer.path and config.tokenizer.trained:
-                _replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
+                replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
             logger.open_files(self.folder, done)
             for found in read_evaluations(self.folder):
                 self.evaluation_curves[found["stage"]] = (found["position_starts"], found["position_losses"])
@@ -314,10 +314,3 @@ def _describe_exchange(plan: Plan, exchange: str) -> str:
         f"attention by {exchange} on layout {plan.layout.name} (the busiest rank computes {imbalance(plan):.2f} times "
         f"the mean, a rank sends {plan.keys_sent:.2f} times its keys)"
     )
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""The commands of the pages that need no hours and no cluster, run as they stand there.
+"""The commands of the pages that need no hours and no cluster, run as they stand there; dry runs on two layers.
 
 A small run and its config stand in for the reader's. tests/jobs/test_page_runs.py runs trainings, parity and
 benchmarks; tests/unit/docs/test_docs.py accounts for each word of all commands.
@@ -122,7 +122,7 @@ def test_a_command_of_the_pages_does_what_it_says(
     config = str(REPOSITORY / "train_configs" / "quickstart.toml")
     if words[0].startswith("CONFIG_FILE="):
         config = reader.word(words.pop(0).partition("=")[2])
-    if "--dry-run" in words:  # a walk of all the layers of a large model takes a minute
+    if "--dry-run" in words:  # all the layers of a large model take a minute
         words.append("--model.overrides.n_layers=2")
     if words[0] == "torchrun":  # here one rank
         words = ["python", *words[words.index("-m") :]]

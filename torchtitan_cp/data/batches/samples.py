@@ -165,16 +165,16 @@ class PackedStream:
 
     @property
     def _planned_windows(self) -> int:
-        """How many windows hold the stage's sequences; a replacement is a window of its own behind them."""
+        """How many windows hold the first `samples` sequences; each replacement is a further window."""
         return -(-(self.samples or 0) // self.window_sequences)
 
     def _make_window(self, index: int) -> tuple[np.ndarray, Window]:
         """The text of a window as rows of (document, start, stop), and the same packed."""
         first, count = index * self.window_sequences, self.window_sequences
-        if self.samples is not None:
-            replacement = index - self._planned_windows
-            first = first if replacement < 0 else self.samples + replacement
-            count = min(count, self.samples - first) if replacement < 0 else 1
+        if self.samples is not None and index >= self._planned_windows:
+            first, count = self.samples + index - self._planned_windows, 1
+        elif self.samples is not None:
+            count = min(count, self.samples - first)
         rows = self.stream.spans(self.first_token + first * self.seq_len, count * self.seq_len)
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 

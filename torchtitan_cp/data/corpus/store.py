@@ -173,9 +173,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
+    """Write the object into a file, as `replace_file` does."""
+    replace_file(path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    partial.write_bytes(content)
     os.replace(partial, path)
 
 

@@ -17,6 +17,7 @@ import sentencepiece
 
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.store import replace_file
 from torchtitan_cp.data.errors import DataError
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
@@ -310,9 +311,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
         )
     except RuntimeError as error:
         raise _explain(str(error), vocab_size) from error
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(model.getvalue())
-    os.replace(partial, path)
+    replace_file(path, model.getvalue())
 
 
 def _explain(message: str, vocab_size: int) -> DataError:
