@@ -17,6 +17,7 @@ START_BYTES = 2**16
 # Of the run's folder: two files that every start writes, and a folder.
 RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
 MOST_TOKENS = 1e15  # of a stage
+FLOAT8_ROWS = 16  # of a product in float8
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
@@ -191,6 +192,7 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
             f"{unit}",
             fix=f"use {f'{lower} or ' if lower else ''}{lower + unit}, or another cp or tp",
         )
+    _check_float8_rows(config, stage, where, cp)
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
     check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
     unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
@@ -203,6 +205,19 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
         )
     if degrees.pp > 1:
         _check_micro_batches(stage, where, config.parallel.pp_schedule, degrees.pp, unit)
+
+
+def _check_float8_rows(config: Config, stage: Stage, where: str, cp: int) -> None:
+    """The gradient of a weight sums over a rank's tokens, and a product in float8 over multiples of 16."""
+    tiles, tokens = stage.activation.mlp_tiles or config.activation.mlp_tiles, stage.seq_len // cp
+    rows = config.training.micro_batch_sequences * math.gcd(tokens, -(-tokens // tiles))
+    if config.training.float8 != "none" and rows % FLOAT8_ROWS:
+        unit = FLOAT8_ROWS * cp * tiles
+        raise ConfigError(
+            f"training.float8 multiplies {FLOAT8_ROWS} tokens at a time, and a rank's {tokens} tokens of {where} in "
+            f"{tiles} mlp_tiles are not multiples of {FLOAT8_ROWS}",
+            fix=f"use seq_len = {-(-stage.seq_len // unit) * unit}, other mlp_tiles, or training.float8 = 'none'",
+        )
 
 
 def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int, unit: int) -> None:

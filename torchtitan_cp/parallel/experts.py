@@ -78,10 +78,15 @@ def dispatch_experts(model: nn.Module, sums: RoutingSums, group: ProcessGroup | 
         experts.forward = ExpertDispatch(layer, experts, sums, group, capacity)
 
 
+def count_choices(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert is chosen, `[X]` int64. Unlike bincount, it does not make the host wait for a GPU."""
+    return chosen.new_zeros(experts).index_add(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+
+
 class ExpertDispatch:
     """The forward of a layer's experts, of which this rank has a share; see `dispatch_experts`.
 
-    Tokens are sent in two chunks on CUDA, so that one travels while the experts compute the other.
+    Tokens go to other ranks in two chunks on CUDA, so that one travels while the experts compute the other.
     """
 
     def __init__(
@@ -102,8 +107,8 @@ class ExpertDispatch:
             chosen: `[T, K]` int64, experts of the whole layer.
             shares: `[T, K]`.
         """
-        chunks = self.chunks if hidden.device.type == "cpu" else 2
-        counts = torch.stack([c.flatten().bincount(minlength=self.experts) for c in chosen.tensor_split(chunks)])
+        chunks = 2 if self.group and hidden.device.type != "cpu" else self.chunks
+        counts = torch.stack([count_choices(part, self.experts) for part in chosen.tensor_split(chunks)])
         most = math.ceil(self.capacity * chosen.numel() / counts.numel()) if self.capacity else chosen.numel()
         kept = counts.clamp(max=most)
         if torch.is_grad_enabled():

@@ -65,8 +65,8 @@ class FakeMode(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             # Values that the host reads: flags are off; counts are one, as optimizers divide by their step.
             return False if args[0].dtype == torch.bool else 1
-        if func is torch.ops.aten.bincount.default:
-            return _even_counts(args[0].numel(), *args[2:], **kwargs)
+        if func is torch.ops.aten.index_add.default and args[0].dtype == torch.int64:
+            return _even_counts(args[2].numel(), args[0].numel())
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -82,10 +82,10 @@ def _on_gpu(kwargs: dict[str, Any]) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _even_counts(count: int, minlength: int) -> Tensor:
+def _even_counts(count: int, size: int) -> Tensor:
     """Counts of evenly spread numbers, e.g. tokens of experts; a real tensor, as the host reads it."""
-    share, over = divmod(count, minlength)
-    return torch.tensor([share + (number < over) for number in range(minlength)])
+    share, over = divmod(count, size)
+    return torch.tensor([share + (number < over) for number in range(size)])
 
 
 def _grouped_product(

@@ -268,6 +268,18 @@ def test_what_the_dimensions_cannot_deal_out_is_refused_with_the_way_to_mend_it(
             {"parallel": Parallel(tp=2, async_tp=True), "compile": Compile(enable=True)},
             "parallel.async_tp needs",
         ),
+        (
+            {"activation": StageActivation(mlp_tiles=3)},
+            {"training": Training(float8="rowwise")},
+            "a rank's 1024 tokens of curriculum.stages[0] in 3 mlp_tiles are not multiples of 16\n"
+            "  fix: use seq_len = 1056",
+        ),
+        (
+            {"cp": 2},
+            {"training": Training(float8="tensorwise"), "activation": Activation(mlp_tiles=64)},
+            "a rank's 512 tokens of curriculum.stages[0] in 64 mlp_tiles are not multiples of 16\n"
+            "  fix: use seq_len = 2048",
+        ),
     ],
 )
 def test_what_a_stage_sets_for_itself_is_checked_too(

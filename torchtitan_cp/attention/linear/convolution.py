@@ -97,7 +97,7 @@ def _hold(x: Tensor, plan: Plan, width: int) -> Tensor:
 
 def _convolve(plan: Plan, silu: bool, held: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The convolution of a rank's rows; differentiable."""
-    width, dtype, own_offsets = weight.shape[1], accumulation_dtype(held.dtype), document_offsets(plan, held.device)
+    width, dtype, own_offsets = weight.shape[1], accumulation_dtype(held.dtype), document_offsets(plan, held)
     *_, order, own = _find_reads(plan, width)
     # Widened once, so that the gradients of all reads add up in fp32.
     rows = rows_in(held.to(dtype), order)

@@ -12,6 +12,7 @@ import re
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
-from torchtitan_cp.attention.linear.states import DocumentSegment, Inputs, own_segments
+from torchtitan_cp.attention.kernels.device_cache import to_device
+from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, own_segments
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
@@ -87,7 +89,8 @@ class FlashKernel:
         """See TorchKernel."""
         rows, _ = self._run(self.inputs, self.segments, self._at([s.offset > 0 for s in self.segments], entering))
         whole = torch.zeros_like(self.inputs.v)
-        return whole.flatten(0, 1).index_copy(0, self._index(self.segments), rows[0].to(whole.dtype)).view_as(whole)
+        index, _ = self._places(self.segments)
+        return whole.flatten(0, 1).index_copy(0, index, rows[0].to(whole.dtype)).view_as(whole)
 
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """See TorchKernel."""
@@ -115,22 +118,34 @@ class FlashKernel:
             initial_state=start,
             output_final_state=True,
             use_qk_l2norm_in_kernel=self.l2norm,
-            cu_seqlens=torch.tensor([0, *(s.tokens for s in segments)], device=q.device).cumsum(0),
+            cu_seqlens=self._places(segments)[1],
         )
 
     def _by_row(self, segments: list[DocumentSegment]) -> list[DocumentSegment]:
         """One for each batch row."""
         return [one._replace(row=row) for one in segments for row in range(len(self.inputs.q))[one.rows]]
 
-    def _index(self, segments: list[DocumentSegment]) -> Tensor:
-        rows = [torch.arange(s.tokens) + s.row * self.inputs.q.shape[1] + s.local for s in segments]
-        return torch.cat(rows).to(self.inputs.q.device)
+    def _places(self, segments: list[DocumentSegment]) -> tuple[Tensor, Tensor]:
+        """(the rows of segments, one after the other; `[segments + 1]`, how many there are before each)."""
+        like, tokens = self.inputs.q, self.inputs.q.shape[1]
+
+        def make() -> tuple[Tensor, Tensor]:
+            rows = [torch.arange(s.tokens) + s.row * tokens + s.local for s in segments]
+            before = torch.tensor([*accumulate((s.tokens for s in segments), initial=0)])
+            return to_device(torch.cat(rows), like), to_device(before, like)
+
+        return ROWS.get(("places", tuple(segments), tokens), like, make)
 
     def _rows(self, x: Tensor | None, segments: list[DocumentSegment]) -> Tensor:
         assert x is not None
-        return x.flatten(0, 1).index_select(0, self._index(segments)).unsqueeze(0)
+        return x.flatten(0, 1).index_select(0, self._places(segments)[0]).unsqueeze(0)
 
     def _at(self, places: list[bool], states: Tensor) -> Tensor:
         """Those of each segment's run, or zeros, `[segments, H, K, V]`."""
-        found = states[[s.run for s in self.segments], [s.row for s in self.segments]]
-        return torch.where(torch.tensor(places, device=states.device)[:, None, None, None], found, 0.0)
+        where = [s.run * states.shape[1] + s.row for s in self.segments]
+
+        def make() -> tuple[Tensor, Tensor]:
+            return to_device(torch.tensor(where), states), to_device(torch.tensor(places), states)
+
+        index, wanted = ROWS.get(("states", tuple(where), tuple(places)), states, make)
+        return torch.where(wanted[:, None, None, None], states.flatten(0, 1).index_select(0, index), 0.0)

@@ -18,7 +18,7 @@ Sources: Yang et al., Gated Delta Networks, 2024; Kimi Linear, 2025; the WY form
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.kernels.device_cache import to_device
 from torchtitan_cp.attention.linear import flash_linear
-from torchtitan_cp.attention.linear.states import KEPT, DocumentSegment, Inputs, document_offsets
+from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, document_offsets, offsets_on_host
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 
@@ -54,22 +55,26 @@ class Factors(NamedTuple):
     gamma: Tensor
 
 
-@lru_cache(maxsize=KEPT)
-def _chunk_rows(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+def _chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
     """Put a rank's rows in chunks. Each run, of consecutive positions, begins one; what is left of its last is filled.
 
     Returns:
         `[N * C]` the local row in each place, any where there is none; `[1 or B, N * C]` bool, whether there is a
         token; `[S/P]` the place of each local row; the first and the last chunk of each run.
     """
+    return ROWS.get(("chunks", plan), like, lambda: _make_chunk_rows(plan, like))
+
+
+def _make_chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
     lengths = [stop - start for start, stop in plan.layout.spans[plan.rank]]
     firsts = [*accumulate((-(-length // CHUNK) for length in lengths), initial=0)]
     places = torch.cat([torch.arange(length) + first * CHUNK for length, first in zip(lengths, firsts, strict=False)])
     rows = torch.zeros(firsts[-1] * CHUNK, dtype=torch.int64)
     rows[places] = torch.arange(len(places))
     held = torch.zeros(len(plan.segments), len(rows), dtype=torch.bool)
-    held[:, places] = document_offsets(plan, torch.device("cpu")) >= 0
-    return rows.to(device), held.to(device), places.to(device), firsts[:-1], [first - 1 for first in firsts[1:]]
+    held[:, places] = offsets_on_host(plan) >= 0
+    rows, held, places = (to_device(x, like) for x in (rows, held, places))
+    return rows, held, places, firsts[:-1], [first - 1 for first in firsts[1:]]
 
 
 class TorchKernel:
@@ -82,11 +87,11 @@ class TorchKernel:
     """
 
     def __init__(self, inputs: Inputs, plan: Plan, scale: float, rule: str, dout: Tensor | None) -> None:
-        self.rule, self.key_heads, device = rule, inputs.q.shape[2], inputs.q.device
+        self.rule, self.key_heads = rule, inputs.q.shape[2]
         self.scan = partial(scan, in_groups=inputs.q.is_cuda and rule != "scan")
         self.dtype = accumulation_dtype(inputs.q.dtype)
-        self.rows, self.held, self.places, self.firsts, self.lasts = _chunk_rows(plan, device)
-        begins = document_offsets(plan, device)[:, :, None, None] == 0
+        self.rows, self.held, self.places, self.firsts, self.lasts = _chunk_rows(plan, inputs.q)
+        begins = document_offsets(plan, inputs.q)[:, :, None, None] == 0
         leaves = [self._split(x) for x in inputs._replace(g=inputs.g.masked_fill(begins, float("-inf")))]
         if dout is not None:
             self.dout = self._split(dout)

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Shape, find_group, unpack
+from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
 from torchtitan_cp.attention.layout import contiguous, documents_of
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
 
-KEPT = 64  # plans whose rows are kept on the device
+KEPT = 64  # plans whose segments are kept
+ROWS = DeviceCache(256 << 20)  # of rows that are read or written in linear layers, for the newest steps
 
 
 class Inputs(NamedTuple):
@@ -89,13 +91,17 @@ def own_segments(plan: Plan) -> list[DocumentSegment]:
     return [one for document in document_segments(plan) for one in document if one.rank == plan.rank]
 
 
-@lru_cache(maxsize=KEPT)
-def document_offsets(plan: Plan, device: torch.device) -> Tensor:
+def document_offsets(plan: Plan, like: Tensor) -> Tensor:
+    """`offsets_on_host` on the device of `like`."""
+    return ROWS.get(("offsets", plan), like, lambda: to_device(offsets_on_host(plan), like))
+
+
+def offsets_on_host(plan: Plan) -> Tensor:
     """How far each local token is from its document's first, `[1 or B, S/P]` int64; -1 for padding."""
     offsets = torch.full((len(plan.segments), plan.local_tokens), -1)
     for one in own_segments(plan):
         offsets[one.rows, one.local : one.local + one.tokens] = torch.arange(one.offset, one.offset + one.tokens)
-    return offsets.to(device)
+    return offsets
 
 
 @lru_cache(maxsize=KEPT)

@@ -37,6 +37,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
         add_gradients((dq, *dkv), (dout, q, out, lse), block, call.kernel)
         if add_returned:
             add_returned()
+            add_returned = None  # its messages are freed before the next are made
         if not local:
             add_returned = _return_gradients(dkv, dkv_local, step, call)
     if add_returned:
@@ -91,7 +92,8 @@ def _return_gradients(
     pending = call.ring_group.send_receive(codec.encode(dk, dv), step.source, receive, step.target)
 
     def add_returned() -> None:
-        for gradient, x in zip(dkv_local, codec.decode(pending.wait(), rows, dk, dv), strict=True):
+        like = (gradient.x for gradient in dkv_local)  # not dk and dv, which would be held until then
+        for gradient, x in zip(dkv_local, codec.decode(pending.wait(), rows, *like), strict=True):
             add_rows(gradient.total(), step.send, x)
 
     return add_returned
