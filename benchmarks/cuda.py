@@ -52,11 +52,12 @@ PARTS = (
     Part("linear", 60, "gated delta rules in torch against fp64, then fused kernels where they are installed"),
     Part("options", 150, "four steps of tiny models with each option that a GPU changes, beside fp32"),
     Part("quickstart", 180, "the quickstart in fp32, and in bf16 killed and resumed with equal losses"),
-    Part("offload", 65, "tests of activations that go to host memory"),
+    Part("waits", 40, "steps of tiny models, in which the host waits for the GPU nowhere"),
+    Part("offload", 45, "tests of activations that go to host memory"),
     Part("families", 50, "some models of transformers beside their own attention"),
     Part("shares", 120, "tiles of a ring's plan beside one call of cuDNN, by keys a rank"),
     Part("steps", 170, "steps of the 1B, the planner beside them, and the longest that fits"),
-    Part("flex", 70, "tests of the flex kernel, which Triton compiles"),
+    Part("flex", 50, "tests of the flex kernel, which Triton compiles"),
     Part("packed", 60, "compiled steps of the 1B on packed documents, of which none takes twice the time of most"),
 )
 

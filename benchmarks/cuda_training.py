@@ -1,10 +1,11 @@
-"""The parts of `benchmarks/cuda.sh` that train: tiny models with each option, the quickstart, and packed documents."""
+"""The parts of `benchmarks/cuda.sh` that train: tiny models with each option, the quickstart, packed documents."""
 
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -78,18 +79,23 @@ def train(record: Record, folder: Path, options: Sequence[str], kill_at: int | N
 
 
 def training_command(record: Record, ranks: int, folder: Path, options: Sequence[str]) -> list[str]:
-    """Trains the quickstart, of whose corpus the parts share the tokens; in a rehearsal the pages of docs/."""
+    """Trains the quickstart on some ranks; see `training_arguments`."""
+    config, *options = training_arguments(record, folder, options)
+    return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
+
+
+def training_arguments(record: Record, folder: Path, options: Sequence[str]) -> list[str]:
+    """The quickstart, of whose corpus the parts share the tokens; in a rehearsal the pages of docs/."""
     options = [f"--job.dump_folder={folder}", f"--data.cache_folder={CORPUS_CACHE}", *options]
     options.append("--job.max_restarts=0")
     if record.rehearsal:
         options += ["--data.source=text", "--data.path=docs/*.md", "--data.document=file"]
         options += ["--data.validation_fraction=0.25", "--tokenizer.kind=bytes", "--evaluation.tokens=2048"]
         options += ["--model.overrides.n_layers=1", "--metrics.tensorboard=false"]
-    config = "train_configs/quickstart.toml"
-    return [sys.executable, "-m", "torchtitan_cp.cli.train", config, "--nproc", str(ranks), *options]
+    return ["train_configs/quickstart.toml", *options]
 
 
-# What parts `options` and `packed` override: the run, its model, and one option.
+# What parts `options`, `waits` and `packed` override: the run, its model, and one option.
 SHORT = [
     *("--data.source=text", "--data.path=docs/*.md", "--data.document=file", "--data.max_document=700"),
     *("--data.validation_fraction=0.0", "--tokenizer.kind=bytes", "--checkpoint.enable=false"),
@@ -145,10 +151,9 @@ def options(record: Record) -> None:
             if word in " ".join(key) and not find_spec(package):
                 del chosen[key]
                 record.write(", ".join(key), "not run", f"no package {package}")
-    shorter = [f"--curriculum.stages[0].{x}" for x in ("seq_len=256", "global_batch_tokens=512")] * record.rehearsal
-    commands = {", ".join(key): [*SHORT, *shorter, *MODELS[key[0]], *chosen[key]] for key in chosen}
+    overrides = {", ".join(key): [*SHORT, *_shorter(record), *MODELS[key[0]], *chosen[key]] for key in chosen}
     plain: dict[str, list[float]] = {}
-    for name, why, lines in _at_once(record, commands):
+    for name, why, lines in _at_once(record, overrides):
         losses = [line["loss"] for line in lines]
         want = plain.setdefault(name.partition(",")[0], losses)
         off = [abs(got / exact - 1) for got, exact in zip(losses, want, strict=False)] or [float("inf")]
@@ -157,16 +162,39 @@ def options(record: Record) -> None:
         record.case(name, passed, why, first_off=off[0], largest_off=max(off), **_figures(lines))
 
 
-def _at_once(record: Record, overrides: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str, list[Line]]]:
-    """(name, why a training failed or "", the lines of its metrics.jsonl), in order; several run beside each other."""
+def _shorter(record: Record) -> list[str]:
+    return [f"--curriculum.stages[0].{x}" for x in ("seq_len=256", "global_batch_tokens=512")] * record.rehearsal
+
+
+def waits(record: Record) -> None:
+    """Four steps of each tiny model: the host waits for the GPU nowhere between a step's beginning and its report."""
+    models = [name for name in MODELS if name == "llama" or not record.rehearsal]
+    overrides = {name: [*SHORT, *_shorter(record), *MODELS[name], BF16] for name in models}
+    for name, why, lines in _at_once(record, overrides, host_waits=True):
+        places = Counter(line["place"] for line in lines)
+        found = "; ".join(f"{count} times {place}" for place, count in places.most_common(MOST_SLOW))
+        record.case(name, not (why or found), why or found, waits=len(lines))
+
+
+def _at_once(
+    record: Record, overrides: Mapping[str, Sequence[str]], host_waits: bool = False
+) -> Iterator[tuple[str, str, list[Line]]]:
+    """(name, why a training failed or "", the lines of its metrics.jsonl), in order; several run beside each other.
+
+    Args:
+        host_waits: the lines of host_waits.jsonl in their place; see benchmarks/host_waits.py.
+    """
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 
         def run(name: str) -> tuple[str, str, list[Line]]:
-            command = training_command(record, 1, Path(folder, name), overrides[name])
+            arguments = record, Path(folder, name), overrides[name]
+            command = [sys.executable, "-m", "benchmarks.host_waits", *training_arguments(*arguments)]
+            if not host_waits:
+                command = training_command(record, 1, *arguments[1:])
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             print(name, done.stdout, done.stderr, sep="\n", flush=True)
             why = " ".join(done.stderr.splitlines()[-3:]) if done.returncode else ""
-            return name, why[:500], read(Path(folder, name, "metrics.jsonl"))
+            return name, why[:500], read(Path(folder, name, "host_waits.jsonl" if host_waits else "metrics.jsonl"))
 
         yield from pool.map(run, overrides)
 

@@ -25,10 +25,10 @@ def expert_fields(counts: Tensor, entropy: Tensor, dropped: Tensor, tokens: int)
         tokens: of the step.
     """
     loads = expert_loads(counts)
-    layers = np.flatnonzero(~np.isnan(loads[:, 0])).tolist()
+    layers, entropies = np.flatnonzero(~np.isnan(loads[:, 0])).tolist(), entropy.tolist()
     return {
         "expert_load": {str(layer): float(loads[layer].max()) for layer in layers},
-        "router_entropy": {str(layer): float(entropy[layer]) / tokens for layer in layers},
+        "router_entropy": {str(layer): entropies[layer] / tokens for layer in layers},
         "idle_experts": float((loads[layers] == 0).mean()),
         "dropped_pairs": int(dropped),
     }

@@ -25,9 +25,9 @@ def sum_by_bin(losses: Tensor, counted: Tensor, positions: Tensor, seq_len: int)
     Returns:
         `[2, bins]` fp64, (sum, count), on the device of `losses`.
     """
-    starts = bin_starts(seq_len)
-    edges = torch.tensor(starts[1:], device=positions.device)
-    return sum_by_index(losses, counted, torch.bucketize(positions, edges, right=True), len(starts))
+    # A number n has frexp(n).exponent binary digits. A table of the bins would be a copy that the host waits for.
+    bins = torch.frexp((positions // FIRST_BIN_TOKENS).double()).exponent.long()
+    return sum_by_index(losses, counted, bins, len(bin_starts(seq_len)))
 
 
 def sum_by_index(losses: Tensor, counted: Tensor, index: Tensor, size: int) -> Tensor:
@@ -67,12 +67,13 @@ class LossBreakdown:
             positions: `[S/cp]` int64, in the sequence; document_positions: `[B, S/cp]`, in the document.
             sources: of each row.
         """
-        rows = torch.tensor([self.sources.index(source) for source in sources], device=losses.device)
+        # Filled on the device, as a copy would make the host wait for it.
+        rows = torch.cat([positions.new_full((1, 1), self.sources.index(source)) for source in sources])
         self.sums += torch.cat(
             [
                 sum_by_bin(losses, counted, positions, self.seq_len),
                 sum_by_bin(losses, counted, document_positions, self.seq_len),
-                sum_by_index(losses, counted, rows.unsqueeze(1), len(self.sources)),
+                sum_by_index(losses, counted, rows, len(self.sources)),
             ],
             dim=1,
         )

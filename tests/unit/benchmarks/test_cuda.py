@@ -112,12 +112,12 @@ def test_an_interrupted_run_says_what_did_not_run_and_goes_on_from_there(tmp_pat
     again = command(interpreter(tmp_path, hang=()), tmp_path, "--within", "99")
     subprocess.run(**again, check=False)
     started = [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"]
-    fitting = ["efficient", "cudnn", "linear", "offload", "families", "flex", "packed"]
+    fitting = ["efficient", "cudnn", "linear", "waits", "offload", "families", "flex", "packed"]
     assert started == ["versions", "flash", "flash", *fitting]
     told = subprocess.run(**command(sys.executable, tmp_path, "--summary"), check=False).stdout
     assert "quickstart (no time was left: its limit is 180 s, " in told
     subprocess.run(**command(interpreter(tmp_path), tmp_path, "versions", "steps"), check=False)
-    assert [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"][10:] == ["versions", "steps"]
+    assert [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"][11:] == ["versions", "steps"]
 
 
 def test_two_gpus_run_what_needs_them_first_and_no_gpu_runs_nothing(tmp_path: Path) -> None:

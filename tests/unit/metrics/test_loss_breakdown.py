@@ -1,10 +1,12 @@
 """Losses by position, document and source against loops."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
-from torchtitan_cp.metrics.loss_breakdown import LossBreakdown, bin_starts
+from torchtitan_cp.metrics.loss_breakdown import LossBreakdown, bin_starts, sum_by_bin
 
 
 def bin_of(position: int) -> str:
@@ -39,3 +41,13 @@ def test_each_token_counts_once_in_its_bins_and_its_source() -> None:
     got |= {("source", key): loss for key, loss in means["loss_by_source"].items()}
     assert got == pytest.approx({key: np.mean(losses) for key, losses in want.items()}, rel=1e-6)
     assert breakdown.sums[1, -3:].sum() == sum(len(losses) for (kind, _), losses in want.items() if kind == "source")
+
+
+def test_bins_of_a_million_tokens_and_more_begin_where_they_say() -> None:
+    edges = [1 << power for power in range(40)]
+    positions = torch.tensor([edge + offset for edge in edges for offset in (-1, 0)])
+    ones = torch.ones(1, len(positions))
+    counts = sum_by_bin(ones, ones.bool(), positions, 1 << 40)[1]
+    starts = [*bin_starts(1 << 40), 1 << 40]
+    want = [((positions >= first) & (positions < end)).sum().item() for first, end in pairwise(starts)]
+    assert counts.tolist() == want
