@@ -143,7 +143,7 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     """Seconds of a step of one pipeline rank, by what they go to."""
     config, stage, degrees = planned.config, planned.stage, planned.degrees
     layers = [
-        (count, _layer_seconds(planned, planned.attention(planned.strategy, window), window))
+        (count, _layer_seconds(planned, planned.attention(planned.layer_strategy(window), window), window))
         for window, count in Counter(own.windows).items()
     ]
     if states := own.layers - len(own.windows):

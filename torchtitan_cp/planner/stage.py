@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan_cp.attention import AttentionMask, choose_strategy
-from torchtitan_cp.attention.kernels import Case, able_kernels
+from torchtitan_cp.attention.kernels import Case, choose_for_case
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.curriculum import StagePlan
@@ -138,10 +138,15 @@ class PlannedStage:
 
     @cached_property
     def strategy(self) -> str:
-        """The exchange that `auto` chooses, or the one that is set."""
-        if self.stage.strategy == "auto":
-            return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, AttentionMask().band)
-        return self.stage.strategy
+        """The exchange that is set, or that `auto` chooses for layers without a window."""
+        return self.layer_strategy(0)
+
+    def layer_strategy(self, window: int) -> str:
+        """The exchange that is set, or that `auto` chooses for layers with this window."""
+        if self.stage.strategy != "auto":
+            return self.stage.strategy
+        mask = AttentionMask().windowed(window if window < self.stage.seq_len else 0)
+        return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, mask.band)
 
     def all_to_all_ranks(self, strategy: str) -> int:
         """Ranks that trade heads under a strategy."""
@@ -158,14 +163,18 @@ class PlannedStage:
         return Heads(query // tp, key // tp, dim, self.element_bytes, float8)
 
     def kernel(self, window: int) -> str:
-        """The attention kernel of layers with this window: the one that is set, or that `auto` chooses."""
-        if (name := self.config.context_parallel.kernel) != "auto":
-            return name
-        dense = not window and not any(getattr(self.stage.data, key) for key in CUTTING)
+        """The attention kernel of layers with this window: the one that is set, or that `auto` chooses.
+
+        Raises:
+            PlanError: the one that is set cannot run them.
+        """
+        dense = not 0 < window < self.stage.seq_len and not any(getattr(self.stage.data, key) for key in CUTTING)
         dim, capability = self.args.heads_of(window)[2], self.cluster.accelerator.capability
         dtype = getattr(torch, self.config.training.compute_dtype)
         device = "cuda" if capability else "cpu"
-        return able_kernels(Case(device, dtype, dim, dim, dense=dense, capability=capability))[0]
+        exact = self.config.training.deterministic
+        case = Case(device, dtype, dim, dim, dense=dense, capability=capability, deterministic=exact)
+        return choose_for_case(self.config.context_parallel.kernel, case)
 
     def rates(self, window: int) -> Rates:
         """Speed of the attention kernel in layers with this window."""

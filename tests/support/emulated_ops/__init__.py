@@ -89,7 +89,7 @@ def _counted(name: str, operator: Callable[..., Any], calls: Calls) -> Callable[
 
 def _set_kernels(registered: dict[str, kernels.Kernel]) -> None:
     kernels.KERNELS.update(registered)
-    kernels._choose.cache_clear()
+    kernels.choose_for_case.cache_clear()
 
 
 __all__ = ["EMULATED", "MISREADINGS", "OPERATORS", "Calls", "emulate", "install"]

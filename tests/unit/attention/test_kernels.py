@@ -22,8 +22,7 @@ from torchtitan_cp.attention.kernels import (
     KERNELS,
     Alibi,
     Scores,
-    _choose,
-    able_kernels,
+    choose_for_case,
     choose_kernel,
     efficient,
     flash,
@@ -285,7 +284,7 @@ def test_flex_runs_inside_the_operator_where_autograd_is_off(
     compiled: bool, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], device="cpu"))
-    _choose.cache_clear()
+    choose_for_case.cache_clear()
     mask = AttentionMask(document_lengths=((100, 156),))
 
     def run(kernel: str, compiled: bool) -> list[Tensor]:
@@ -300,7 +299,7 @@ def test_flex_runs_inside_the_operator_where_autograd_is_off(
 
     for got, want in zip(run("flex", compiled), run("reference", False), strict=True):
         assert error(got, want.double()) < 2e-6
-    _choose.cache_clear()
+    choose_for_case.cache_clear()
 
 
 def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +379,7 @@ def test_a_kernel_asked_for_that_cannot_names_those_that_can() -> None:
 def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_level(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _choose.cache_clear()
+    choose_for_case.cache_clear()
     x = torch.zeros(1, 8, 2, 16)
     with caplog.at_level("DEBUG", "torchtitan_cp.attention.kernels"):
         choose_kernel("auto", x, x)
@@ -402,16 +401,17 @@ BFLOAT16 = Case("cuda", torch.bfloat16, 128, 128)
         (BFLOAT16._replace(capability=H100, qk_dim=192), "flash", "flash"),
         (BFLOAT16._replace(capability=H100, dtype=torch.float32), "efficient", "efficient"),
         (BFLOAT16._replace(capability=H100, softcap=True), "flex", "flex"),
+        (BFLOAT16._replace(capability=H100, deterministic=True), "flash", "flash"),
         (BFLOAT16._replace(capability=A100), "flash", "flash"),
         (BFLOAT16._replace(capability=RTX), "flash", "flash"),
         (BFLOAT16, "flash", "flash"),
     ],
 )
 def test_auto_goes_by_capability_and_by_the_tiles(case: Case, chosen: str, of_windows: str) -> None:
-    assert able_kernels(case)[0] == chosen
-    assert able_kernels(case._replace(dense=False))[0] == of_windows
+    assert choose_for_case("auto", case) == chosen
+    assert choose_for_case("auto", case._replace(dense=False)) == of_windows
     if case.dtype != torch.float32 and not case.softcap:
-        assert _choose("flash", case) is KERNELS["flash"], "a kernel by name is honoured"
+        assert choose_for_case("flash", case) == "flash", "a kernel by name is honoured"
 
 
 @pytest.mark.parametrize(
@@ -433,10 +433,10 @@ def test_a_mask_says_whether_its_tiles_are_full_or_causal(mask: AttentionMask, d
 
 
 def test_the_log_says_which_kernel_runs_on_a_gpu_and_for_what(caplog: pytest.LogCaptureFixture) -> None:
-    _choose.cache_clear()
+    choose_for_case.cache_clear()
     with caplog.at_level("INFO", "torchtitan_cp.attention.kernels"):
         for dense in (True, False):
-            _choose("auto", BFLOAT16._replace(capability=H100, dense=dense))
+            choose_for_case("auto", BFLOAT16._replace(capability=H100, dense=dense))
     assert [record.message for record in caplog.records] == [
         "attention kernel cudnn for bfloat16 on cuda 9.0, the first that can for full and causal tiles",
         "attention kernel flash for bfloat16 on cuda 9.0, the first that can for windows or packed documents",

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +41,9 @@ class Counting:
         return PackedSequence(tokens, tokens + 1, positions, lengths, spans)
 
 
-def model_args_of(dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag") -> BatchLayout:
+def batch_layout_of(
+    dp_rank: int = 0, dp: int = 1, cp_rank: int = 0, cp: int = 1, layout: str = "zigzag"
+) -> BatchLayout:
     planner = partial(make_plan, ranks=cp, rank=cp_rank, layout=layout)
     return BatchLayout(SEQ_LEN, 3, 2, dp=dp, dp_rank=dp_rank, make_plan=planner, windows=(0, 8))
 
@@ -53,7 +56,7 @@ def tokens_of(step: tuple[MicroBatch, ...]) -> list[int]:
     ("dp", "cp", "layout"), [(1, 1, "zigzag"), (2, 1, "zigzag"), (2, 4, "zigzag"), (1, 2, "balanced")]
 )
 def test_the_ranks_of_a_step_hold_each_of_its_tokens_once(dp: int, cp: int, layout: str) -> None:
-    shapes = [model_args_of(dp_rank, dp, cp_rank, cp, layout) for dp_rank in range(dp) for cp_rank in range(cp)]
+    shapes = [batch_layout_of(dp_rank, dp, cp_rank, cp, layout) for dp_rank in range(dp) for cp_rank in range(cp)]
     held = [token for shape in shapes for token in tokens_of(read_step(Counting(), shape, 7))]
     assert sorted(held) == list(range(7 * shapes[0].tokens, 8 * shapes[0].tokens))
 
@@ -62,14 +65,14 @@ def test_the_thread_that_pins_a_batch_prepares_its_plans(monkeypatch: pytest.Mon
     prepared: list[Plan] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(loader, "prepare_plan", prepared.append)
-    batch = read_step(Counting(), model_args_of(), 0)[0]
+    batch = read_step(Counting(), batch_layout_of(), 0)[0]
     batch.pin_memory()
     assert prepared == [batch.plans[0], batch.plans[8]]
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_micro_batches_of_all_ranks_carry_like_work(dp: int) -> None:
-    steps = [read_step(Counting(), model_args_of(rank, dp), 0) for rank in range(dp)]
+    steps = [read_step(Counting(), batch_layout_of(rank, dp), 0) for rank in range(dp)]
     assert sorted(number for step in steps for batch in step for number in batch.numbers) == list(range(6 * dp))
     for index in range(3):
         parities = [sorted(number % 2 for number in step[index].numbers) for step in steps]
@@ -78,7 +81,7 @@ def test_micro_batches_of_all_ranks_carry_like_work(dp: int) -> None:
 
 def test_labels_positions_and_plans_are_those_of_the_rows() -> None:
     for cp_rank in range(2):
-        for batch in read_step(Counting(), model_args_of(cp_rank=cp_rank, cp=2), 1):
+        for batch in read_step(Counting(), batch_layout_of(cp_rank=cp_rank, cp=2), 1):
             assert torch.equal(batch.labels, batch.tokens + 1), "the label of a chunk's last token is in the next chunk"
             assert batch.plans.keys() == {0, 8}
             assert batch.plans[8].layout == batch.plan.layout
@@ -96,7 +99,7 @@ def test_labels_positions_and_plans_are_those_of_the_rows() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_ahead_gives_the_steps_in_order_and_goes_on_from_any(workers: int) -> None:
-    shape = model_args_of(1, 2)
+    shape = batch_layout_of(1, 2)
     options = {"workers": workers, "read_ahead": 2, "pin": False}
     run = [tokens_of(step) for step in read_steps(Counting(), 0, 5, shape, **options)]  # type: ignore[arg-type]
     assert run == [tokens_of(read_step(Counting(), shape, index)) for index in range(5)]
@@ -107,14 +110,14 @@ def test_reading_ahead_gives_the_steps_in_order_and_goes_on_from_any(workers: in
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_reader_reaches_the_one_who_waits(workers: int) -> None:
-    shape = model_args_of()
+    shape = batch_layout_of()
     steps = read_steps(Counting(broken_at=6), 0, 3, shape, workers=workers, read_ahead=2, pin=False)
     with pytest.raises(OSError, match="the disk is gone"):
         list(steps)
 
 
 def test_every_token_knows_its_place_in_its_document() -> None:
-    step = read_step(Counting(), model_args_of(cp_rank=1, cp=2, layout="zigzag"), 0)
+    step = read_step(Counting(), batch_layout_of(cp_rank=1, cp=2, layout="zigzag"), 0)
     for batch in step:
         assert batch.sources == ("numbers",) * len(batch.tokens)
         for row, number in enumerate(batch.numbers):
@@ -123,7 +126,7 @@ def test_every_token_knows_its_place_in_its_document() -> None:
 
 
 def test_all_tensors_of_a_batch_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = read_step(Counting(), model_args_of(), 0)[0]
+    batch = read_step(Counting(), batch_layout_of(), 0)[0]
     pinned = list[int]()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: (pinned.append(id(x)), x)[1])
     batch.pin_memory()
@@ -144,13 +147,13 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_wait(monkeypatch: pytest.
     # Else torch looks after its workers every five seconds.
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
     with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
-        list(read_steps(Killed(), 0, 3, model_args_of(), workers=1, read_ahead=2, pin=False))
+        list(read_steps(Killed(), 0, 3, batch_layout_of(), workers=1, read_ahead=2, pin=False))
 
 
 SIGNALLED = """
 import os, signal
 from pathlib import Path
-from tests.unit.data.test_loader import Counting, model_args_of, tokens_of
+from tests.unit.data.test_loader import Counting, batch_layout_of, tokens_of
 from torchtitan_cp.data.batches.loader import read_step, read_steps
 
 def descendants(pid):
@@ -160,7 +163,7 @@ def descendants(pid):
             yield from descendants(child)
 
 if __name__ == "__main__":
-    layout = model_args_of()
+    layout = batch_layout_of()
     steps = read_steps(Counting(), 0, 12, layout, workers=2, read_ahead=2, pin=False)
     read = [next(steps)]
     started = [*descendants(os.getpid())]
@@ -201,3 +204,10 @@ def test_workers_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=60, check=False, stdout=subprocess.PIPE)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout
+
+
+def test_layers_whose_window_hides_nothing_have_the_plan_of_those_without_one() -> None:
+    plans = replace(batch_layout_of(), windows=(0, 8, SEQ_LEN - 1, SEQ_LEN, 2 * SEQ_LEN)).plans()
+    assert plans[SEQ_LEN] is plans[2 * SEQ_LEN] is plans[0]
+    assert plans[8].mask.window == (7, -1)
+    assert plans[SEQ_LEN - 1].mask.window == (SEQ_LEN - 2, -1)

@@ -49,6 +49,7 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.Captu
             ["--model.architecture=moe", "--model.flavor=qwen3-30B-A3B", "--compile.enable=true", "--nodes", "16"],
             "compile.enable is not supported by",
         ),
+        (["--context_parallel.kernel=cpu"], "attention kernel 'cpu' cannot run this: it runs on cpu, not cuda"),
     ],
 )
 def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
@@ -95,6 +96,7 @@ def test_activation_modes_trade_memory_for_time_in_their_order() -> None:
     [
         ("h100-80g", (), "cudnn", (0.59, 0.54)),
         ("h100-80g", ("--data.document_mask=true",), "flash", (0.34, 0.32)),
+        ("h100-80g", ("--training.deterministic=true",), "flash", (0.34, 0.32)),
         ("h100-80g", ("--context_parallel.kernel=flash",), "flash", (0.34, 0.32)),
         ("h100-80g", ("--training.compute_dtype=float32",), "efficient", (0.34, 0.32)),
         ("a100-80g", (), "flash", (0.62, 0.52)),
@@ -111,8 +113,16 @@ def test_attention_has_the_rate_of_the_kernel_that_auto_chooses(
     rates = planned.rates(0)
     assert (rates.forward, rates.backward) == tuple(planned.cluster.rate(dtype, share) for share in shares)
     if kernel == "cudnn":
-        assert planned.kernel(4096) == "flash"
-        assert planned.rates(4096).forward < rates.forward
+        assert planned.kernel(1024) == "flash"
+        assert planned.rates(1024).forward < rates.forward
+        assert planned.kernel(planned.stage.seq_len) == "cudnn"  # a window that hides nothing
+
+
+def test_auto_plans_a_ring_for_layers_with_a_window_beside_heads_that_are_traded() -> None:
+    traded = ("--model.overrides.n_kv_heads=32", "--curriculum.stages[2].cp=8", "--curriculum.stages[2].strategy=auto")
+    planned = estimates(LONG, *traded)[2]
+    assert planned.strategy == planned.layer_strategy(planned.stage.seq_len) == "all_to_all"
+    assert planned.layer_strategy(1024) == "ring"
 
 
 def test_the_report_names_the_kernels_and_their_rates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,20 +58,17 @@ def choose_kernel(name: str, q: Tensor, v: Tensor, **options: bool) -> Kernel:
     # ROCm numbers capabilities in its own way.
     known = q.is_cuda and torch.cuda.is_available() and not torch.version.hip
     capability = torch.cuda.get_device_capability(q.device) if known else None
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     case = Case(q.device.type, q.dtype, q.shape[-1], v.shape[-1], capability=capability, **options)
-    return _choose(name, case)
-
-
-def able_kernels(case: Case) -> list[str]:
-    """Names of the kernels that can run a case, in the order in which `auto` tries them."""
-    first = FIRST.get(case.capability[0]) if case.capability and case.dense else None
-    able = [name for name, kernel in KERNELS.items() if kernel.refusal(case) is None]
-    return sorted(able, key=lambda name: name != first)
+    return KERNELS[choose_for_case(name, case)]
 
 
 @lru_cache(maxsize=256)
-def _choose(name: str, case: Case) -> Kernel:
-    reasons, able = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}, able_kernels(case)
+def choose_for_case(name: str, case: Case) -> str:
+    """As `choose_kernel`, from what decides it: the name of the kernel."""
+    reasons = {other: kernel.refusal(case) for other, kernel in KERNELS.items()}
+    first = FIRST.get(case.capability[0]) if case.capability and case.dense else None
+    able = sorted((other for other, why in reasons.items() if not why), key=lambda other: other != first)
     if name == "auto" and able:
         where = case.device
         if case.capability:
@@ -79,13 +76,13 @@ def _choose(name: str, case: Case) -> Kernel:
             where += " {}.{}, the first that can for {}".format(*case.capability, tiles)
         logger.info("attention kernel %s for %s on %s", able[0], str(case.dtype).removeprefix("torch."), where)
         logger.debug("other kernels: %s", "; ".join(f"{other}: {why}" for other, why in reasons.items() if why))
-        return KERNELS[able[0]]
+        return able[0]
     if name in able:
-        return KERNELS[name]
+        return name
     raise PlanError(
         f"attention kernel {name!r} cannot run this: {reasons.get(name, 'no kernel can')}",
         fix=f"use {' or '.join(able)}" if able else "take one of the options away",
     )
 
 
-__all__ = ["KERNELS", "Alibi", "Case", "Kernel", "Scores", "able_kernels", "check_kernel", "choose_kernel"]
+__all__ = ["KERNELS", "Alibi", "Case", "Kernel", "Scores", "check_kernel", "choose_for_case", "choose_kernel"]

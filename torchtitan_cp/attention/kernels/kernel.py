@@ -26,6 +26,7 @@ class Case(NamedTuple):
         softcap: whether scores are capped; alibi: whether they have linear biases.
         dense: whether all tiles are full or causal, of a few lengths: no window and no packed documents.
         capability: (major, minor) compute capability of a CUDA device; None: unknown, or another device.
+        deterministic: whether the backward must give the same bits in every run.
     """
 
     device: str
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     alibi: bool = False
     dense: bool = True
     capability: tuple[int, int] | None = None
+    deterministic: bool = False
 
 
 class Alibi(NamedTuple):
@@ -111,11 +113,10 @@ class Kernel:
 
     def refusal(self, case: Case) -> str | None:
         """Why it cannot run a case, or None."""
-        must_repeat = torch.are_deterministic_algorithms_enabled()
         dims = [max(case.qk_dim, case.v_dim)] if self.pads_dims else [case.qk_dim, case.v_dim]
         taken = f"from {self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
         refusals = {
-            "its backward is not deterministic": must_repeat and not self.deterministic,
+            "its backward is not deterministic": case.deterministic and not self.deterministic,
             "it has no logit soft-cap": case.softcap and not self.any_scores,
             "it has no ALiBi": case.alibi and not self.any_scores,
             "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,

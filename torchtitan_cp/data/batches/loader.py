@@ -74,9 +74,11 @@ class BatchLayout:
         """The plan of each window, and of none (0), all on one layout."""
         mask = mask or AttentionMask()
         plan = self.make_plan(self.seq_len, mask=mask)
-        plans = {0: plan}
-        for window in set(self.windows) - {0}:
-            plans[window] = self.make_plan(self.seq_len, mask=mask.windowed(window), like=plan)
+        # A window as long as the sequence hides nothing, and kernels without windows are faster.
+        plans = dict.fromkeys({0, *self.windows}, plan)
+        for window in plans:
+            if 0 < window < self.seq_len:
+                plans[window] = self.make_plan(self.seq_len, mask=mask.windowed(window), like=plan)
         return plans
 
 
