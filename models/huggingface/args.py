@@ -128,6 +128,11 @@ class HuggingFaceArgs:
             return self.config
         return self.config | {"vocab_size": self.vocab_size, "pad_token_id": None}
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, which a table of learned positions limits; 0: any number."""
+        return int(transformers_config(self).max_position_embeddings) if self.look.learned_positions else 0
+
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""
         own = self.config.get("rope_parameters") or {}

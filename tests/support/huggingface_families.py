@@ -466,7 +466,7 @@ def _row(name: str, look: Look) -> str:
         "of some layers" if "" in rotaries else "",
         "of a part of each head" if min(dims, default=1) < 1 and not latent else "",
     ]
-    if rotaries == {""}:
+    if look.learned_positions:
         rotary = ["none, learned positions"]
     attention = {
         "sinks": any(layer.sinks for layer in layers),

@@ -57,6 +57,13 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
                 "layers of this model hand their keys on to later ones",
                 fix="leave one of them out",
             )
+        if 0 < args.longest < stage.seq_len:
+            raise ConfigError(
+                f"curriculum.stages[{stage.index}].seq_len = {stage.seq_len} is longer than this model's table of "
+                f"{args.longest} learned positions",
+                fix="take a model with a rotary embedding, or start from fresh weights with "
+                f"model.overrides = {{max_position_embeddings = {stage.seq_len}}}",
+            )
         if problem := stage.rope and args.rope_problem(stage.rope.kind):
             where = f"curriculum.stages[{stage.index}].rope"
             raise ConfigError(f"{where}: {problem}", fix="leave it out; the model keeps its own")

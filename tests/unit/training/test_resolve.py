@@ -1,10 +1,12 @@
 """The one place that decides whether a run may be: config and ranks in, a resolved run or an error out."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from models import ARCHITECTURES
+from tests.support.huggingface_families import FAMILIES
 from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.cli.check import main as check_config
@@ -68,6 +70,25 @@ def test_conversations_may_be_as_long_as_the_longest_stage_and_are_packed_whole(
     alone = ("--data.source=python-stdlib", "--data.path=", "--data.validation_fraction=0.02")
     [chat, text] = resolve(path, 1, *alone, sources).config.data.sources
     assert (chat.max_document, text.max_document) == (run.longest, 0)
+
+
+def test_a_stage_longer_than_a_table_of_positions_is_refused_and_a_longer_table_is_the_way_out(tmp_path: Path) -> None:
+    config, path = tmp_path / "config.json", write_run(tmp_path)
+    config.write_text(json.dumps(FAMILIES["GPT-2"] | {"max_position_embeddings": 100}))
+    longer = "--curriculum.stages=[{seq_len = 128, steps = 1, global_batch_tokens = 128}]"
+    model = [
+        longer,
+        "--model.architecture=huggingface",
+        "--model.flavor=",
+        f"--model.config={config}",
+        "--model.overrides={}",
+    ]
+    wanted = r"stages\[0\]\.seq_len = 128 is longer than this model's table of 100 learned positions"
+    with pytest.raises(ConfigError, match=wanted) as refused:
+        resolve(path, 1, *model)
+    fix = "model.overrides = {max_position_embeddings = 128}"
+    assert fix in refused.value.fix
+    assert resolve(path, 1, *model[:4], f"--{fix.replace(' = ', '=', 1)}").model_args.longest == 128
 
 
 @pytest.mark.parametrize("architecture", ["llama", "moe", "qwen3_5"])
