@@ -21,6 +21,8 @@ for argument in "$@"; do
 done
 # Ranks share the cores: one thread each.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Two threads that wait for each other sleep: at work beside other processes, they would spin in place of these.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 # torch.compile would start two more Pythons in each process, to see whether they load the vector code it builds.
 export TORCHINDUCTOR_VEC_ISA_OK="${TORCHINDUCTOR_VEC_ISA_OK:-1}"
 # And one more that would compile for a GPU beside it.

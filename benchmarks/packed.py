@@ -104,9 +104,10 @@ def measure(
     A link of so many GB/s delays the messages that a rank receives; 0 leaves them as fast as they are.
     """
     torch.set_num_threads(RANKS)
-    single = one_process(IDEAL_LENGTH, kv_heads, torch.float32)
+    ideal_length = min(IDEAL_LENGTH, seq_len)
+    single = one_process(ideal_length, kv_heads, torch.float32)
     single()
-    ideal_pairs = IDEAL_LENGTH * (IDEAL_LENGTH + 1) // 2
+    ideal_pairs = ideal_length * (ideal_length + 1) // 2
     for count in ranks:
         with start_ranks(count) as running:
             cases = itertools.product(PACKINGS.items(), strategies, gigabytes_per_second)

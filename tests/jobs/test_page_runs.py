@@ -93,13 +93,15 @@ FRESH = (QUICKSTART, "python -m benchmarks start_up")
 TRACED = "./run_train.sh '--profiling.steps=[20]' '--profiling.ranks=[0,1]'"
 # Of each option of a benchmark that asks for long work, what is asked instead.
 SMALL = {
-    "--lengths": "1024",
+    "--lengths": "256",
     "--seq-len": "2048",
     "--rounds": "2",
     "--ranks": "2",
     "--steps": "2",
     "--gigabytes-per-second": "1",
 }
+# Of a benchmark, what is asked beside.
+SHORT = {"packed": ("--seq-len", "2048")}
 # All benchmarks take minutes though each is quick: here are those that no other command of the pages runs.
 REST = ("optimizer", "training_speed")
 # They differ from another command here in the values of keys alone, so a check is all that is asked of them.
@@ -142,6 +144,7 @@ def cut_of(command: str) -> tuple[str, ...]:
             *alone,
             "--quick",
             *(word for option, few in SMALL.items() if option in command for word in (option, few)),
+            *(word for name, words in SHORT.items() if f"benchmarks {name} " in f"{command} " for word in words),
         )
     if "doctor" in command:
         return ()
