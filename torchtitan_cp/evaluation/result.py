@@ -23,9 +23,9 @@ class Retrieval(NamedTuple):
     depths: tuple[float, ...]
 
     def at(self, seq_len: int) -> float | None:
-        """Mean over depths at the longest length up to `seq_len` that was tried; None if none was."""
-        means = [mean for length, mean in self.by_length().items() if length <= seq_len]
-        return means[-1] if means else None
+        """Mean over depths at the longest length up to `seq_len`; None if that was not tried."""
+        lengths = [length for length in self.lengths if length <= seq_len]
+        return self.by_length().get(lengths[-1]) if lengths else None
 
     def by_length(self) -> dict[int, float]:
         """Mean over depths, of each length that was tried."""
@@ -84,7 +84,7 @@ class EvaluationResult:
             **{f"loss_by_turn/{turn.replace(' ', '_')}": loss for turn, loss in self._by_turn.items()},
             **{f"{name}_accuracy": found.at(seq_len) for name, found in self.retrieval.items()},
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
     @property
     def _by_turn(self) -> dict[str, float]:
@@ -98,7 +98,8 @@ class EvaluationResult:
             f"(a unigram model: {self.unigram:.4f})"
         )
         if len(self.by_source) > 1:
-            yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.by_source.items())
+            known = {name: loss for name, loss in self.by_source.items() if not math.isnan(loss)}
+            yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in known.items())
         bins = zip(self.position_starts, self.position_losses, strict=True)
         yield "by position: " + ", ".join(f"{start:,} on {loss:.3f}" for start, loss in bins if not math.isnan(loss))
         if self._by_turn:

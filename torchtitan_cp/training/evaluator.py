@@ -109,7 +109,7 @@ class Evaluator:
             None if nothing is held out, there is no time, or a stop was requested.
         """
         self.left_out = {}
-        if not (at_end or stage.until or self._affords(self.settings.tokens)):
+        if not (at_end or stage.until or self._affords(max(self.settings.tokens, stage.seq_len))):
             logger.info("evaluation skipped: it would exceed evaluation.max_share = %g", self.budget.max_share)
             return None
         layout = resized(batch_layout, stage.seq_len)
@@ -121,7 +121,7 @@ class Evaluator:
             retrieval = self.measure_retrieval(stage, layout)
             gain, by_position = self._context_gain(held_out, layout, stage), held_out
             length = self.settings.position_seq_len or stage.seq_len
-            if length != stage.seq_len and self._is_due(f"loss by position to {length:,}"):
+            if length != stage.seq_len and self._is_due(f"loss by position to {length:,}", tokens=length):
                 by_position = self.held_out_losses(resized(layout, length), stage) or held_out
         except _Stopped:
             logger.info("evaluation stopped: the run is stopping%s", "; the next start makes it" * at_end)
@@ -146,13 +146,9 @@ class Evaluator:
         """Whether there is time for so many tokens: rank 0's clock decides. Collective."""
         return any_rank(dist.get_rank() == 0 and self.budget.affords(tokens), device=self.model.device)[0]
 
-    def _is_due(self, what: str, for_gate: bool = False, tokens: int = 0) -> bool:
-        """Whether the gate asks for it or there is time; if not, it is noted as left out. Collective.
-
-        Args:
-            tokens: that it takes; 0: as many as a validation.
-        """
-        due = for_gate or self._affords(tokens or self.settings.tokens)
+    def _is_due(self, what: str, for_gate: bool = False, *, tokens: int) -> bool:
+        """Whether the gate asks for it or there is time for so many tokens; if not, it is left out. Collective."""
+        due = for_gate or self._affords(tokens)
         if not due:
             self.left_out[f"{what} (evaluation.max_share)"] = None
         return due
@@ -173,12 +169,19 @@ class Evaluator:
         samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
             return None
-        sources = list(samples.packed)
+        sources, layout = list(samples.packed), _fitted(batch_layout, count)
+        for name, epochs in samples.epochs_after(1).items():
+            if not samples.packed[name].samples:
+                few = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {seq_len:,} tokens"
+                self.left_out[f"the loss of {name}: {few}"] = None
+            elif epochs > 1:
+                again = f"what it holds out is read {epochs:.1f} times"
+                self.left_out[f"the loss of {name} on text read once: {again}"] = None
         sums = torch.zeros(len(sources) + 1, 2, len(starts), dtype=torch.float64, device=device)
         by_turn, vocab_size = sums.new_zeros(2, TURNS), self.data_pipeline.corpus.tokenizer.vocab_size
         label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
-            for batch in self._batches(samples.sequence, count, batch_layout):
+            for batch in self._batches(samples.sequence, count, layout):
                 result = self.model.measure(batch, self.model.token_loss)
                 if result is None or not self.model.meshes.owns_loss:
                     continue
@@ -208,12 +211,13 @@ class Evaluator:
         """By which fraction the loss at the first stage's length rose; None if it is not measured."""
         for_gate, ranks, first = "short_loss_rise" in stage.until, stage.cp * stage.tp, self.first_stage
         what = "the loss at the first stage's length"
-        if not (stage.index and before and (at_end or for_gate)):
+        # A stage with a gate may end with any evaluation.
+        if not (stage.index and before and (at_end or stage.until)):
             return None
         if first.seq_len % length_unit(stage.cp, stage.tp):
             self.left_out[f"{what}, which cp x tp = {ranks} ranks cannot share"] = None
             return None
-        if not self._is_due(what, for_gate):
+        if not self._is_due(what, for_gate, tokens=max(self.settings.tokens, first.seq_len)):
             return None
         found = self.held_out_losses(resized(batch_layout, first.seq_len), first)
         return found.loss / before - 1 if found else None
@@ -221,7 +225,8 @@ class Evaluator:
     def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: StagePlan) -> float | None:
         """How much lower the loss is with all of the context than within blocks; None if it is not measured."""
         block = self.settings.context_gain_tokens
-        if not block or batch_layout.seq_len < 2 * block or not self._is_due("context gain"):
+        tokens = max(self.settings.tokens, batch_layout.seq_len)
+        if not block or batch_layout.seq_len < 2 * block or not self._is_due("context gain", tokens=tokens):
             return None
         cut = self.held_out_losses(batch_layout, stage, block)
         return _mean(cut.late) - _mean(held_out.late) if cut else None
@@ -305,13 +310,12 @@ class Evaluator:
         if not all(write(number) for number in range(count if length < LONG_PROMPT_TOKENS else 1)):
             self.left_out[f"{variant} at {length:,} tokens, too short for its question"] = None
             return []
-        rows = min(batch_layout.micro_batch_sequences, -(-count // batch_layout.dp))
-        batch_layout = replace(batch_layout, micro_batch_sequences=rows)
+        batch_layout = _fitted(batch_layout, count)
         mistakes = torch.zeros(count, dtype=torch.int64, device=self.model.device)
         tried = 0
         with evaluating(self.model.parts):
             for batch in self._batches(read, count, batch_layout):
-                if not self._is_due(f"{variant} at {length:,} tokens", for_gate, batch_layout.tokens):
+                if not self._is_due(f"{variant} at {length:,} tokens", for_gate, tokens=batch_layout.tokens):
                     break
                 tried = min(count, tried + batch_layout.sequences)
                 with self.budget.spending(batch_layout.tokens):
@@ -332,3 +336,9 @@ def resized(batch_layout: BatchLayout, seq_len: int) -> BatchLayout:
     tokens = batch_layout.seq_len * batch_layout.micro_batch_sequences
     sequences = max(1, max(tokens, min(4 * tokens, FORWARD_TOKENS)) // seq_len)
     return replace(batch_layout, seq_len=seq_len, micro_batches=1, micro_batch_sequences=sequences)
+
+
+def _fitted(batch_layout: BatchLayout, count: int) -> BatchLayout:
+    """The layout with no more sequences at once than `count` of them give a rank."""
+    rows = min(batch_layout.micro_batch_sequences, -(-count // batch_layout.dp))
+    return replace(batch_layout, micro_batch_sequences=rows)

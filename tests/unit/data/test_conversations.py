@@ -203,6 +203,13 @@ def test_rows_of_every_kind_of_source_with_tools_give_the_same_tokens(tmp_path: 
     )
 
 
+def test_a_null_prompt_of_parquet_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(pa.table({"q": ["a", None], "a": ["b", "c"]}), tmp_path / "rows" / "a.parquet")
+    data = data_of(tmp_path, source="parquet", prompt_field="q", completion_field="a")
+    assert read(data) == ["<user>a<assistant>[b$]"]
+
+
 def test_a_parquet_file_without_the_column_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "rows").mkdir()
     parquet.write_table(pa.table({"q": ["a"]}), tmp_path / "rows" / "a.parquet")
@@ -243,6 +250,11 @@ def test_a_conversation_that_is_too_long_is_cut_as_told_and_counted(
     assert marked_text(prepared.train) == [short, *kept, short]
     assert prepared.statistics.skipped_records == counts
     assert all(f"1 x {kind}" in prepared.statistics.skipped() for kind, count in counts.items() if count == 1)
+
+
+def test_rows_and_parts_with_nothing_to_learn_are_counted_together(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [row("a"), row("", ""), LONG], max_document=20, too_long="truncate_right")
+    assert only(prepare(data, BYTES)).statistics.skipped_records == {LONGER: 1, NOTHING: 2}
 
 
 masks = st.lists(st.booleans(), min_size=1, max_size=60).map(lambda bits: np.array(bits, dtype=bool))

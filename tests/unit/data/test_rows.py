@@ -64,6 +64,7 @@ def test_rows_of_parquet_that_are_no_text_are_counted_and_named(
     write_parquet(tmp_path / "c.parquet", {"content": ["elsewhere"]})
     write_parquet(tmp_path / "d.parquet", {"text": [1]})
     write_files(tmp_path, {"e.parquet": b"PAR1 but no more", "f.parquet": b""})
+    write_parquet(tmp_path / "g.parquet", {"text": [{"of": "a struct"}]})
     skipped_records = SkippedRecords()
     assert texts(rows_data("parquet", tmp_path), skipped_records) == ["good", "o"]
     assert [line.split(" (")[0] for line in warnings(caplog)] == [
@@ -73,6 +74,7 @@ def test_rows_of_parquet_that_are_no_text_are_counted_and_named(
         f"{tmp_path}/d.parquet:1: field 'text' that is not a string; skipped",
         f"{tmp_path}/e.parquet:1",
         f"{tmp_path}/f.parquet:1",
+        f"{tmp_path}/g.parquet:1: field 'text' that is not a string; skipped",
     ]
     assert skipped_records.counts["no Parquet file"] == 2
 

@@ -238,8 +238,20 @@ def test_a_sentencepiece_model_without_an_end_token_is_refused(tmp_path: Path) -
 def test_a_tokenizer_json_without_an_end_token_is_refused(tmp_path: Path) -> None:
     byte_level(["<pad>"]).save(str(tmp_path / "t.json"))
     message = refuse(kind="huggingface", path=str(tmp_path / "t.json"))
-    assert "none of </s>, <|endoftext|>, <|end_of_text|>, <|im_end|>, <|eot_id|>" in message
+    assert "none of </s>, <eos>, <|endoftext|>, <|end_of_text|>, " in message
     assert "fix: add one of them" in message
+
+
+@pytest.mark.parametrize("end", ["<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"])
+def test_the_text_of_an_html_tag_is_not_taken_for_the_end_token(tmp_path: Path, end: str) -> None:
+    """As in Gemma's vocabulary: `</s>` is a token, and no special one."""
+    made = byte_level([end])
+    made.add_tokens(["</s>"])
+    made.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "t.json")))
+    assert (tokenizer.eos_token, tokenizer.eos_id) == (end, made.token_to_id(end))
+    [ids] = tokenizer.encode_batch(["a</s>b" + end])
+    assert tokenizer.eos_id not in ids
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it(

@@ -28,12 +28,12 @@ def test_a_model_is_evaluated_without_gradients_and_dropout_and_trains_again_aft
     assert torch.is_grad_enabled()
 
 
-def test_accuracy_at_a_length_is_of_the_longest_that_was_tried_up_to_it() -> None:
+def test_accuracy_at_a_length_is_of_the_longest_up_to_it_and_unknown_if_that_was_not_tried() -> None:
     nothing = math.nan
     found = Retrieval(np.array([[1.0, 0.5, nothing], [0.5, nothing, nothing]]), (64, 128, 256), (0.0, 1.0))
     assert found.at(64) == found.at(127) == 0.75
-    assert found.at(128) == found.at(1000) == 0.5
-    assert found.at(63) is None
+    assert found.at(128) == found.at(255) == 0.5
+    assert found.at(256) is found.at(1000) is found.at(63) is None
 
 
 def test_a_budget_says_no_where_the_next_tokens_would_go_beyond_its_share() -> None:

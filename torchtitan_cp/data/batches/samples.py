@@ -129,7 +129,8 @@ class PackedStream:
     def cursor_after(self, count: int) -> int:
         """Where in the stream the next stage begins, after the first `count` sequences of this one.
 
-        A window that was begun counts as read: without `samples`, up to W - 1 of its sequences may be left out.
+        A window that was begun counts as read. So where a stage ends before its last planned step, as a gate may have
+        it, up to W - 1 of its sequences are left out.
         """
         sequences = -(-count // self.window_sequences) * self.window_sequences
         if self.samples is not None:

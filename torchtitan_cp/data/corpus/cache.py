@@ -29,7 +29,7 @@ from torchtitan_cp.data.corpus.documents import Corpus
 from torchtitan_cp.data.corpus.records import SkippedRecords
 from torchtitan_cp.data.corpus.statistics import SourceStatistics
 from torchtitan_cp.data.corpus.store import MANIFEST_FILE, TokenStore, find_damage, read_json, write_json
-from torchtitan_cp.data.corpus.tokenization import STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
+from torchtitan_cp.data.corpus.tokenization import SPLITS, STATISTICS_FILE, UNIGRAM_FILE, Tokenization, read_journal
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
@@ -110,11 +110,15 @@ def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
         f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
         f"{held_out.tokens} held out, in {folder}" + f"; skipped: {skipped}" * bool(skipped)
     )
+    stores = [TokenStore(folder, split, manifest["vocab_size"], separator) for split in SPLITS]
+    unigram_counts = np.load(folder / UNIGRAM_FILE)
+    if separator >= 0:
+        unigram_counts[separator] += np.count_nonzero(stores[0].document_lengths)
     return PreparedSource(
-        train=TokenStore(folder, "train", manifest["vocab_size"], separator),
-        validation=TokenStore(folder, "validation", manifest["vocab_size"], separator),
+        stores[0],
+        stores[1],
         statistics=statistics,
-        unigram_counts=np.load(folder / UNIGRAM_FILE),
+        unigram_counts=unigram_counts,
         fingerprint=manifest["content_fingerprint"],
     )
 

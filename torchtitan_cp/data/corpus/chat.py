@@ -12,7 +12,7 @@ from torchtitan_cp.config.sections import SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.records import BadRecordError, parse_json
 from torchtitan_cp.data.corpus.store import read_json
-from torchtitan_cp.data.corpus.tokenizer import END_NAMES, load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import END_NAME, load_tokenizer
 from torchtitan_cp.data.errors import DataError
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -110,7 +110,7 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     row = row if source.source == "jsonl" else without_none(row)
     messages: Any = row.get(source.messages_field or "messages")
     if source.prompt_field:
-        pair = (row[source.prompt_field], "user"), (row.get(source.completion_field), "assistant")
+        pair = (row.get(source.prompt_field), "user"), (row.get(source.completion_field), "assistant")
         turns = [value if isinstance(value, list) else [{"role": role, "content": value}] for value, role in pair]
         messages = turns[0] + turns[1]
     check_messages(messages)
@@ -209,5 +209,5 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in known}
     tokens = {name: content for name, content in contents.items() if "_token" in name}
     if not tokens.get("eos_token"):
-        tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAMES[0]
+        tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
     return ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})

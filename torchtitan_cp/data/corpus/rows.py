@@ -142,9 +142,8 @@ def import_pyarrow(source: SourceKeys) -> Any:
 
 def _plain(value: Any, nested: bool) -> Any:
     """An arrow scalar as a Python value; a list as an array unless `nested`: token ids come by the million."""
-    if hasattr(value, "values") and value.is_valid and not nested:
-        return value.values.to_numpy(zero_copy_only=False)
-    return value.as_py()
+    items: Any = None if nested else getattr(value, "values", None)  # a list's; a struct has a method of this name
+    return items.to_numpy(zero_copy_only=False) if hasattr(items, "to_numpy") else value.as_py()
 
 
 def find_dataset(source: SourceKeys) -> Iterator[SourceFile]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -228,8 +229,8 @@ class Tokenization:
         digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores.values()), strict=True)
         np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
         train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores.values())
-        left_out, skipped = (state.left_out_documents, state.left_out_tokens), dict(self.skipped.counts)
-        skipped |= {kind: count for kind, count in state.conversations.items() if count}
+        left_out = state.left_out_documents, state.left_out_tokens
+        skipped = dict(Counter(self.skipped.counts) + Counter(state.conversations))
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
         write_json(self.folder / STATISTICS_FILE, asdict(statistics))
         (self.folder / JOURNAL_FILE).unlink()

@@ -20,7 +20,12 @@ from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.store import replace_file
 from torchtitan_cp.data.errors import DataError
 
-END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>")
+END_NAME = "</s>"  # where no file says another
+# Of a document, before those of a turn. Source: the tokenizer.json of released checkpoints.
+END_NAMES = (
+    *(END_NAME, "<eos>", "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>"),
+    *("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>"),
+)
 SPACE_MARK = "\u2581"
 SAMPLE_CHARACTERS = 32 << 20
 LINE_CHARACTERS = 1000  # at 4 bytes each below SentencePiece's max_sentence_length; it drops longer lines
@@ -113,7 +118,7 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, and 256 to end a document."""
 
     path: Path | None = None
-    vocab_size, eos_id, eos_token, fingerprint = 257, 256, END_NAMES[0], "bytes"
+    vocab_size, eos_id, eos_token, fingerprint = 257, 256, END_NAME, "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
@@ -156,14 +161,17 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True  # "</s>" written in a document does not end it
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        found = [name for name in END_NAMES if name in ids]
+        # Special ones first: a vocabulary may hold the text "</s>" too, as Gemma's does for HTML.
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        found = sorted((name for name in END_NAMES if name in ids), key=lambda name: name not in special)
         if not found:
             raise DataError(
                 f"the tokenizer {path} has no end-of-text token: none of {', '.join(END_NAMES)}",
                 fix="add one of them to its vocabulary",
             )
         self.eos_id, self.eos_token = ids[found[0]], found[0]
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.fingerprint = hashlib.sha256(content + self.eos_token.encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
