@@ -19,9 +19,11 @@ from rich.console import Console
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.lock import run_dir_lock
+from torchtitan_cp.checkpoint.save import restore_replaced
 from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
+from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.health.recovery import NonFiniteError
@@ -116,6 +118,8 @@ def run(config: Config, world: World) -> None:
     with Watchdog(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, name_lost_ranks(watch):
         check_same_job(config, SOURCES)
         with run_dir_lock(settings.dump_folder):
+            if world.rank == 0:  # the others wait for what it finds
+                restore_replaced(Path(settings.dump_folder, CHECKPOINTS))
             trainer = Trainer(config, world)
             trainer.run()
             if trainer.needs_relaunch:

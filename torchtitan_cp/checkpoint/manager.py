@@ -2,7 +2,7 @@
 
 A save copies the state to host memory while training stands still, and a thread writes it while training goes on.
 It is written under a temporary name, and renamed when every rank's files, the progress and the manifest are on disk.
-So a folder named step-N is complete, and a save never touches the checkpoints before it.
+So a folder named step-N is complete. One of the same step is moved aside and back, if the new one cannot be renamed.
 """
 
 import logging
@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.checkpoint import CheckpointException, planner_helpers
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,11 +80,13 @@ class CheckpointManager:
 
     Attributes:
         newest_step: of the newest checkpoint that was written or loaded here; None before either.
+        lost_contact: the ranks lost each other in the last save, whose group can send nothing any more.
     """
 
     def __init__(self, folder: str | Path, settings: Checkpoint | None = None) -> None:
         self.folder, self.settings = Path(folder), settings or Checkpoint()
         self.newest_step: int | None = None
+        self.lost_contact, self._waited = False, 0.0  # seconds, for saves before the next
         self._pending: PendingSave | None = None
         # From the first save on: host memory, a thread, and a group apart from training's collectives.
         self._background: tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup] | None = None
@@ -119,14 +122,13 @@ class CheckpointManager:
             optimizers: of each.
             stage_end: never delete it.
         """
-        started = time.monotonic()
         on_gpu = torch.accelerator.is_available()
         self.wait()
+        started, waited, self._waited = time.monotonic(), self._waited, 0.0
         if self._background is None:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.settings.timeout_seconds))
             self._background = StateDictStager(pin_memory=on_gpu), ThreadPoolExecutor(1), group
         stager, thread, group = self._background
-        waited = time.monotonic() - started
         writer = CheckpointWriter(self.folder / f"step-{progress.step}", progress, stage_end=stage_end)
         state = _state(parts, optimizers)
         can_be_copied = _can_be_copied(state)
@@ -137,7 +139,7 @@ class CheckpointManager:
         written = thread.submit(dcp.save, state, storage_writer=writer, process_group=group)
         if not can_be_copied:
             written.exception()  # waits
-        paused = f"{time.monotonic() - started - waited:.2f} s for the copy"
+        paused = f"{time.monotonic() - started:.2f} s for the copy"
         if waited > 0.01:
             paused += f" and {waited:.2f} s for the save before"
         self._pending = PendingSave(writer, written, started, paused)
@@ -154,9 +156,11 @@ class CheckpointManager:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        step = pending.writer.progress.step
+        step, began = pending.writer.progress.step, time.monotonic()
         # From the disk, a lost rank (which training notices by itself), or the save's own timeout.
         error = pending.written.exception()
+        self._waited += time.monotonic() - began
+        self.lost_contact = bool(error) and not isinstance(error, CheckpointException)
         if not error:
             self.newest_step = step
         if dist.get_rank() != 0:
@@ -170,11 +174,14 @@ class CheckpointManager:
         except OSError:  # removed since
             written = "it was"
         logger.info("%s: training paused %s; %s on disk after %.1f s", folder, pending.paused, written, seconds)
-        self._delete_expired()
+        # The checkpoints before a rollback stay until a healthy step: the next one may have to go back further.
+        if pending.writer.progress.settled:
+            self._delete_expired()
 
     def _report_failure(self, step: int, reason: str) -> None:
         """Log what went wrong, and delete what was written of it."""
-        delete_partial(self.folder)
+        with suppress(OSError):  # the disk may be what went wrong
+            delete_partial(self.folder)
         last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
         logger.error(
             "NO CHECKPOINT of step %d was written to %s: %s. Training goes on, and the next interval tries again. "
@@ -191,8 +198,9 @@ class CheckpointManager:
         Those of later steps are damaged: the run resumed from one before them. They do not count among the newest. The
         newest that recovery may go back to is kept too, as the bad steps after it may all have been saved.
         """
-        every = self.settings.keep_every_steps
-        found = [(step, path) for step, path in self.complete() if step <= (self.newest_step or 0)]
+        every, found = self.settings.keep_every_steps, list[tuple[int, Path]]()
+        with suppress(OSError):
+            found = [(step, path) for step, path in self.complete() if step <= (self.newest_step or 0)]
         good = next((path for _, path in reversed(found) if _is_healthy(path)), None)
         for step, path in found[: -self.settings.keep]:
             if (every and step % every == 0) or path == good or _is_stage_end(path):
@@ -209,7 +217,7 @@ class CheckpointManager:
             _, thread, group = self._background
             thread.shutdown()
             dist.destroy_process_group(group)
-            self._background = None
+            self._background, self.lost_contact = None, False
 
     # Loading -------------------------------------------------------------------------------------------------
 
@@ -223,7 +231,7 @@ class CheckpointManager:
             healthy: only checkpoints that recovery may go back to.
 
         Raises:
-            ConfigError: there are some, and all are damaged.
+            ConfigError: there are some, and all are damaged; not where `before` leaves some out.
         """
         intact = False
         # Views of a shared folder may differ for a while: all ranks go by the first one's.
@@ -238,7 +246,7 @@ class CheckpointManager:
                     return path, progress
             elif dist.get_rank() == 0:
                 logger.warning("%s is damaged and skipped: %s", path, "; ".join(damage))
-        if names[0] and not intact:
+        if names[0] and not intact and before is None:
             raise ConfigError(
                 f"no checkpoint in {self.folder} can be read: {', '.join(names[0])} are damaged",
                 fix="move the folder away to start over, or give the run another job.dump_folder",

@@ -77,6 +77,11 @@ class Progress:
         return not self.health.get("bad_steps")
 
     @property
+    def settled(self) -> bool:
+        """Whether a step was taken since the last rollback, or there was none."""
+        return self.health.get("rolled_back_to", -1) < 0 or bool(self.health.get("healthy_steps"))
+
+    @property
     def text_step(self) -> int:
         """Which step of the stage's text comes next: those taken and those skipped come before it."""
         return self.stage_step + self.skipped_steps(self.stage)
@@ -93,7 +98,10 @@ class Progress:
         """
         first = saved.text_step if saved.stage == self.stage else 0
         skipped = [self.stage, first, self.text_step + 1]
-        back = dataclasses.replace(saved, step=self.step + 1, skipped_ranges=[*saved.skipped_ranges, skipped])
+        step, evaluated = self.step + 1, saved.evaluated_step
+        evaluated = step if evaluated == saved.step else evaluated
+        skipped_ranges = [*saved.skipped_ranges, skipped]
+        back = dataclasses.replace(saved, step=step, evaluated_step=evaluated, skipped_ranges=skipped_ranges)
         return back.under_config_of(self)
 
     def under_config_of(self, other: "Progress") -> "Progress":

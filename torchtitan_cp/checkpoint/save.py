@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Checksum, Manifest, checksum, compare_files
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress
 
-# Saves and deletions that were cut short leave folders with this suffix; the next save deletes them.
+# Saves and deletions that were cut short leave folders with this suffix; the next save deletes them. One that a newer
+# checkpoint of its step replaces is still whole.
 PARTIAL = ".partial"
+REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -69,7 +71,7 @@ class CheckpointWriter(FileSystemWriter):
             _sync(path)
         # A folder of the same step is damaged, or from before the evaluation after it. It is moved aside, and deleted
         # last, as that takes time in which a job may be killed.
-        replaced = self.final.exists() and set_aside(self.final)
+        replaced = self.final.exists() and _set_aside(self.final, REPLACED)
         self.partial.rename(self.final)
         _sync(self.final.parent)
         if replaced:
@@ -91,16 +93,25 @@ def delete_checkpoint(folder: Path) -> None:
     Raises:
         OSError: it cannot be renamed or deleted.
     """
-    shutil.rmtree(set_aside(folder))
+    shutil.rmtree(_set_aside(folder, EXPIRED))
 
 
-def set_aside(folder: Path) -> Path:
+def _set_aside(folder: Path, suffix: str) -> Path:
     """Give a checkpoint a name under which the next save deletes it."""
-    return folder.rename(folder.with_name(f"{folder.name}.old{PARTIAL}"))
+    return folder.rename(folder.with_name(folder.name + suffix))
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give checkpoints their names back that were to be replaced by others which have not come."""
+    for path in folder.glob(f"*{REPLACED}"):
+        final = path.with_name(path.name.removesuffix(REPLACED))
+        if not final.exists():
+            path.rename(final)
 
 
 def delete_partial(folder: Path) -> None:
     """Delete what saves and deletions left when they were cut short."""
+    restore_replaced(folder)
     for path in folder.glob(f"*{PARTIAL}"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

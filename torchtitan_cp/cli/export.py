@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.training.export import export
@@ -18,8 +20,8 @@ def main(arguments: list[str]) -> int:
     def write() -> int:
         try:
             export(options.checkpoint, options.out, options.dtype)
-        except OSError as error:
-            problem = f"{options.out} cannot be written: {error.strerror or error}"
+        except (OSError, SafetensorError) as error:
+            problem = f"{options.out} cannot be written: {getattr(error, 'strerror', None) or error}"
             raise ConfigError(problem, fix="free some space, or give the path of a new folder") from None
         print(f"{options.out} is written")
         return 0

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 from rich.box import SIMPLE_HEAD
@@ -19,8 +20,15 @@ COLUMNS = {"stage": "", "seq_len": ",", "cp": "", "steps": ",", "first": ".4f", 
 COLUMNS |= {"passkey": ".0%", "tok/s": ",.0f", "mfu": ".1%", "GiB": ".2f"}
 
 
+class _Terminal(Console):
+    """Training goes on where nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class ConsoleSink:
-    """Prints on rank 0 only.
+    """Prints on rank 0 only. A full disk under what is printed costs the lines alone.
 
     Args:
         total_steps: optimizer steps of the whole run; done: those already taken.
@@ -31,7 +39,7 @@ class ConsoleSink:
 
     def __init__(self, total_steps: int, done: int, *, enabled: bool) -> None:
         self.total_steps, self.enabled = total_steps, enabled
-        self.terminal = Console(quiet=not enabled, highlight=False, markup=False)
+        self.terminal = _Terminal(quiet=not enabled, highlight=False, markup=False)
         self.live = enabled and self.terminal.is_terminal
         self.start_time, self.done_before, self.last_line = time.monotonic(), done, 0.0
         self.bar = Progress(
@@ -51,7 +59,8 @@ class ConsoleSink:
 
     def print(self, text: str) -> None:
         """Print lines of text above the bar."""
-        self.terminal.print(text, soft_wrap=True)
+        with suppress(OSError):
+            self.terminal.print(text, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         """Move the bar; without a terminal, print a line unless the last one is less than half a minute old."""
@@ -77,7 +86,8 @@ class ConsoleSink:
         for row in rows:
             cells = [(row[header], form) for header, form in COLUMNS.items()]
             table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
-        self.terminal.print(table)
+        with suppress(OSError):
+            self.terminal.print(table)
 
     def close(self) -> None:
         """Remove the bar."""

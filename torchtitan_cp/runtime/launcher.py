@@ -30,6 +30,7 @@ from torchtitan_cp.runtime.signals import STOP
 # Ranks that have no note of their own yet may still be writing to disk what went wrong.
 NOTE_SECONDS = 5.0
 CRASH_SECONDS = 10
+EXPORT_SECONDS = 86_400
 LOCALHOST = "localhost:0"
 
 
@@ -46,21 +47,23 @@ class NodeAgent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, notes: Path) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
+        # Other nodes wait for what rank 0 exports at the end.
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)), exit_barrier_timeout=EXPORT_SECONDS)
         self.notes, self.stopping, self.ranks = notes, False, dict[int, int]()
         for number in STOP:
             signal.signal(number, self._stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if not self.stopping:
-            print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
-        self.stopping, self._remaining_restarts = True, 0
-        if not self.ranks:
-            raise JobEndedError(EndNote(0, ""))
+        repeated, self.stopping, self._remaining_restarts = self.stopping, True, 0
         for pid in self.ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        if not repeated:
+            with suppress(OSError):  # what read it may have got the signal too
+                print(f"{signal.Signals(number).name}: the ranks finish their step, save and stop", file=sys.stderr)
+        if not self.ranks:
+            raise JobEndedError(EndNote(0, ""))
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self.stopping:  # the signal came while the ranks of a failed attempt were ended

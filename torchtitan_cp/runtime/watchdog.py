@@ -147,13 +147,17 @@ class Watchdog:
                 self._ask(lambda store: store.wait(left, timedelta(seconds=ANSWER_SECONDS)), None)
 
     def _watch(self) -> None:
-        waited = 0.0
+        waited, busy_seconds, looked, watched = 0.0, 0.0, time.monotonic(), _now
         while not self._left.wait(waited):
             activity = _now
             most_silent = min(SILENT_FRACTION * activity.limit_seconds, MOST_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
             self._beat(most_silent)
-            busy_seconds = time.monotonic() - activity.since if activity is _now else 0.0
+            # Not by the clock alone: a job that a scheduler held still has made no progress either.
+            now = time.monotonic()
+            passed = min(now - max(looked, activity.since), waited + most_silent)
+            busy_seconds = passed + busy_seconds * (activity is watched) if activity is _now else 0.0
+            looked, watched = now, activity
             if busy_seconds > activity.limit_seconds:
                 self._end(f"no progress in {activity.limit_seconds:g} s", activity)
             if busy_seconds > self.beat_seconds and not self._reported:
@@ -321,7 +325,9 @@ def name_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
     except RuntimeError as error:
         if not LOST_CONTACT.search(str(error)):
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason, *more = str(error).strip().splitlines()
+        if "Last error:" in more:  # NCCL's own; it may be out of memory
+            reason += f" ... {' '.join(more[more.index('Last error:') :])}"
         if watch:
             watch.report(f"lost contact with another rank ({reason})")
         else:

@@ -421,9 +421,13 @@ class Trainer:
         # The save before it may have to finish first.
         set_activity("saving", self.progress.step, self.config.checkpoint.timeout_seconds)
         self.checkpoints.restart_interval()
+        self.checkpoints.wait()
         nonfinite = find_nonfinite_weight(self.model.parts) is not None
+        nonfinite, lost_contact = any_rank(nonfinite, self.checkpoints.lost_contact, device=self.device.device)
+        if lost_contact:
+            self.checkpoints.close()  # the next save makes a new group
         # A later start would resume from it, and retention might delete a good checkpoint for it.
-        if any_rank(nonfinite, device=self.device.device)[0]:
+        if nonfinite:
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,13 +24,19 @@ from torchtitan_cp.checkpoint.load import CheckpointReader
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.checkpoint.save import CheckpointWriter
+from torchtitan_cp.checkpoint.save import CheckpointWriter, restore_replaced
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Checkpoint, Optimizer, Stage
 from torchtitan_cp.optim.build import build_optimizer
 
 NOBODY = 65534
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
+
+
 ORDINARY_STREAM = FileSystem.create_stream
 
 
@@ -487,5 +494,92 @@ def replace_one(folder: Path) -> tuple[list[str], int]:
 def test_a_second_checkpoint_of_a_step_is_whole_before_the_first_is_deleted(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    assert ranks(1)(replace_one, tmp_path)[0] == (["step-5", "step-5.old.partial"], 1)
+    assert ranks(1)(replace_one, tmp_path)[0] == (["step-5", "step-5.replaced.partial"], 1)
     assert names(tmp_path) == ["step-5"]
+
+
+def replace_in_vain(folder: Path, error: type[BaseException]) -> list[list[str]]:
+    """Names in the folder after a second checkpoint of a step that cannot be renamed, and at the next start."""
+    checkpoints, rename = CheckpointManager(folder), Path.rename
+    save(checkpoints, 5)
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == "step-5.partial":
+            raise error
+        return rename(path, target)
+
+    Path.rename = fail  # type: ignore[method-assign, assignment]
+    delete = manager.delete_partial
+    if error is Killed:  # nothing comes after it
+        manager.delete_partial = lambda folder: None
+    try:
+        save(checkpoints, 5)
+    finally:
+        Path.rename, manager.delete_partial = rename, delete  # type: ignore[method-assign]
+    checkpoints.close()
+    after = names(folder)
+    restore_replaced(folder)
+    return [after, names(folder)]
+
+
+def test_a_checkpoint_that_was_to_be_replaced_outlives_a_failure_and_a_kill(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(replace_in_vain, tmp_path / "failed", OSError)[0][0] == ["step-5"]
+    killed, restarted = ranks(1)(replace_in_vain, tmp_path / "killed", Killed)[0]
+    assert "step-5" not in killed
+    assert "step-5" in restarted
+
+
+def roll_back_twice(folder: Path) -> list[str | None]:
+    """Which checkpoint each of two rollbacks finds, the second without a healthy step after the first."""
+    checkpoints, (model, optimizer) = CheckpointManager(folder, Checkpoint(keep=2, asynchronous=False)), make(1.0)
+    back = {"rolled_back_to": 300, "healthy_steps": 0}
+    for step, health in ((200, {}), (300, {}), (356, back)):
+        checkpoints.save(Progress(step=step, health=health), [model], [optimizer])
+    found = [checkpoints.find_newest(before, healthy=True) for before in (400, 300)]
+    checkpoints.save(Progress(step=400, health=back | {"healthy_steps": 1}), [model], [optimizer])
+    checkpoints.close()
+    return [entry[0].name if entry else None for entry in found]
+
+
+def test_what_a_second_rollback_needs_outlives_the_first(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    assert ranks(1)(roll_back_twice, tmp_path)[0] == ["step-356", "step-200"]
+    assert names(tmp_path) == ["step-356", "step-400"]
+
+
+def seek_before_the_damaged(folder: Path) -> bool:
+    return CheckpointManager(folder).find_newest(before=3) is None
+
+
+def test_older_ones_that_are_damaged_do_not_end_a_run_that_has_newer_ones(
+    ranks: Callable[[int], RankPool], folder: Path
+) -> None:
+    for step in (1, 2):
+        flip_a_bit(tensor_file(folder / f"step-{step}"))
+    assert ranks(2)(seek_before_the_damaged, folder) == [True, True]
+
+
+def lose_contact(folder: Path) -> tuple[list[str], list[bool]]:
+    """Rank 1 is slower than a save waits for; then it is in time again."""
+    checkpoints, write = CheckpointManager(folder, Checkpoint(timeout_seconds=1.0)), CheckpointWriter.write_data
+    slow = dist.get_rank() == 1
+    CheckpointWriter.write_data = lambda *a: (time.sleep(3.0 * slow), write(*a))[1]  # type: ignore
+    save(checkpoints, 1)
+    CheckpointWriter.write_data = write  # type: ignore[method-assign]
+    lost = [checkpoints.lost_contact]
+    dist.barrier()
+    checkpoints.close()  # as the trainer does before the next save, where a rank lost contact
+    save(checkpoints, 2)
+    lost.append(checkpoints.lost_contact)
+    checkpoints.close()
+    return names(folder), lost
+
+
+def test_after_ranks_lost_each_other_in_a_save_the_next_one_has_a_group_of_its_own(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    found = ranks(2)(lose_contact, tmp_path)
+    assert "step-2" in found[0][0]
+    assert any(lost[0] for _, lost in found)
+    assert not any(lost[1] for _, lost in found)

@@ -767,3 +767,5 @@ def test_a_rollback_over_the_border_of_two_stages_ends_the_first_again_and_skips
     progress = json.loads((folder / "checkpoints" / "step-11" / "progress.json").read_text())
     assert progress["skipped_ranges"] == [[1, 0, 3]]
     assert (progress["stage"], progress["stage_step"], progress["health"]["rolled_back_to"]) == (1, 4, 4)
+    evaluations = [json.loads(line)["step"] for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    assert len(evaluations) == 2, evaluations

@@ -199,6 +199,32 @@ def test_ranks_that_leave_at_the_end_are_not_missed(tmp_path: Path) -> None:
     assert [job.exitcode for job in jobs] == [0, 0], [path.read_text() for path in tmp_path.glob("log-*")]
 
 
+def take_a_step(port: int, folder: Path) -> None:
+    """A job of one rank, whose step takes two seconds of the three that it may take."""
+    join(0, 1, port, folder, "one")
+    set_activity(STEP, 4, 3.0)
+    with Watchdog(0, 1, BEAT_SECONDS, folder):
+        (folder / "runs").touch()
+        for _ in range(20):
+            time.sleep(0.1)
+
+
+def test_a_job_that_was_held_still_as_a_whole_goes_on(tmp_path: Path) -> None:
+    job = FORK.Process(target=take_a_step, args=(free_port(), tmp_path), daemon=True)
+    job.start()
+    assert job.pid is not None
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "runs").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(job.pid, signal.SIGSTOP)
+    time.sleep(4.0)
+    os.kill(job.pid, signal.SIGCONT)
+    job.join(60)
+    assert job.exitcode == 0, (tmp_path / "log-0").read_text()
+
+
 # Ranks that would not run the same thing -----------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
 import gc
+import io
 import logging
 import os
 import signal
@@ -278,6 +279,23 @@ def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> Non
     with pytest.raises(launcher.JobEndedError) as ended:
         agent._initialize_workers(None)  # type: ignore[arg-type]
     assert ended.value.args[0].code == 0
+
+
+class Gone(io.StringIO):
+    """A stream whose reader has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_stop_reaches_the_ranks_where_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, signals = object.__new__(launcher.NodeAgent), list[tuple[int, int]]()
+    agent.stopping, agent.ranks = False, {0: 11, 1: 12}
+    monkeypatch.setattr(os, "kill", lambda *of: signals.append(of))
+    monkeypatch.setattr(sys, "stderr", Gone())
+    agent._stop(signal.SIGTERM, None)
+    assert agent.stopping
+    assert signals == [(11, signal.SIGTERM), (12, signal.SIGTERM)]
 
 
 def test_a_relaunch_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

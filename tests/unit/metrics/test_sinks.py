@@ -1,8 +1,10 @@
 """Where a run's numbers go: metrics.jsonl, evaluation.jsonl, TensorBoard, the console."""
 
+import errno
 import io
 import json
 import math
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -260,3 +262,16 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     logger.console.print_stages([])
     logger.close()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
+def test_training_goes_on_where_nothing_can_be_printed(number: int) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+    console = ConsoleSink(100, 0, enabled=True)
+    console.terminal.file = Broken()
+    console.print("a line")
+    console.step(record(1))
+    console.print_stages([dict.fromkeys(COLUMNS)])

@@ -47,6 +47,14 @@ def test_another_error_passes_as_it_is() -> None:
         raise_another_error()
 
 
+def test_what_nccl_says_last_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "GRACE_SECONDS", 0.0)
+    said = "NCCL error in: a.cpp:1, unhandled cuda error\nmore\nLast error:\nCuda failure 2 'out of memory'"
+    with pytest.raises(failure.LostRankError), name_lost_ranks():
+        raise RuntimeError(said)
+    assert "unhandled cuda error ... Last error: Cuda failure 2 'out of memory'" in caplog.text
+
+
 def test_a_stopped_and_a_dead_process_are_told_from_a_live_one() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     assert not failure._is_gone(process.pid)
