@@ -52,6 +52,11 @@ class AttentionMask:
     used_lengths: Lengths | None = None
 
     def __post_init__(self) -> None:
+        try:
+            hash(self)
+        except TypeError:
+            fix = "write tuples, e.g. document_lengths = ((10, 54),)"
+            raise PlanError("a mask is made of tuples, as plans are kept by their masks", fix=fix) from None
         if any(side < -1 for side in self.window):
             raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
 

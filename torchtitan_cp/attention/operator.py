@@ -21,7 +21,7 @@ from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strateg
 @lru_cache(maxsize=KEPT_PLANS)
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
-    if plan.strategy == "auto" and plan.ranks > 1:
+    if plan.strategy == "auto" and plan.ranks > 1 and plan.kv_transfer == "exact":
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):

@@ -122,13 +122,20 @@ def save_bundle(
                 (report["arguments"], report["named"]), inputs = _whole_arguments(diagnoser, module, trace, batch)
                 tensors |= inputs
         weights = (*module.named_parameters(), *module.named_buffers()) if module else ()
-        tensors |= {f"weight.{name}": x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights}
+        tensors |= {f"weight.{name}": _gathered(x, diagnoser) for name, x in weights}
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
         except (OSError, SafetensorError) as error:
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
     return replace(found, summary=f"{found.summary}; its tensors are in {folder}")
+
+
+def _gathered(x: Any, diagnoser: Diagnoser) -> Tensor:
+    """A parameter or buffer, whole; with fsdp_cpu_offload the shards are in host memory, which NCCL does not send."""
+    on_device: Any = x.to(diagnoser.device)
+    whole: Tensor = on_device.full_tensor() if isinstance(x, DTensor) else on_device
+    return whole
 
 
 def _whole_arguments(
@@ -153,7 +160,7 @@ def _whole_arguments(
     if module is diagnoser.loss:
         # A tensor-parallel rank has some rows of the output matrix.
         output: Any = diagnoser.parts[-1][1].output
-        tensors["input.1"] = output.weight.full_tensor().to(trace.inputs[0].dtype)
+        tensors["input.1"] = _gathered(output.weight, diagnoser).to(trace.inputs[0].dtype)
     weight = getattr(module, "weight", None)
     # A linear layer split by its outputs has all tokens of some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)

@@ -84,11 +84,13 @@ def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[di
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)
-        default = settings.weight_decay if parameter.ndim >= 2 else 0.0
+        matrix = parameter.ndim >= 2 and not name.endswith("bias")  # experts' biases have two dims
+        default = settings.weight_decay if matrix else 0.0
         decay = default if rule.weight_decay is None else rule.weight_decay
         # One fused update takes tensors of one mesh.
         mesh = getattr(parameter, "device_mesh", None)
-        groups.setdefault((rule.lr_scale, decay, parameter in muon_matrices, mesh), []).append(parameter)
+        by_muon = matrix and parameter in muon_matrices
+        groups.setdefault((rule.lr_scale, decay, by_muon, mesh), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": lr_scale, "weight_decay": decay, "muon": muon}
         for (lr_scale, decay, muon, _), parameters in groups.items()

@@ -30,13 +30,13 @@ def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory
     Args:
         kind: `none` saves everything; `full` the block's input alone; `attention_saved` also what attention and
             gated delta rules give, so that they never run twice; `selective` also every matrix product.
-        host: holds the attention of `attention_saved` instead of the device.
+        host: holds what `attention_saved` and `selective` keep, instead of the device.
     """
     if kind == "none":
         return
     contexts: Callable[[], Any] | None = None
-    if host and kind == "attention_saved":
-        contexts = host.save_outputs(OPERATORS)
+    if host and kind != "full":
+        contexts = host.save_outputs(partial(_is_kept, kind))
     elif kind != "full":
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kind))
     for layer in model.layers.values():  # type: ignore[operator]
@@ -59,9 +59,12 @@ class Tiles:
     running = False
 
 
+def _is_kept(kind: str, operator: Any) -> bool:
+    return operator in OPERATORS or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
+
+
 def _policy(kind: str, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    kept = operator in OPERATORS or (kind == "selective" and operator in PRODUCTS and not Tiles.running)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_kept(kind, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def tile_mlps(model: nn.Module, tiles: int) -> None:

@@ -118,7 +118,8 @@ def apply_fsdp(
             mesh=its_mesh,
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=reshard,
+            # The ends are at work last in forward and first in backward: they stay gathered in between.
+            reshard_after_forward=reshard and module is not model,
             shard_placement_fn=partial(placement, its_mesh.size(its_mesh.ndim - 1)),
         )
         module.set_gradient_divide_factor(1.0)

@@ -6,7 +6,7 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class OffloadedTensor:
             self.back = None
         self.memory.wait_for(back)
         previous = self.previous() if self.previous else None
-        if previous is not None:
+        if previous is not None and previous.uses > 0:  # a node may restore what it saved in any order
             previous.fetch()
         return back
 
@@ -127,8 +127,8 @@ class HostMemory:
 
         return run
 
-    def save_outputs(self, operators: Collection[Any]) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
-        """For `checkpoint(context_fn=...)`: outputs of these operators are offloaded, and not computed again."""
+    def save_outputs(self, is_kept: Callable[[Any], bool]) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+        """For `checkpoint(context_fn=...)`: outputs of some operators are offloaded, and not computed again."""
 
         def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
             outputs: list[Any] = []
@@ -138,7 +138,7 @@ class HostMemory:
                 outputs.append(tree_map(self.offload, result))
                 return result
 
-            return _Intercept(operators, save), _Intercept(operators, lambda _: tree_map(restore, outputs.pop(0)))
+            return _Intercept(is_kept, save), _Intercept(is_kept, lambda _: tree_map(restore, outputs.pop(0)))
 
         return contexts
 
@@ -155,10 +155,10 @@ def restore(offloaded: Any) -> Any:
 class _Intercept(TorchDispatchMode):
     """Hands each call of some operators to a function, instead of making it."""
 
-    def __init__(self, operators: Collection[Any], handle: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, is_one: Callable[[Any], bool], handle: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self.operators, self.handle = operators, handle
+        self.is_one, self.handle = is_one, handle
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(function, *args, **(kwargs or {}))
-        return self.handle(call) if function in self.operators else call()
+        return self.handle(call) if self.is_one(function) else call()

@@ -139,12 +139,13 @@ def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
         ("reduction of the last gradients", 1.0, {"communication": weights + reduced}),
         ("update, with some of the state back from the host", 1.0, {"optimizer": parked}),
     ]
+    waiting = _waiting_losses(planned, own)
     for moment, gone, extra in moments:
         left = own.kept_layers * (1 - gone)
         held = {kind: left * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
         # Without accumulation a shard's gradient exists once its layer has run backward.
         shards = gone if planned.stage.micro_batches == 1 else 1.0
-        now = always | {"gradients": always["gradients"] * shards}
+        now = always | {"gradients": always["gradients"] * shards, "loss": waiting * ("optimizer" not in extra)}
         yield Memory(moment, {kind: sum(part.get(kind, 0.0) for part in (now, held, extra)) for kind in KINDS})
 
 
@@ -180,7 +181,7 @@ def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
 
 
 def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Moment]:
-    """Logits of a chunk forward; the output's fp32 gradient and its scaled copy backward."""
+    """Logits of a chunk forward; the output's fp32 gradient and its scaled one backward."""
     if not own.closes:
         return []
     args, tp, c = planned.args, planned.degrees.tp, planned.element_bytes
@@ -190,11 +191,20 @@ def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> li
     chunk = min(planned.config.training.loss_chunk_tokens, planned.tokens) * rows
     norm = hidden / tp * (c if planned.fused_norm else 2 * FP32_BYTES)
     forward = chunk * (FP32_BYTES + 2 * copies) + matrix * (FP32_BYTES + c) + 2 * hidden * c + norm
-    backward = matrix * (2 * FP32_BYTES + copies) + hidden * (c + (2 * FP32_BYTES if copies else c)) + norm
+    backward = matrix * (FP32_BYTES + c) + hidden * (c + (2 * FP32_BYTES if copies else c)) + norm
     return [
         ("logits of a chunk", 0.0, {"loss": forward, "communication": weights}),
         ("backward of the loss", 0.0, {"loss": backward, "communication": weights}),
     ]
+
+
+def _waiting_losses(planned: PlannedStage, own: PlannedRank) -> float:
+    """Gradients that the losses of other micro-batches have made by a backward: gpipe runs all forwards first."""
+    if not (own.closes and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
+        return 0.0
+    matrix = -(-planned.args.vocab_size // planned.degrees.tp) * planned.args.dim
+    one = matrix * FP32_BYTES + planned.tokens * planned.args.dim * planned.element_bytes
+    return (planned.stage.micro_batches - 1) * one
 
 
 def _block_moments(
@@ -211,7 +221,8 @@ def _block_moments(
     gradient = block.stream  # of the layer's output, which is as large as its input
     # With offload two layers' shares are on the device at a time.
     attention = 0.0 if mode == "full" else block.out + block.all_to_all
-    parked = 2 * (block.stream + attention) if activation.offload else 0.0
+    of_layer = sum(kept_bytes(planned, block)) if mode == "selective" else block.stream + attention
+    parked = 2 * of_layer if activation.offload else 0.0
     again = block.qkv + (block.out + block.all_to_all if mode == "full" else 0.0)
     # Backward of SwiGLU's product: three of the MLP's tensors are still needed, beside their three gradients. Experts
     # have theirs one after another, and the gradients of their rows all at once.

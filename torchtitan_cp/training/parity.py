@@ -277,7 +277,8 @@ def gather(trainer: Trainer, get: Callable[[Any], Any]) -> dict[str, Tensor]:
     """`get` of each parameter and buffer, gathered from all ranks, fp32 on the host. Collective."""
     parts = trainer.model.parts
     found = {name: get(x) for part in parts for name, x in (*part.named_parameters(), *part.named_buffers())}
-    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
+    on_device = {name: x.to(trainer.device.device) for name, x in found.items() if x is not None}  # as NCCL wants them
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in on_device.items()}
     return _gather_pipeline(trainer, {name: x.detach().float().cpu() for name, x in whole.items()})
 
 

@@ -48,6 +48,12 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     Raises:
         ConfigError: naming the key, and the reason.
     """
+    if config.compile.enable and args.n_experts and (config.parallel.ep > 1 or config.parallel.expert_capacity):
+        raise ConfigError(
+            "compile.enable excludes parallel.ep above 1 and parallel.expert_capacity: how many tokens an expert gets "
+            "is known only when it runs",
+            fix="leave one of them out",
+        )
     for stage in stages:
         _check_lacks(config, stage)
         # torch.compile cannot recompute them.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch import _inductor as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor.debug import CommDebugMode
 
 from models.llama import SHARDING, Llama, LlamaArgs
 from tests.support.deep import deep_rows
@@ -193,3 +194,22 @@ def overlap() -> bool:
 
 def test_products_overlap_on_cuda_only(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2)(overlap) == [False, False]
+
+
+def gathers(reshards: str) -> int:
+    """All-gathers of weights in a step."""
+    with torch.device("meta"):
+        model = Llama(SHAPE, attend)
+    parallelize(model, Meshes("cpu", Degrees(1, 1, 2, 1, 1)), SHARDING, config(parallel={"fsdp_reshard": reshards}))
+    model.set_rope([1.0] * 4, 1.0, torch.device("cpu"))
+    tokens = (torch.arange(2 * 16) % 61).view(2, 16)
+    with CommDebugMode() as comm:
+        model(tokens, torch.arange(16), None, lambda hidden, output: output(hidden).square().sum()).backward()
+    return sum(count for name, count in comm.get_comm_counts().items() if "gather" in str(name))
+
+
+def test_blocks_are_gathered_again_for_backward_and_the_ends_stay(ranks: Callable[[int], RankPool]) -> None:
+    """The output is the last that forward uses and the first that backward does."""
+    blocks, ends = SHAPE.n_layers, 1
+    assert ranks(2)(gathers, "always")[0] == 2 * blocks + ends
+    assert ranks(2)(gathers, "never")[0] == blocks + ends

@@ -206,6 +206,11 @@ def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold()
     assert ring == make_plan(64, mask=mask, ranks=8, rank=1, strategy="ring")
 
 
+def test_auto_keeps_keys_in_8_bits_on_the_ring_where_heads_could_be_traded() -> None:
+    plan = make_plan(64, ranks=8, kv_transfer="float8")
+    assert (with_strategy(plan, 8, 8).strategy, with_strategy(plan, 8, 8).kv_transfer) == ("ring", "float8")
+
+
 def test_a_plan_of_inference_mode_can_be_trained_with() -> None:
     with torch.inference_mode():
         plan = make_plan(64)
@@ -304,6 +309,8 @@ def test_options_that_exclude_each_other_are_refused() -> None:
         make_plan(64, ranks=4, strategy="hybrid", all_to_all_ranks=3)
     with pytest.raises(PlanError, match=r"window = .* has a side below -1"):
         make_plan(64, mask=AttentionMask(window=(-2, 0)))
+    with pytest.raises(PlanError, match="a mask is made of tuples"):
+        AttentionMask(document_lengths=[[10, 54]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lengths", [(30, 30), (64, 0), (-1, 65), ()])

@@ -24,6 +24,16 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     assert names_of(model, plain) == {"layers.0.bias", "norm.weight"}
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_biases_of_experts_are_biases_though_they_have_two_dims(name: str) -> None:
+    model = small_net()
+    model.layers[0].gate_up_proj_bias = torch.nn.Parameter(torch.zeros(4, 6))
+    groups = build_optimizer(model, Optimizer(name=name, weight_decay=0.3)).param_groups
+    [group] = [group for group in groups if "layers.0.gate_up_proj_bias" in names_of(model, group)]
+    assert group["weight_decay"] == 0.0
+    assert not group["muon"]
+
+
 def test_the_first_rule_that_matches_a_parameter_rules_it() -> None:
     model = small_net()
     rules = (ParameterGroup("^tok|norm", 0.1, 0.0), ParameterGroup("weight", 2.0), ParameterGroup("bias"))

@@ -91,6 +91,16 @@ def test_a_stage_longer_than_a_table_of_positions_is_refused_and_a_longer_table_
     assert resolve(path, 1, *model[:4], f"--{fix.replace(' = ', '=', 1)}").model_args.longest == 128
 
 
+@pytest.mark.parametrize("option", ["--parallel.ep=2", "--parallel.expert_capacity=1.5"])
+def test_a_compiled_mixture_without_a_fixed_number_of_tokens_is_refused(tmp_path: Path, option: str) -> None:
+    config, path = tmp_path / "config.json", write_run(tmp_path)
+    config.write_text(json.dumps(FAMILIES["Qwen3-MoE"]))
+    model = ("--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}")
+    with pytest.raises(ConfigError, match=r"compile.enable excludes parallel.ep above 1 and parallel.expert_capacity"):
+        resolve(path, 2, *model, "--compile.enable=true", option)
+    resolve(path, 2, *model, "--compile.enable=true")
+
+
 @pytest.mark.parametrize("architecture", ["llama", "moe", "qwen3_5"])
 def test_updating_biases_that_routers_lack_is_refused_by_name(tmp_path: Path, architecture: str) -> None:
     path = write_run(tmp_path, EXPERTS if architecture == "moe" else TINY)

@@ -50,7 +50,8 @@ def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str,
     """A plan's strategy and how many ranks trade heads; `auto` is decided by the heads."""
     if plan.strategy != "auto":
         return plan.strategy, plan.all_to_all_ranks
-    chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band)
+    exact = plan.kv_transfer == "exact"  # what all_to_all carries is
+    chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band) if exact else "ring"
     return chosen, plan.ranks if STRATEGIES[chosen].trades_heads else 1
 
 
