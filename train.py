@@ -122,7 +122,7 @@ def run(config: Config, world: World) -> None:
                 restore_replaced(Path(settings.dump_folder, CHECKPOINTS))
             trainer = Trainer(config, world)
             trainer.run()
-            if trainer.needs_relaunch:
+            if trainer.needs_relaunch and not trainer.stopping:
                 ask_for_relaunch()
 
 

@@ -45,7 +45,6 @@ class StepProfiler:
         if step not in self.settings.steps or self.rank not in self.settings.ranks:
             yield
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         on_cuda = self.device.type == "cuda"
         snapshot = on_cuda and self.settings.memory_snapshot
         if snapshot:
@@ -59,13 +58,18 @@ class StepProfiler:
             seconds = time.perf_counter() - begun
         name = f"step-{step}-rank-{self.rank}"
         trace = f"{self.folder / name}.json.gz"
-        profiler.export_chrome_trace(trace)
-        if snapshot:
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
         parts = (time_on_gpu if on_cuda else time_on_cpu)(profiler.events(), seconds, *message_seconds())
         table = f"step {step}, rank {self.rank}: {seconds:.3f} s\n" + format_parts(parts, seconds)
-        (self.folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(trace)
+            if snapshot:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            (self.folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.error("the trace of step %d cannot be written to %s: %s", step, self.folder, error)
+            return
         logger.warning("%s\ntrace: %s (chrome://tracing, ui.perfetto.dev)", table, trace)
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -181,7 +182,7 @@ def _walk(stage: StagePlan) -> StageWalk:
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
     """A table of memory, and one of messages for each stage, largest first."""
-    memory = Table("stage", "cp", "micro-batches walked", *KINDS, "peak")
+    memory = Table("stage", "cp", "walked micro-batches", *KINDS, "peak", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:
         kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]

@@ -442,7 +442,8 @@ class Trainer:
         if self.config.checkpoint.enable:
             set_activity("waiting for the last checkpoint", self.progress.step, self.config.checkpoint.timeout_seconds)
             self.checkpoints.wait()
-            if self.checkpoints.newest_step != self.progress.step:
+            # A rank may have lost contact in the last moment of a save that ended well elsewhere.
+            if any_rank(self.checkpoints.newest_step != self.progress.step, device=self.device.device)[0]:
                 self._save(self._stage_finished())
             self.checkpoints.close()  # waits for it
             if self.checkpoints.newest_step != self.progress.step:

@@ -32,3 +32,10 @@ def test_chosen_steps_on_chosen_ranks_leave_a_trace_and_a_table(
     assert hidden >= 0
     assert sum(parts.values()) == pytest.approx(float(head.split()[-2]), abs=2e-3)
     assert lines[3]["seconds"]["cp_wait"] > 0
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    assert len(ranks(1)(train, path, "--profiling.steps=[2]", "--curriculum.stages[0].steps=3")[0]) == 3
