@@ -75,6 +75,7 @@ class Beat(NamedTuple):
     Attributes:
         activity_seconds: time since `what` began.
         place: innermost line of this package in its main thread.
+        node: its number, as the launcher gave it; images may share a host name.
     """
 
     host: str
@@ -83,10 +84,20 @@ class Beat(NamedTuple):
     step: int
     activity_seconds: float
     place: str
+    node: str = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process is known to have ended: it was one of this node."""
+        return (self.host, self.node) == (socket.gethostname(), _node()) and _is_gone(self.pid)
 
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "before its first step"
         return f"on {self.host}, pid {self.pid}: {step}, {self.what} for {self.activity_seconds:.0f} s, at {self.place}"
+
+
+def _node() -> str:
+    return os.environ.get("GROUP_RANK", "")
 
 
 _now = Activity("starting", 0, float("inf"), time.monotonic())
@@ -185,7 +196,7 @@ class Watchdog:
         beat = self._known.get(listened_to)
         self._unheard_seconds = self._unheard_seconds + waited if beat == self._heard else 0.0
         self._heard = beat
-        gone = not self._reachable or (beat and beat.host == socket.gethostname() and _is_gone(beat.pid))
+        gone = not self._reachable or (beat and beat.is_gone)
         enough = self._unheard_seconds >= (GONE_BEATS * self.beat_seconds if gone else most_silent)
         if not enough or listened_to == self.rank or self._reporting([listened_to]):
             return ""
@@ -197,7 +208,7 @@ class Watchdog:
         """Tell the others what this rank does now, and listen to the next one."""
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
-        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place)
+        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place, _node())
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(beat)), None, answer_seconds)
         self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 
@@ -244,7 +255,7 @@ class Watchdog:
         """The last beat of each rank that has sent one, and the ranks that are dead, stopped or silent."""
         everyone = range(self.world_size)
         beats = self._read(everyone)
-        silent = {rank for rank, beat in beats.items() if beat.host == socket.gethostname() and _is_gone(beat.pid)}
+        silent = {rank for rank, beat in beats.items() if beat.is_gone}
         if not silent - self._reporting(everyone) and self._reachable:
             first = beats
             for _ in range(6):

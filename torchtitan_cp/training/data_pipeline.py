@@ -5,7 +5,7 @@ import pickle
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,6 +137,19 @@ class DataPipeline:
         self.samples = StageSamples(
             self.streams, stage.seq_len, data, seed, stage.index, sequences, first_tokens, steps, skipped_steps
         )
+
+    def check_epochs(self, stages: Sequence[StagePlan], progress: Progress) -> None:
+        """Refuse stages for which data.max_epochs leaves too little text, up to one that a gate may end earlier.
+
+        Raises:
+            DataError: naming the first of them.
+        """
+        for stage in stages[progress.stage :] if self.config.data.max_epochs else ():
+            self.start_stage(stage, progress)
+            taken = self.samples.tokens_after(stage.steps + progress.skipped_steps(stage.index))
+            progress = replace(progress, stage_step=0, source_tokens=progress.source_tokens | taken)
+            if stage.until:
+                return
 
     def stage_data(self, stage: StagePlan) -> ResolvedStageData:
         """The stage's data; a stage without a mixture weighs the sources by their tokens."""

@@ -92,7 +92,9 @@ class Evaluator:
         self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
         self.set_activity, self.stop_requested = set_activity, stop_requested
         self.budget, self.left_out = Budget(settings.max_share), dict[str, None]()
-        encode = data_pipeline.corpus.tokenizer.encode_batch
+        config, encode = data_pipeline.config, data_pipeline.corpus.tokenizer.encode_batch
+        conversations = any(source.conversations for source in config.data.by_name().values())
+        self.chat_template = chat_template_of(config) if conversations else None
         self.prompts = PromptWriter(lambda text: encode([text])[0], data_pipeline.filler, settings.passkey)
 
     def evaluate(
@@ -283,9 +285,8 @@ class Evaluator:
         config, mixture = self.data_pipeline.config, self.data_pipeline.stage_data(stage).mixture
         if not any(source.conversations and mixture.get(name) for name, source in config.data.by_name().items()):
             return Frame()
-        template = chat_template_of(config)
-        assert template, "the corpus was made with it"
-        return prompt_frame(template, self.data_pipeline.corpus.tokenizer)
+        assert self.chat_template, "the corpus was made with it"
+        return prompt_frame(self.chat_template, self.data_pipeline.corpus.tokenizer)
 
     def answer_prompts(
         self, variant: str, depths: Sequence[float], batch_layout: BatchLayout, for_gate: bool

@@ -175,6 +175,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest checkpoint, or the weights to start from. Collective."""
         self.progress = resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
+        if not self.finished:
+            self.data_pipeline.check_epochs(self.stages, self.progress)
 
     def _train(self) -> None:
         """Train stage by stage until the end, a stop or a halt, and save the state then."""

@@ -1,5 +1,6 @@
 """Who is to blame for a hang, from what the ranks last told each other."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,15 @@ def raise_another_error() -> None:
 def test_another_error_passes_as_it_is() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes do not fit$"):
         raise_another_error()
+
+
+def test_a_process_of_another_node_with_this_host_name_is_not_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    here = Beat(socket.gethostname(), child.pid, "", 1, 0.0, "", "0")
+    monkeypatch.setenv("GROUP_RANK", "0")
+    assert here.is_gone
+    assert not here._replace(node="1").is_gone
 
 
 def test_what_nccl_says_last_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.corpus_cache import BYTES
 from tests.support.texts import text_corpus
 from torchtitan_cp.checkpoint.progress import Progress
@@ -12,6 +14,7 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
 from torchtitan_cp.curriculum import StagePlan, resolve_stages
 from torchtitan_cp.data.corpus.cache import prepare
+from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.training.data_pipeline import DataPipeline
 
 
@@ -45,3 +48,13 @@ def test_a_stage_without_limits_mentions_none(tmp_path: Path) -> None:
     pipeline, stage = pipeline_of(tmp_path)
     pipeline.start_stage(stage, Progress())
     assert pipeline.describe_stage(stage) == "; mixture books 50%, notes 50%"
+
+
+def test_a_later_stage_that_max_epochs_leaves_too_little_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    pipeline, stage = pipeline_of(tmp_path, max_epochs={"books": 1.0, "notes": 1.0})
+    read = pipeline.streams["books"].store.tokens // 64
+    later = replace(stage, index=1, steps=read)
+    pipeline.check_epochs([replace(stage, steps=read // 2), replace(later, steps=read // 4)], Progress())
+    with pytest.raises(DataError, match=r"data\.max_epochs leaves stage 2 "):
+        pipeline.check_epochs([replace(stage, steps=read), replace(later, steps=2 * read)], Progress())
+    pipeline.check_epochs([replace(stage, steps=read, until={"validation_loss": 1.0}), later], Progress())
