@@ -177,6 +177,14 @@ def test_where_the_hash_holds_out_nothing_the_document_with_the_lowest_hash_is_h
     assert only(prepared).statistics.train.documents == only(prepared).train.documents
 
 
+def test_of_files_shorter_than_min_document_the_folder_with_the_lowest_hash_is_held_out(tmp_path: Path) -> None:
+    names = [f"{folder}/{number}.txt" for folder in "ab" for number in range(9)]
+    corpus = write_files(tmp_path / "corpus", dict.fromkeys(names, "a few words"))
+    data = data_of(corpus, tmp_path / "cache", validation_fraction=1e-9, document="folder")
+    [held_out] = contents(only(prepare(replace(data, min_document=64), BYTES)).validation)
+    assert len(held_out) >= 9 * len("a few words")
+
+
 def test_the_separators_that_are_read_count_in_the_unigram_model(data: Data) -> None:
     source = only(prepare(replace(data, separator=7), BYTES))
     tokens = np.concatenate([source.train.read(n, 0, int(x)) for n, x in enumerate(source.train.document_lengths)])

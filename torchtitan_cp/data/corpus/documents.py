@@ -70,13 +70,15 @@ class Corpus:
         Args:
             skipped: counts what cannot be read.
             first_file: index of the file to begin at.
-            held_out_key: key of a record that is held out whatever its hash.
+            held_out_key: key of a record that is held out whatever its hash. Of joined records it is the first alone,
+                unless that may be shorter than min_document.
 
         Raises:
             DataError: at the end, if there was no document; or the template cannot say what is learned.
         """
         kind, empty = SOURCES[self.source.source], first_file == 0
         joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
+        whole = joins and self.source.min_document > 0
         starts = [0, *accumulate(file.size_bytes for file in self.files)]
 
         def read(indices: list[int]) -> Iterator[Document]:
@@ -89,7 +91,8 @@ class Corpus:
                             document.content, document.learned = read_conversation(row, self.source, self.template)
                         if not document.learned:
                             continue
-                    document.held_out = is_held_out(document.key, fraction) or document.key == held_out_key
+                    chosen = document.key == held_out_key and not whole
+                    document.held_out = chosen or is_held_out(document.key, fraction)
                     document.read_bytes += starts[index]
                     yield document
 
@@ -99,6 +102,7 @@ class Corpus:
             documents = _join(read(indices)) if joins else read(indices)
             for number, document in enumerate(documents, start=1):
                 document.place, empty = (indices[0], skipped_before, number), False
+                document.held_out |= whole and document.key == held_out_key
                 yield document
         if empty:
             keys = ("messages_field", "prompt_field", "token_field")
