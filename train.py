@@ -1,18 +1,20 @@
 """What the launcher starts on every rank: read the config, build the Trainer, run it."""
 
 import gc
+import signal
 
 if __name__ == "__main__":
     gc.disable()  # until all is imported, which takes a tenth less time
+    ANSWER = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile would end in a traceback
 
 import argparse
 import logging
 import os
-import signal
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -46,6 +48,14 @@ SOURCES = (ROOT / "train.py", ROOT / "models", ROOT / "torchtitan_cp")
 BEATS, LONGEST_BEAT_SECONDS = 8, 5.0
 
 
+class StderrHandler(logging.StreamHandler[Any]):
+    """Writes to what sys.stderr is now: a progress bar takes it over, so that lines stand above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="train.py",
@@ -72,7 +82,8 @@ def main(arguments: list[str]) -> int:
     if (options.world_size is not None or options.device) and not options.dry_run:
         parser.error("--world-size and --device need --dry-run; set NPROC for the ranks of a node")
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format=f"[rank {rank}] %(message)s")
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format=f"[rank {rank}] %(message)s", handlers=[StderrHandler()])
     register(ARCHITECTURES)
     try:
         config = load_config(options.config, overrides)
@@ -146,4 +157,5 @@ def worker_main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, ANSWER)
     worker_main()

@@ -1,5 +1,6 @@
 """`torchtitan-cp COMMAND …`, or `python -m torchtitan_cp COMMAND …`: the entry points under one name."""
 
+import signal
 import sys
 
 from torchtitan_cp.cli.options import import_without_gc
@@ -20,7 +21,11 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in COMMANDS:
-        return int(import_without_gc(COMMANDS[command][0]).main(rest))
+        answer = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import would end in a traceback, or swallow Ctrl-C
+        module = import_without_gc(COMMANDS[command][0])
+        signal.signal(signal.SIGINT, answer)
+        return int(module.main(rest))
     width = max(map(len, COMMANDS))
     about = "\n".join(f"  {name:<{width}}  {says}" for name, (_, says) in COMMANDS.items())
     print(f"usage: torchtitan-cp COMMAND ... (COMMAND --help says what it takes)\n\n{about}")

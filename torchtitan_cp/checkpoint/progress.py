@@ -132,7 +132,18 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> No
     """
     for name, value in now.items():
         if saved.get(name, value) != value:
+            was, is_now = _differing(saved[name], value)
+            what = " of the text, the tokenizer or their settings" * (name == "data")
             raise ConfigError(
-                f"{path} was written with {name} {saved[name]}, and the config now gives {value}",
-                fix="undo the change, or give the new run a folder of its own: --job.dump_folder=...",
+                f"{path} was written with {name} {was}, and the config now gives {is_now}",
+                fix=f"undo the change{what}, or give the new run a folder of its own: --job.dump_folder=...",
             )
+
+
+def _differing(was: Any, now: Any) -> tuple[Any, Any]:
+    """Of two tables the entries that differ; other values as they are."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        return was, now
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    pairs = {name: _differing(was.get(name), now.get(name)) for name in names}
+    return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}

@@ -71,7 +71,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     """
     path = path.absolute()
     if not (path / PROGRESS_FILE).is_file():
-        complete = CheckpointManager(path / CHECKPOINTS).complete()
+        complete = CheckpointManager(path / CHECKPOINTS).complete() or CheckpointManager(path).complete()
         if not complete:
             raise ConfigError(
                 f"{path} is not a checkpoint and contains none", fix="give a run's folder, or .../checkpoints/step-N"

@@ -80,7 +80,6 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
 
 def write_result(out: Path, saved: SavedModel, result: EvaluationResult) -> None:
     """Write evaluation.json, and images of loss by position and of each variant of prompts."""
-    out.mkdir(parents=True, exist_ok=True)
     name = saved.stage.name or format_tokens(saved.stage.seq_len)
     about = {"checkpoint": str(saved.path), "stage": name, "seq_len": saved.stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
@@ -124,11 +123,15 @@ def _evaluate(options: argparse.Namespace) -> int:
         if not 1 <= options.stage <= len(stages):
             raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
         saved = replace(saved, stage=stages[options.stage - 1])
+    out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
+    try:  # before the work
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", fix="give another folder with --out") from None
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
     if world.rank == 0:
-        out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
-        write_result(out, saved, found)
         print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len)))
+        write_result(out, saved, found)
         print(f"written to {out}")
     stop_ranks()
     return 0

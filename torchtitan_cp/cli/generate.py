@@ -244,6 +244,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of the random numbers (default 0)")
     options = parser.parse_args(arguments)
+    if options.system and not options.chat:
+        parser.error("--system needs --chat")
     return run_command(lambda: _generate(options))
 
 

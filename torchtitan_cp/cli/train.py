@@ -16,6 +16,7 @@ from torchtitan_cp.config.load import OVERRIDE
 
 # Beside this package, in a checkout as when it is installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
+OF_DRY_RUNS = ("--world-size", "--rank", "--device")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -33,11 +34,6 @@ def default_ranks() -> int:
     return int(importlib.import_module("torch").cuda.device_count()) or 2
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    print(f"{signal.Signals(number).name}: no rank was started", file=sys.stderr)
-    sys.exit(128 + number if number == signal.SIGINT else 0)
-
-
 def load_launcher(check: list[str]) -> Any:
     """The module that starts ranks, imported while a config is checked; it imports torch.
 
@@ -47,8 +43,16 @@ def load_launcher(check: list[str]) -> Any:
     Raises:
         SystemExit: the config would not run, or a signal came first.
     """
+    checking: subprocess.Popen[bytes] | None = None
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if checking:
+            checking.kill()
+        print(f"{signal.Signals(number).name}: no rank was started", file=sys.stderr, flush=True)
+        os._exit(128 + number if number == signal.SIGINT else 0)  # an import may swallow any exception
+
     for number in SIGNALS:
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     # torch logs each lost connection as a warning with forty lines of C++ frames, here and on the ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # In a session of its own it does not hear the terminal's Ctrl-C.
@@ -82,9 +86,18 @@ def main(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
+    if options.doctor is not None and options.verify_parity is not None:
+        parser.error("give --doctor or --verify-parity")
+    if "--dry-run" not in rest and any(entry.partition("=")[0] in OF_DRY_RUNS for entry in rest):
+        parser.error(f"{', '.join(OF_DRY_RUNS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
-        return subprocess.run([sys.executable, *program], check=False).returncode
+        if options.nproc and "--world-size" not in rest:
+            program += ["--world-size", str(options.nproc * options.nnodes)]
+        try:
+            return subprocess.run([sys.executable, *program], check=False).returncode
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
     try:
         config = load_config(options.config, [entry for entry in rest if OVERRIDE.fullmatch(entry)])
     except UserError as error:

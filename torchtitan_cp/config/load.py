@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 import typing
@@ -42,13 +43,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     table = read_toml(Path(path))
     for override in overrides:
         apply_override(table, override)
-    return build(Config, table, where="", file=str(path))
+    config: Config = build(Config, table, where="", file=str(path))
+    return config.with_keys(job={"dump_folder": os.path.expanduser(config.job.dump_folder)})
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The file as plain tables; errors name the file and the line."""
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        return tomli.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", fix="give an existing file, e.g. train_configs/quickstart.toml"

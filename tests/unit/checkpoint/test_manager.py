@@ -49,6 +49,12 @@ def test_going_on_with_another_model_or_other_data_names_what_differs() -> None:
     check_identity({"data": "abc"}, {"data": "abc", "what only later versions write": 2}, Path("step-1"))
     with pytest.raises(ConfigError, match=r"step-1 was written with data abc, and the config now gives xyz"):
         check_identity({"data": "abc"}, {"data": "xyz"}, Path("step-1"))
+    was, now = {"dim": 8, "config": {"window": 64, "label": 1}}, {"dim": 8, "config": {"window": 32, "label": 1}}
+    wanted = (
+        r"written with model \{'config': \{'window': 64\}\}, and the config now gives \{'config': \{'window': 32\}\}"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        check_identity({"model": was}, {"model": now}, Path("step-1"))
 
 
 def test_what_is_left_of_a_save_is_deleted_file_or_folder(tmp_path: Path) -> None:

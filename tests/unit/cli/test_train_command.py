@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -316,3 +317,34 @@ def test_rank_0_logs_at_the_level_of_the_config(
     config = str(write_run(tmp_path))
     assert train.main([config, "--dry-run", "--rank=9", "--job.log_level=debug"]) == 2, "there is no such rank"
     assert logger.level == level
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size", "8"], "--world-size, --rank, --device need --dry-run"),
+        (["--device=h100-80g"], "--world-size, --rank, --device need --dry-run"),
+        (["--doctor", "--verify-parity"], "give --doctor or --verify-parity"),
+    ],
+)
+def test_options_that_need_or_exclude_another_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["a.toml", *arguments])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("own", "wanted"), [([], ["--world-size", "4"]), (["--world-size", "8"], [])])
+def test_a_dry_run_is_of_as_many_ranks_as_would_start(
+    own: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = list[list[str]]()
+
+    def run(program: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        commands.append(program)
+        return subprocess.CompletedProcess(program, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert command.main(["a.toml", "--nproc=2", "--nnodes=2", "--rdzv-endpoint=a:1", "--dry-run", *own]) == 0
+    assert commands[0][3:] == ["--dry-run", *own, *wanted]

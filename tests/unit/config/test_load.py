@@ -250,3 +250,9 @@ def test_sources_are_tables_of_the_file_that_overrides_reach(tmp_path: Path) -> 
     assert "unknown key data.sources[0].pth\n  fix: did you mean path?" in message_of(
         tmp_path, "[[data.sources]]\npth = 'x'"
     )
+
+
+def test_a_home_folder_is_expanded_and_a_byte_order_mark_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[job]\ndump_folder = '~/runs/mine'\n")
+    assert load_config(path).job.dump_folder == str(Path.home() / "runs" / "mine")

@@ -177,6 +177,14 @@ def test_where_the_hash_holds_out_nothing_the_document_with_the_lowest_hash_is_h
     assert only(prepared).statistics.train.documents == only(prepared).train.documents
 
 
+@pytest.mark.parametrize("last", range(8))
+def test_one_long_document_among_short_ones_is_never_held_out(tmp_path: Path, last: int) -> None:
+    """Whatever the hash of its name."""
+    texts = {f"long-{last}.txt": "a long text " * 50, "a.txt": "short", "b.txt": "as short as it"}
+    data = data_of(write_files(tmp_path / "corpus", texts), tmp_path / "cache", validation_fraction=1e-9)
+    assert only(prepare(data, BYTES)).validation.tokens < 20
+
+
 def test_of_files_shorter_than_min_document_the_folder_with_the_lowest_hash_is_held_out(tmp_path: Path) -> None:
     names = [f"{folder}/{number}.txt" for folder in "ab" for number in range(9)]
     corpus = write_files(tmp_path / "corpus", dict.fromkeys(names, "a few words"))

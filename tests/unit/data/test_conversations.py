@@ -174,6 +174,11 @@ def test_a_template_whose_turns_cannot_be_found_stops_with_file_and_line(tmp_pat
         read(data_of(tmp_path, rows, plain("qwen3")))
 
 
+def test_a_template_that_is_no_jinja_is_refused_before_a_row_is_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the chat template is no Jinja: .*unexpected end of template"):
+        read(data_of(tmp_path, [row("a", "b")], "{% for m in messages %}{{ m.content "))
+
+
 def test_prompts_and_completions_are_conversations(tmp_path: Path) -> None:
     rows = [{"q": "a", "a": "b"}, {"q": turns("x", "y", "z"), "a": turns("w", first="assistant")}, {"q": "a"}]
     data = data_of(tmp_path, rows, prompt_field="q", completion_field="a")

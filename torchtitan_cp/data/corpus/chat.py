@@ -210,4 +210,11 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
     tokens = {name: content for name, content in contents.items() if "_token" in name}
     if not tokens.get("eos_token"):
         tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
-    return ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})
+    template = ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})
+    try:
+        template.render([{"role": "user", "content": "?"}])
+    except BadRecordError as error:
+        if source.conversations and "TemplateSyntaxError" in str(error):
+            problem = f"the chat template is no Jinja: {error.args[-1]}"
+            raise DataError(problem, fix=f"mend it, or set {source.where}.chat_template to another file") from None
+    return template

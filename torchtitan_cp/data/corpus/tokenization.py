@@ -61,7 +61,7 @@ class _State:
         split_documents: how many were longer than max_document.
         conversations: counts of those that were too long, cut in a turn, or without a token to learn.
         groups: how many groups have a number.
-        lowest: [hash, key] of the kept document whose hash is lowest.
+        lowest: [hash, key, tokens] of the kept document whose hash is lowest; shortest: [tokens, key] of the shortest.
         held_out_key: of the document that is held out because no hash is low enough.
     """
 
@@ -74,7 +74,8 @@ class _State:
     split_documents: int = 0
     conversations: dict[str, int] = field(default_factory=dict)
     groups: int = 0
-    lowest: list[Any] = field(default_factory=lambda: [1 << 64, ""])
+    lowest: list[Any] = field(default_factory=lambda: [1 << 64, "", 0])
+    shortest: list[Any] = field(default_factory=lambda: [1 << 64, ""])
     held_out_key: str | None = None
 
 
@@ -111,8 +112,10 @@ class Tokenization:
         if source.validation_fraction > 0 and not state.held_out_documents and state.kept_documents > 1:
             where, fraction = source.where, source.validation_fraction
             logger.info("%s.validation_fraction = %g holds out no document, so one is chosen", where, fraction)
+            # Not most of the text.
+            chosen = state.lowest[1] if 2 * state.lowest[2] <= state.tokens else state.shortest[1]
             self._start({})
-            self.state.held_out_key = state.lowest[1]
+            self.state.held_out_key = chosen
             self._read_corpus(quiet=True)
         return self._finish()
 
@@ -167,7 +170,8 @@ class Tokenization:
             return
         state.kept_documents += 1
         state.held_out_documents += document.held_out
-        state.lowest = min(state.lowest, [key_hash(document.key), document.key])
+        state.lowest = min(state.lowest, [key_hash(document.key), document.key, len(ids)])
+        state.shortest = min(state.shortest, [len(ids), document.key])
         parts = max(1, -(-len(ids) // (source.max_document - 1))) if source.max_document and not spans else 1
         state.split_documents += parts > 1
         group, dtype = self._group_number(document.group), token_dtype(self.tokenizer.vocab_size)
