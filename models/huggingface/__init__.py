@@ -1,10 +1,15 @@
 """Any causal language model of Hugging Face transformers, unmodified: built from its config.json."""
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from models.architecture import Architecture, Hub
+
+# transformers imports torchao where it is installed, and that says what it lacks here and how torch sees its enums.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
