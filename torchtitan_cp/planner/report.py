@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from torchtitan_cp.planner.devices import ACCELERATORS, GIB, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import Estimate
@@ -69,9 +70,12 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     for title, columns in tables[0].items():
         if "experts" in title and estimates[0].degrees.ep == 1:
             continue
-        table = Table("stage", *columns, title=title)
-        for estimate, cells in zip(estimates, tables, strict=True):
-            table.add_row(estimate.stage.name, *cells[title].values())
+        # A column a stage: rows of a dozen figures would be cut on a terminal.
+        table = Table(Column("stage", no_wrap=True), title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for estimate in estimates:
+            table.add_column(estimate.stage.name)
+        for name in columns:
+            table.add_row(name, *(cells[title][name] for cells in tables))
         console.print(table)
     for estimate in estimates:
         if cheaper := [key for key in CUTTING if getattr(estimate.stage.data, key)]:
