@@ -14,7 +14,6 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -48,7 +47,7 @@ SOURCES = (ROOT / "train.py", ROOT / "models", ROOT / "torchtitan_cp")
 BEATS, LONGEST_BEAT_SECONDS = 8, 5.0
 
 
-class StderrHandler(logging.StreamHandler[Any]):
+class StderrHandler(logging.StreamHandler):
     """Writes to what sys.stderr is now: a progress bar takes it over, so that lines stand above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
