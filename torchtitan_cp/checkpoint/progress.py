@@ -40,6 +40,7 @@ class Progress:
         health: what bad steps have led to; see health.recovery.RecoveryState.
         recent: numbers of the last healthy steps; see health.monitor.SpikeDetector.
         text_recipe: of the current stage, what says which text a step reads; see StagePlan.text_recipe.
+        ropes: `rope` of each stage entered, by number, as it was last; None: the model's own.
         stage_losses: per stage begun, its first and last training loss, and the steps taken.
     """
 
@@ -58,6 +59,7 @@ class Progress:
     health: dict[str, Any] = dataclasses.field(default_factory=dict)
     recent: list[list[float]] = dataclasses.field(default_factory=list)
     text_recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ropes: dict[str, Any] = dataclasses.field(default_factory=dict)
     stage_losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @classmethod

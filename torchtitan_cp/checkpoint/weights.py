@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torchtitan_cp.checkpoint.manifest import verify_checkpoint
 from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import CHECKPOINTS, RUN_CONFIG
+from torchtitan_cp.config.load import build
+from torchtitan_cp.config.rope import Rope
 from torchtitan_cp.config.sections import Stage
 
 PREFIX = "model."
@@ -90,7 +92,10 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         for name, entry in reader.table.state_dict_metadata.items()
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    stage = config.curriculum.stages[max(map(int, progress.stage_losses), default=0)]
+    number = max(map(int, progress.stage_losses), default=0)
+    stage = config.curriculum.stages[number]
+    if rope := progress.ropes.get(str(number)):  # the config may have another by now
+        stage = replace(stage, rope=build(Rope, rope, where=f"curriculum.stages[{number}].rope", file=str(path)))
     return SavedModel(path, config, stage, progress.identity["model"], progress.short_loss, tensors, reader)
 
 

@@ -80,6 +80,7 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
 
 def write_result(out: Path, saved: SavedModel, result: EvaluationResult) -> None:
     """Write evaluation.json, and images of loss by position and of each variant of prompts."""
+    out.mkdir(parents=True, exist_ok=True)
     name = saved.stage.name or format_tokens(saved.stage.seq_len)
     about = {"checkpoint": str(saved.path), "stage": name, "seq_len": saved.stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")

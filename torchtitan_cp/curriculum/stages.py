@@ -1,6 +1,7 @@
 """[[curriculum.stages]] resolved for a number of ranks."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ class StagePlan(Stage):
     activation: Activation
     data: ResolvedStageData
     resets_optimizer: bool
+
+    @property
+    def rope_recipe(self) -> dict[str, Any] | None:
+        """`rope` as JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self.rope))) if self.rope else None
 
     @property
     def text_recipe(self) -> dict[str, Any]:

@@ -85,8 +85,11 @@ def resume(
             "stage %d has taken %d steps and the config gives it %d: it ends here",
             *(stage.index + 1, progress.stage_step, stage.steps),
         )
-    changed = _changes(before.text_recipe, stage.text_recipe)
-    if changed and progress.stage_step and not is_stage_over(progress, stages):
+    goes_on = progress.stage_step and not is_stage_over(progress, stages)
+    rope = before.ropes.get(str(stage.index), stage.rope_recipe) or {}
+    if goes_on and (changed := _changes(rope, stage.rope_recipe or {})):
+        logger.warning("stage %d goes on with another rope: %s", stage.index + 1, ", ".join(changed))
+    if goes_on and (changed := _changes(before.text_recipe, stage.text_recipe)):
         logger.warning(
             "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
             progress.stage + 1,

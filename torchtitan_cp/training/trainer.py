@@ -206,7 +206,8 @@ class Trainer:
         self.watchdog_timeout_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
-        self._set_progress(text_recipe=stage.text_recipe)
+        ropes = self.progress.ropes | {str(stage.index): stage.rope_recipe}
+        self._set_progress(text_recipe=stage.text_recipe, ropes=ropes)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
         left = 0 if self._stage_over() else stage.steps - self.progress.stage_step

@@ -18,6 +18,9 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
+from torchtitan_cp.checkpoint.weights import open_saved_model
+from torchtitan_cp.config.check import RUN_CONFIG
+from torchtitan_cp.config.load import load_config, to_toml
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,7 @@ def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
     [
         (10, "global_batch_tokens=1024", "stage 2 reads its text differently .*: global_batch_tokens 512 -> 1024"),
         (10, "data.packing='best_fit'", "stage 2 reads its text differently .*: packing concat -> best_fit"),
+        (10, "rope={theta = 5e6}", r"stage 2 goes on with another rope: theta \d+\.0 -> 5000000.0"),
         (10, "cp=1", None),
         (8, "global_batch_tokens=1024", None),
     ],
@@ -114,6 +118,15 @@ def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
     else:
         [warning] = warned
         assert re.search(said, warning)
+
+
+def test_an_older_checkpoint_keeps_the_rope_that_it_was_trained_with(run_toml: Path, straight: list[float]) -> None:
+    folder = stopped_copy(run_toml, "rope", 10)
+    before = open_saved_model(folder).stage.rope
+    config = load_config(folder / RUN_CONFIG, ["--curriculum.stages[1].rope={theta = 5e6}"])
+    (folder / RUN_CONFIG).write_text(to_toml(config))
+    assert open_saved_model(folder).stage.rope == before
+    assert before.theta != 5e6  # type: ignore[union-attr]
 
 
 def test_a_stage_cut_to_fewer_steps_than_it_took_ends_there_and_the_next_goes_on(
