@@ -187,14 +187,15 @@ def _at_once(
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 
         def run(name: str) -> tuple[str, str, list[Line]]:
-            arguments = record, Path(folder, name), overrides[name]
-            command = [sys.executable, "-m", "benchmarks.host_waits", *training_arguments(*arguments)]
-            if not host_waits:
-                command = training_command(record, 1, *arguments[1:])
+            own = Path(folder, name)
+            command = training_command(record, 1, own, overrides[name])
+            if host_waits:
+                arguments = training_arguments(record, own, overrides[name])
+                command = [sys.executable, "-m", "benchmarks.host_waits", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             print(name, done.stdout, done.stderr, sep="\n", flush=True)
             why = " ".join(done.stderr.splitlines()[-3:]) if done.returncode else ""
-            return name, why[:500], read(Path(folder, name, "host_waits.jsonl" if host_waits else "metrics.jsonl"))
+            return name, why[:500], read(own / ("host_waits.jsonl" if host_waits else "metrics.jsonl"))
 
         yield from pool.map(run, overrides)
 

@@ -65,11 +65,13 @@ class StepProfiler:
             profiler.export_chrome_trace(trace)
             if snapshot:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
             (self.folder / f"{name}.txt").write_text(table + "\n", encoding="utf-8")
         except OSError as error:
             logger.error("the trace of step %d cannot be written to %s: %s", step, self.folder, error)
             return
+        finally:
+            if snapshot:
+                torch.cuda.memory._record_memory_history(enabled=None)
         logger.warning("%s\ntrace: %s (chrome://tracing, ui.perfetto.dev)", table, trace)
 
 

@@ -155,10 +155,10 @@ def restore(offloaded: Any) -> Any:
 class _Intercept(TorchDispatchMode):
     """Hands each call of some operators to a function, instead of making it."""
 
-    def __init__(self, is_one: Callable[[Any], bool], handle: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, is_kept: Callable[[Any], bool], handle: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self.is_one, self.handle = is_one, handle
+        self.is_kept, self.handle = is_kept, handle
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(function, *args, **(kwargs or {}))
-        return self.handle(call) if self.is_one(function) else call()
+        return self.handle(call) if self.is_kept(function) else call()

@@ -145,10 +145,9 @@ class PlannedStage:
         """The exchange that is set, or that `auto` chooses for layers with this window."""
         if self.stage.strategy != "auto":
             return self.stage.strategy
-        if self.config.context_parallel.kv_transfer != "exact":
-            return "ring"
         mask = AttentionMask().windowed(window if window < self.stage.seq_len else 0)
-        return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, mask.band)
+        transfer = self.config.context_parallel.kv_transfer
+        return choose_strategy(self.heads.query, self.heads.key, self.stage.cp, mask.band, transfer)
 
     def all_to_all_ranks(self, strategy: str) -> int:
         """Ranks that trade heads under a strategy."""

@@ -164,7 +164,7 @@ class Watchdog:
             most_silent = min(SILENT_FRACTION * activity.limit_seconds, MOST_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
             self._beat(most_silent)
-            # Not by the clock alone: a job that a scheduler held still has made no progress either.
+            # Time between two looks counts up to what lies between them: a scheduler may have held the job still.
             now = time.monotonic()
             passed = min(now - max(looked, activity.since), waited + most_silent)
             busy_seconds = passed + busy_seconds * (activity is watched) if activity is _now else 0.0

@@ -48,12 +48,6 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     Raises:
         ConfigError: naming the key, and the reason.
     """
-    if config.compile.enable and args.n_experts and (config.parallel.ep > 1 or config.parallel.expert_capacity):
-        raise ConfigError(
-            "compile.enable excludes parallel.ep above 1 and parallel.expert_capacity: how many tokens an expert gets "
-            "is known only when it runs",
-            fix="leave one of them out",
-        )
     for stage in stages:
         _check_lacks(config, stage)
         # torch.compile cannot recompute them.
@@ -73,6 +67,12 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
         if problem := stage.rope and args.rope_problem(stage.rope.kind):
             where = f"curriculum.stages[{stage.index}].rope"
             raise ConfigError(f"{where}: {problem}", fix="leave it out; the model keeps its own")
+    if config.compile.enable and args.n_experts and (config.parallel.ep > 1 or config.parallel.expert_capacity):
+        raise ConfigError(
+            "compile.enable excludes parallel.ep above 1 and parallel.expert_capacity: how many tokens an expert gets "
+            "is known only when it runs",
+            fix="leave one of them out",
+        )
     if config.training.router_bias_update:
         model = None
         if args.n_experts:

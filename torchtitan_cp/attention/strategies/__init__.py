@@ -33,15 +33,16 @@ def check_strategy(name: str) -> str:
     return check_name("strategy", name, ("auto", *STRATEGIES))
 
 
-def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band) -> str:
+def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv_transfer: str = "exact") -> str:
     """The strategy that `auto` takes on a 1-D mesh.
 
     A window limits the ring's messages to the neighbours. Without one, the ring carries about three quarters
     of P - 1 shards of K and V. all_to_all carries one shard of q, k, v and out whatever P is, but needs heads
-    that divide, and its messages are not overlapped: it is taken if it carries less than half.
+    that divide, and its messages are not overlapped: it is taken if it carries less than half. What it carries is
+    exact, so keys in 8 bits stay on the ring.
     """
     # torch.compile traces this function with sizes it may not know, so it must not format text.
-    if ranks == 1 or band.low is not None or query_heads % ranks or key_heads % ranks:
+    if ranks == 1 or kv_transfer != "exact" or band.low is not None or query_heads % ranks or key_heads % ranks:
         return "ring"
     return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
 
@@ -50,8 +51,7 @@ def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str,
     """A plan's strategy and how many ranks trade heads; `auto` is decided by the heads."""
     if plan.strategy != "auto":
         return plan.strategy, plan.all_to_all_ranks
-    exact = plan.kv_transfer == "exact"  # what all_to_all carries is
-    chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band) if exact else "ring"
+    chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band, plan.kv_transfer)
     return chosen, plan.ranks if STRATEGIES[chosen].trades_heads else 1
 
 
