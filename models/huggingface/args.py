@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -179,7 +180,9 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     given = next((config.get(key) for key, part in vars(whole).items() if part is text), config)
     known = text.to_dict()
     if unknown := [key for key in overrides if key not in known and key not in text.attribute_map]:
-        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        near = get_close_matches(unknown[0], known, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+        raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; {meant}")
     sizes = given = {**(given or {}), "model_type": text.model_type}
     # What a multimodal config has for its text model in place of the text model's own defaults, and of what follows
     # from these.

@@ -153,7 +153,8 @@ def sample_token(logits: Tensor, temperature: float, generator: torch.Generator 
     """Draw a token from `[V]` logits; at temperature 0 the most likely one."""
     if not temperature:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    relative = (logits - logits.max()).double()  # at most 0, which no temperature makes infinite
+    return int(torch.multinomial((relative / temperature).softmax(-1), 1, generator=generator))
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int]) -> Iterator[str]:

@@ -46,7 +46,7 @@ class SourceKeys:
     subset: str = key("", read_by=("huggingface",))
     split: str = key("train", read_by=("huggingface",))
     revision: str = key("", read_by=("huggingface",))
-    text_field: str = "text"
+    text_field: str = key("text", read_by=names.ROW_SOURCES)
     token_field: str = key("", read_by=names.ROW_SOURCES)
     messages_field: str = key("", read_by=names.ROW_SOURCES)
     prompt_field: str = key("", read_by=names.ROW_SOURCES)

@@ -13,6 +13,7 @@ from torchtitan_cp.config.key import key
 from torchtitan_cp.config.rope import Rope
 
 LONGEST_SECONDS = 1e8  # three years; torch counts in nanoseconds
+LEAST_PIECES = 300  # of a trained vocabulary: 256 bytes are among them
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Tokenizer:
 
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
     path: str = key("", read_by=("sentencepiece", "huggingface"))
-    vocab_size: int = key(4096, least=300)
+    vocab_size: int = key(4096, least=LEAST_PIECES)
 
     @property
     def trained(self) -> bool:

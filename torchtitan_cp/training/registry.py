@@ -193,7 +193,20 @@ def _args_of_config(model: Model) -> Any:
     try:
         return architecture(model).args_of(hub_config(model), model.overrides)
     except (ValueError, TypeError, KeyError) as error:
-        raise _config_error(model, f": {error}", "use another model, or change model.overrides") from None
+        others = [known for known in _ARCHITECTURES.values() if known.hub and not known.args_of]
+        takers = [repr(known.name) for known in others if _takes(known.hub, hub_config(model))]
+        fix = f"set model.architecture = {' or '.join(takers)}" if takers else "use another model"
+        if model.overrides:
+            fix = f"change model.overrides, or {fix}"
+        raise _config_error(model, f": {error}", fix) from None
+
+
+def _takes(hub: Any, config: dict[str, Any]) -> bool:
+    """Whether a config.json is of an architecture with this format."""
+    try:
+        return bool(hub.sizes(config))
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _hub_sizes(model: Model) -> dict[str, Any]:
@@ -215,7 +228,9 @@ def hub_config(model: Model) -> dict[str, Any]:
     try:
         return dict(json.loads(_config_path(model).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        fix = "give a folder with config.json and *.safetensors, as `huggingface-cli download --local-dir` makes it"
+        fix = "give a folder with config.json"
+        if model.hub_checkpoint:
+            fix += " and *.safetensors, as `huggingface-cli download --local-dir` makes it"
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
 
 

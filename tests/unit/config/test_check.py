@@ -352,6 +352,7 @@ BOOKS = DataSource(name="books", source="text", path="books")
             "data.path does nothing with source = 'python-stdlib'\n  fix: remove it, or use source = 'text'",
         ),
         (Data(source="text", group_field="repo"), "data.group_field does nothing with source = 'text'"),
+        (Data(source="text", text_field="t"), "data.text_field does nothing with source = 'text'"),
         (Data(token_field="ids"), "fix: remove it, or use source = 'jsonl' or 'parquet' or 'huggingface'"),
         (Data(source="jsonl", group_depth=1), "data.group_depth does nothing with source = 'jsonl'"),
         (Data(source="parquet", split="test"), "data.split does nothing with source = 'parquet'"),

@@ -164,8 +164,9 @@ def test_lines_are_thinned_evenly_to_the_limit() -> None:
 @pytest.mark.parametrize(
     ("text", "vocab_size", "wanted", "fix"),
     [
+        ("hello world", 4096, "the corpus is too small for a tokenizer of", "fix: give more text, or set"),
         (
-            "hello world",
+            " ".join(f"word{number}" for number in range(400)),
             4096,
             "the corpus is too small for a tokenizer of",
             "fix: set tokenizer.vocab_size to at most ",

@@ -88,7 +88,8 @@ def test_sampled_tokens_follow_the_seed_and_the_temperature() -> None:
 
     assert sample(5.0, 1) == sample(5.0, 1)
     assert sample(5.0, 1) != sample(5.0, 2)
-    assert sample(1e-6, 1) == list(generate(model, PROMPT, 12))
+    for nearly_greedy in (1e-6, 1e-40, 1e-300):
+        assert sample(nearly_greedy, 1) == list(generate(model, PROMPT, 12))
 
 
 def test_a_drawn_token_has_the_probability_of_the_softmax() -> None:

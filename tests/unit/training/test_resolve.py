@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3_5TextConfig
 
 from models import ARCHITECTURES
 from tests.support.huggingface_families import FAMILIES
@@ -89,6 +90,20 @@ def test_a_stage_longer_than_a_table_of_positions_is_refused_and_a_longer_table_
     fix = "model.overrides = {max_position_embeddings = 128}"
     assert fix in refused.value.fix
     assert resolve(path, 1, *model[:4], f"--{fix.replace(' = ', '=', 1)}").model_args.longest == 128
+
+
+def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -> None:
+    config, path = tmp_path / "config.json", write_run(tmp_path)
+    hybrid = Qwen3_5TextConfig(num_hidden_layers=4, vocab_size=300)
+    config.write_text(json.dumps(hybrid.to_dict()))
+    model = ["--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}"]
+    with pytest.raises(ConfigError, match="a layer of linear_attention, which is not built here") as refused:
+        resolve(path, 1, *model)
+    assert refused.value.fix == "set model.architecture = 'qwen3_5'"
+    resolve(path, 1, "--model.architecture=qwen3_5", *model[1:])
+    with pytest.raises(ConfigError, match="did you mean 'hidden_size'") as refused:
+        resolve(path, 1, *model[:3], "--model.overrides={hidden_sise = 64}")
+    assert refused.value.fix.startswith("change model.overrides, or ")
 
 
 @pytest.mark.parametrize("option", ["--parallel.ep=2", "--parallel.expert_capacity=1.5"])

@@ -124,7 +124,8 @@ def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, conf
     ("config", "overrides", "says"),
     [
         ({"model_type": "mine"}, {}, "'mine', which transformers does not have"),
-        ({"model_type": "llama"}, {"hidden": 1}, "LlamaConfig has no 'hidden'"),
+        ({"model_type": "llama"}, {"hidden": 1}, "LlamaConfig has no 'hidden'; did you mean 'hidden_act'"),
+        ({"model_type": "llama"}, {"xyz": 1}, "LlamaConfig has no 'xyz'; it has .*, vocab_size"),
         ({"model_type": "llama"}, {"hidden_size": 50}, "refuses this config of 'llama'"),
         ({"model_type": "t5"}, {}, "no causal language model of type 't5'"),
         ({"model_type": "llama"}, {"num_hidden_layers": 0}, "LlamaForCausalLM has .* no list of its 0 layers"),
