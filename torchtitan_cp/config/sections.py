@@ -24,7 +24,7 @@ class Job:
         dump_folder: folder of this run: config.toml, metrics.jsonl, a trained tokenizer, tensorboard/, checkpoints/
         description: one line about the run, shown at start
         timeout_seconds: a step, validation or final save that takes longer ends the job
-        startup_timeout_seconds: the limit for joining, building, loading and each stage's first step
+        startup_timeout_seconds: the limit for joining, building, loading, and each stage's first step and evaluation
         max_restarts: times that run_train.sh starts the ranks again after one died or hung
         log_level: of rank 0; debug also says why other attention kernels were passed over
     """

@@ -93,7 +93,7 @@ def save_bundle(
         about: what else the report says.
 
     Returns:
-        the diagnosis, which now names the folder.
+        the diagnosis, which now names the folder if it could be written.
     """
     event = found.culprit
     batch = micro_batches[max(0, event.micro_batch) if event else 0]
@@ -123,12 +123,15 @@ def save_bundle(
                 tensors |= inputs
         weights = (*module.named_parameters(), *module.named_buffers()) if module else ()
         tensors |= {f"weight.{name}": _gathered(x, diagnoser) for name, x in weights}
+    written = torch.ones((), device=diagnoser.device)
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
         except (OSError, SafetensorError) as error:
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
-    return replace(found, summary=f"{found.summary}; its tensors are in {folder}")
+            written.zero_()
+    dist.all_reduce(written, dist.ReduceOp.MIN)
+    return replace(found, summary=f"{found.summary}; its tensors are in {folder}") if written else found
 
 
 def _gathered(x: Any, diagnoser: Diagnoser) -> Tensor:

@@ -90,7 +90,7 @@ class Trainer:
         self.profiler = StepProfiler(self.folder, config.profiling, world.rank, self.device.device)
         self.checkpoints.restart_interval()
         self.stopping = self.save_requested = False
-        self.announced_stage = -1
+        self.announced_stage = self.evaluated_stage = -1
         identity = {
             "model": registry.sizes_of(args),
             "data": corpus.fingerprint,
@@ -375,9 +375,15 @@ class Trainer:
 
     def _evaluate(self, stage: StagePlan, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
+        job = self.config.job
+        # A stage's first evaluation may compile, as its first step may.
+        first = self.evaluated_stage != stage.index
+        self.watchdog_timeout_seconds = job.startup_timeout_seconds if first else job.timeout_seconds
+        self.evaluated_stage = stage.index
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_loss=self.progress.short_loss
         )
+        self.watchdog_timeout_seconds = job.timeout_seconds
         reshard(self.model.parts)  # without a backward, gathered weights that are kept would stay their parameters
         self.model.pop_timings()  # those of the evaluation are not the next step's
         # The evaluation may have taken long.

@@ -365,6 +365,16 @@ def test_an_overflow_is_named_and_reproduced_offline_from_its_bundle(
     assert main([str(folder / "health" / "step-3")]) == 0
 
 
+def test_a_bundle_that_cannot_be_written_is_not_named(ranks: Callable[[int], RankPool], run_toml: Path) -> None:
+    folder = run_toml.parent / "unwritable"
+    folder.mkdir()
+    (folder / "health").touch()
+    size, overrides = LAYOUTS[OVERFLOWS["in attention"][0]]
+    arguments = (run_toml, OVERFLOWS["in attention"][1], f"--job.dump_folder={folder}", *overrides, FOUR)
+    for said in ranks(size)(overflowing_run, *arguments):
+        assert said.endswith("it comes again when the step is repeated")
+
+
 def test_a_fault_that_is_gone_when_repeated_speaks_of_the_hardware(
     ranks: Callable[[int], RankPool], run_toml: Path
 ) -> None:
