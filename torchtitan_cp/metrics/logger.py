@@ -21,7 +21,8 @@ class MetricsLogger:
     """Hands records, numbers, images and texts to the console and, on rank 0, the other sinks.
 
     A sink has a `name` for messages, and one method for each kind of thing it takes: `step(record)`,
-    `evaluation(record)`, `scalars(values, step)`, `image(tag, pixels, step)`, `text(tag, text, step)`, `close()`.
+    `evaluation(record)`, `scalars(values, step)`, `image(tag, pixels, step)`, `text(tag, text, step)`, `close()`. Types
+    that these raise besides OSError are its `errors`.
 
     Args:
         settings: [metrics].
@@ -99,6 +100,6 @@ class MetricsLogger:
         for sink in [sink for sink in self.sinks if hasattr(sink, method)]:
             try:
                 getattr(sink, method)(*arguments)
-            except OSError as error:
+            except (OSError, *getattr(sink, "errors", ())) as error:
                 self.sinks.remove(sink)
                 logger.error("%s is off until the run's next start: %s. %s goes on", sink.name, error, METRICS_FILE)

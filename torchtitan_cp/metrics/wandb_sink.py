@@ -28,12 +28,13 @@ class WandbSink:
 
     def __init__(self, project: str, folder: Path) -> None:
         self.wandb = import_extra("wandb", extra="wandb", needed_by="metrics.wandb")
+        self.errors = (self.wandb.errors.Error,)
         # Two runs may have folders of one name.
         own_id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         names = {"project": project, "name": folder.name, "id": own_id}
         try:
             self.run = self.wandb.init(**names, dir=str(folder), resume="allow")
-        except self.wandb.errors.Error as error:
+        except self.errors as error:
             raise ConfigError(
                 f"metrics.wandb = {project!r}: Weights & Biases opens no run {folder.name!r}: {error}",
                 fix="log in with `wandb login`, set WANDB_MODE=offline in the environment, or leave metrics.wandb out",

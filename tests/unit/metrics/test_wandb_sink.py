@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Metrics
+from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.wandb_sink import WandbSink
 
 
@@ -46,5 +48,15 @@ def test_weights_and_biases_gets_what_tensorboard_gets(tmp_path: Path, monkeypat
     assert sink.run.summary["train/loss"] == 2.5
     assert sink.run.summary["train/lr"] == 1e-3
     assert sink.run.step == 3
+
+    def fail(*_: object, **__: object) -> None:
+        raise sink.wandb.errors.CommError("the service is gone")
+
+    logger = MetricsLogger(Metrics(), total_steps=1, done=0, enabled=False)
+    logger.sinks.append(sink)
+    with monkeypatch.context() as broken:
+        broken.setattr(sink.run, "log", fail)
+        logger.scalars({"train/loss": 2.0}, 4)
+    assert sink not in logger.sinks
     sink.close()
     assert list((tmp_path / "wandb").glob("offline-run-*"))
