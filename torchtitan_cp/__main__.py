@@ -14,7 +14,7 @@ COMMANDS = {
     "evaluate": ("torchtitan_cp.cli.evaluate", "measure what a checkpoint retrieves, by length and depth"),
     "generate": ("torchtitan_cp.cli.generate", "continue a text, or answer in a conversation"),
     "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),
-    "replay": ("torchtitan_cp.cli.replay", "repeat a step that had non-finite values"),
+    "replay": ("torchtitan_cp.cli.replay", "run the module behind a bad step again, on one process"),
 }
 
 

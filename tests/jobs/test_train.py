@@ -59,7 +59,7 @@ REPOSITORY = Path(__file__).parents[2]
         ),
         (
             ["--parallel.pp=2", "--model.overrides.n_layers=1"],
-            "a pipeline of 2 ranks x 1 stages is longer than the model",
+            "a pipeline of 2 ranks x 1 pipeline stages is longer than the model",
         ),
     ],
 )

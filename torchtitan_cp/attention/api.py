@@ -125,7 +125,7 @@ def attend(
     q, k, v = to_bshd(q), to_bshd(k), to_bshd(v)
     check_shapes(q, k, v, plan, sinks, alibi_slopes)
     if not softcap >= 0:
-        raise PlanError(f"softcap = {softcap} is not a number from 0 on", fix="give a positive number, or 0 for none")
+        raise PlanError(f"softcap = {softcap} is not at least 0", fix="give a positive number, or 0 for none")
     _, all_to_all_ranks = resolve_strategy(plan, q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return back(attention(q, k, v, sinks, alibi_slopes, plan.handle, scale, softcap, all_to_all_ranks)[0])
@@ -175,7 +175,8 @@ class ContextParallel:
             otherwise by heads and window; the log says which and why).
         kernel: local kernel by name, or auto (by device and dtype).
         layout: contiguous, zigzag, balanced, documents, or auto (documents where they are packed, otherwise zigzag).
-        kv_transfer: "exact", or "float8": ring and all_gather carry K and V in 8 bits, a scale per head and row.
+        kv_transfer: "exact", or "float8": ring, all_gather and hybrid carry K and V in e4m3 between ranks (hybrid
+            in its ring), with an fp32 scale per head and row.
         ranks_per_node: consecutive ranks of the mesh that sit in one node, which `documents` keeps documents in; under
             hybrid it keeps them in an inner group.
         row_pairs: (query, key) pairs that a rank computes while a row of keys and values travels (within a node, to
@@ -269,7 +270,10 @@ def check_shapes(
     if not q.shape[1] == k.shape[1] == v.shape[1] == plan.local_tokens:
         raise PlanError(f"the plan holds {plan.local_tokens} tokens a rank, got {shapes}", fix="shard with plan.shard")
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise PlanError(f"batch, heads or dims do not match: {shapes}", fix="Hq must be a multiple of Hkv")
+        raise PlanError(
+            f"batch, heads or dims do not match: {shapes}",
+            fix="give q [B, S/P, Hq, Dqk], k [B, S/P, Hkv, Dqk], v [B, S/P, Hkv, Dv], with Hq a multiple of Hkv",
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise PlanError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}", fix="cast them to one")
     for name, numbers in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):

@@ -100,7 +100,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="variants of prompts")
-    parser.add_argument("--lengths", nargs="+", type=at_least(1), help="tokens of a prompt, multiples of 2 x ranks")
+    parser.add_argument(
+        "--lengths", nargs="+", type=at_least(1), help="tokens of a prompt; on several ranks multiples of 2 x ranks"
+    )
     parser.add_argument("--depths", type=at_least(1), help="how many places of the key, evenly from top to end")
     parser.add_argument("--trials", type=at_least(0), help="prompts for each length and depth")
     parser.add_argument("--tokens", type=at_least(1), help="held-out tokens that each loss is measured on")

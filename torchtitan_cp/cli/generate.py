@@ -230,7 +230,9 @@ def utf8_text(argument: str) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="torchtitan-cp generate", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a run's folder (its newest checkpoint), or a step-N folder")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a run's folder or its checkpoints/ (the newest one), or a step-N folder"
+    )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", type=utf8_text, help="text to continue")
     task.add_argument(

@@ -29,9 +29,12 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument(
-        "--device", default="h100-80g", choices=[*ACCELERATORS, HERE], help="here: this machine's, measured in seconds"
+        "--device",
+        default="h100-80g",
+        choices=[*ACCELERATORS, HERE],
+        help="default h100-80g; here: this machine's, measured in a few seconds",
     )
-    parser.add_argument("--nodes", type=at_least(1), default=1)
+    parser.add_argument("--nodes", type=at_least(1), metavar="N", default=1, help="nodes of the job (default 1)")
     parser.add_argument("--gpus-per-node", type=at_least(0), default=0, help="default: the device's usual node")
     parser.add_argument(
         "--intra-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends inside a node"

@@ -23,7 +23,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --verify-parity and --doctor, which the launcher and train.py both take."""
     for flag, what in (
-        ("--verify-parity", "compare the first step, cut to LENGTH tokens, with one rank; exit code 5: it differs"),
+        (
+            "--verify-parity",
+            "compare the first step, cut to LENGTH tokens (default 512), with one rank; exit code 5: it differs",
+        ),
         ("--doctor", "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not"),
     ):
         parser.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {what}")
@@ -72,7 +75,7 @@ def main(arguments: list[str]) -> int:
         prog="torchtitan-cp train",
         description="Check a config, then train it on this node's ranks.",
         epilog="All other arguments go to train.py: --section.key=value for any key of the config, "
-        "--dry-run [--world-size N] [--rank N]. Keys: python train.py --help",
+        "--dry-run [--world-size N] [--rank N] [--device GPU]. Keys: python train.py --help",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file")

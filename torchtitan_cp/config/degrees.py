@@ -85,9 +85,10 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     if ranks % known or (not open_axes and known != ranks):
         fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
         raise ConfigError(
-            f"[parallel] asks for {text} and there are {ranks} ranks: {known} "
-            + ("does not divide them" if open_axes else "is not their number"),
-            fix=f"{fits} (NPROC={known} ./run_train.sh), change a degree, or set one to -1",
+            f"[parallel] asks for {text} and the job has {ranks} ranks: {known} "
+            + ("does not divide them" if open_axes else "are needed"),
+            fix=f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
+            + ("or change a degree" if open_axes else "change a degree, or set one to -1"),
         )
     if open_axes:
         degrees[open_axes[0]] = ranks // known

@@ -65,7 +65,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             fix="the file must be TOML: [section] lines, and key = value with strings in quotes",
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}", fix="shorten that number, or unnest that list") from None
+        raise ConfigError(f"{path}: {error}", fix="give a smaller number, or nest lists less deeply") from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:

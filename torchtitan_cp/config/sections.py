@@ -21,7 +21,8 @@ class Job:
     """What the run is called and where its files go.
 
     Attributes:
-        dump_folder: folder of this run: config.toml, metrics.jsonl, a trained tokenizer, tensorboard/, checkpoints/
+        dump_folder: folder of this run: config.toml, metrics.jsonl, evaluation.jsonl, a trained tokenizer,
+            tensorboard/, checkpoints/, and what docs/getting_started.md lists
         description: one line about the run, shown at start
         timeout_seconds: a step, validation or final save that takes longer ends the job
         startup_timeout_seconds: the limit for joining, building, loading, and each stage's first step and evaluation
@@ -64,7 +65,7 @@ class Tokenizer:
     """How text becomes tokens.
 
     Attributes:
-        kind: which library reads it
+        kind: which library reads it; bytes: none, each byte is a token (257 with the end token)
         path: model file; empty with sentencepiece: one is trained on the corpus and cached
         vocab_size: pieces of a SentencePiece model trained on the corpus
     """
@@ -85,8 +86,9 @@ class Training:
 
     Attributes:
         seed: seed of weights and data order
-        compute_dtype: dtype of forward and backward; weights and reductions are fp32
-        float8: CUDA from compute capability 8.9: the blocks' linear layers multiply in 8 bits (package torchao), with
+        compute_dtype: dtype of forward and backward; weights are fp32, and reduce_dtype is
+            that of gradients in transit
+        float8: CUDA from compute capability 8.9: the blocks' linear layers multiply in 8 bits (extra float8), with
             a scale for each tensor or row
         deterministic: only kernels that give the same bits every time; slower on CUDA
         micro_batch_sequences: sequences a data-parallel rank runs at once
@@ -141,7 +143,7 @@ class Optimizer:
         weight_decay: decoupled weight decay of matrices (norms and biases have none)
         muon_momentum: muon: decay of the momentum
         implementation: how AdamW with float32 state runs; 8bit compiles its own
-        state: AdamW's moments; 8bit (package torchao) resumes on other ranks if tp is the same and shards are whole
+        state: AdamW's moments; 8bit (extra float8) resumes on other ranks if tp is the same and shards are whole
             blocks of 256 values
         offload_state: CUDA: keep the state in host memory; an update fetches that of one parameter at a time
         groups: [[optimizer.groups]] tables of match (a regex), lr_scale and weight_decay; the first match
@@ -226,7 +228,7 @@ class ContextParallel:
         all_to_all_ranks: hybrid: neighbouring ranks that exchange heads inside the ring
         kernel: attention kernel on one rank
         layout: which rows of the sequence a rank holds
-        kv_transfer: float8 carries keys and values in 8 bits (ring, all_gather)
+        kv_transfer: float8 carries keys and values in 8 bits (ring, all_gather, and the ring of hybrid)
     """
 
     strategy: str = key("auto", choices=names.STRATEGIES)
@@ -374,10 +376,11 @@ class Metrics:
     """What is recorded of the run.
 
     Attributes:
-        interval: optimizer steps between TensorBoard points and console lines
+        interval: optimizer steps between TensorBoard points, and between the records in metrics.jsonl that also hold
+            losses by position and source, memory, mfu_mask and expert load
         tensorboard: write tensorboard/ (metrics.jsonl is always written)
         wandb: Weights & Biases project that also gets every metric (extra wandb); empty: none
-        peak_tflops: peak of one rank's device, for MFU; 0: from a table, measured on CPU
+        peak_tflops: peak of one rank's device, for MFU; 0: from NVIDIA's data sheets, else measured at start
     """
 
     interval: int = key(1, least=1)
@@ -467,7 +470,7 @@ class Stage:
 
     Attributes:
         name: shown in logs; default is the length. Where an earlier stage has it, `-stage-` and the number follow
-        seq_len: tokens of a sequence; divisible by 2 x cp
+        seq_len: tokens of a sequence; where cp is above 1 divisible by 2 x cp, and always by cp x tp
         steps: optimizer steps
         tokens: tokens, instead of steps (rounded up to whole steps)
         until: instead of steps: the stage ends when every bound holds after an evaluation: validation_loss,
@@ -476,7 +479,7 @@ class Stage:
         global_batch_tokens: tokens of one optimizer step over all ranks
         cp: context-parallel degree; default parallel.cp; -1: every dp_shard x cp rank
         strategy: exchange; default context_parallel.strategy
-        tp: tensor-parallel ranks; a change of tp or pp relaunches the job from its checkpoint
+        tp: tensor-parallel ranks; default parallel.tp; a change of tp or pp relaunches the job from its checkpoint
         pp: pipeline ranks; default parallel.pp
         optimizer_state: moments at the stage's start; reset: zero
     """

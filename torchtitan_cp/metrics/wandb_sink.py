@@ -36,7 +36,7 @@ class WandbSink:
             self.run = self.wandb.init(**names, dir=str(folder), resume="allow")
         except self.errors as error:
             raise ConfigError(
-                f"metrics.wandb = {project!r}: Weights & Biases opens no run {folder.name!r}: {error}",
+                f"metrics.wandb = {project!r}: Weights & Biases cannot open run {folder.name!r}: {error}",
                 fix="log in with `wandb login`, set WANDB_MODE=offline in the environment, or leave metrics.wandb out",
             ) from None
 

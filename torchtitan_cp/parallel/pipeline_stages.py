@@ -66,13 +66,14 @@ def plan_pipeline(settings: Parallel, ranks: int, costs: Sequence[float]) -> Pip
     count = ranks * per_rank
     if count > len(costs):
         raise ConfigError(
-            f"a pipeline of {ranks} ranks x {per_rank} stages is longer than the model's {len(costs)} layers",
+            f"a pipeline of {ranks} ranks x {per_rank} pipeline stages is longer than the model's {len(costs)} layers",
             fix="lower parallel.pp or parallel.pp_stages_per_rank",
         )
     edges = [0, *settings.pp_split, len(costs)] if settings.pp_split else None
     if edges and (len(edges) != count + 1 or any(stop <= start for start, stop in pairwise(edges))):
         raise ConfigError(
-            f"parallel.pp_split = {list(settings.pp_split)} does not cut {len(costs)} layers into {count} stages",
+            f"parallel.pp_split = {list(settings.pp_split)} does not cut {len(costs)} layers into "
+            f"{count} pipeline stages",
             fix=f"give {count - 1} rising numbers from 1 to {len(costs) - 1}, or leave it out",
         )
     # Pipeline stages go round the ranks, or there and back where the schedule is a V.

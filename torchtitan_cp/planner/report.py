@@ -58,7 +58,7 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
     kernels = sorted({one.kernel(window) for one in estimates for window in set(one.args.layer_windows)})
     rate = "attention by {} at {:.0%} forward and {:.0%} backward"
     attention = ", ".join(rate.format(kernel, *accelerator.attention(kernel)) for kernel in kernels)
-    taken = "Assumed" if cluster.name in ACCELERATORS else "Measured"
+    taken = "Rates of the device table" if cluster.name in ACCELERATORS else "Measured"
     console.print(
         f"{cluster.ranks} x {cluster.name}, {accelerator.ranks_per_node} a node; a rank sends "
         f"{accelerator.link_bandwidth / 1e9:g} GB/s inside a node and {accelerator.network_bandwidth / 1e9:g} GB/s "
@@ -88,5 +88,5 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
             over = (estimate.memory.total - estimate.cluster.usable_bytes) / GIB
             console.print(
                 f"DOES NOT FIT: {estimate.stage.name} needs {estimate.memory.total / GIB:.1f} GiB a rank, {over:.1f} "
-                f"more than there are, during {estimate.memory.moment}. --search looks for a layout that fits"
+                f"more than the device has, during {estimate.memory.moment}. --search looks for a layout that fits"
             )

@@ -41,7 +41,7 @@ def _write(template: ChatTemplate, messages: list[Any], *, add_generation_prompt
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"the chat template does not take these messages (of {roles}): {': '.join(error.args)}",
-            fix="give a template that does as chat_template; with generate, --system adds a system's message",
+            fix="set chat_template to a file with one that takes them; with generate, --system adds a system message",
         ) from error
 
 

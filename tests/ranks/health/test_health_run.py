@@ -704,7 +704,7 @@ def test_a_step_that_is_skipped_costs_no_run_that_takes_its_source_to_the_end(
     folder = run_toml.parent / "epochs"
     inject = ("--health.inject.step=3", "--health.inject.where=data")
     few = ("--data.max_epochs={corpus=0.0137}", "--curriculum.stages[0].steps=8", FOUR)
-    with pytest.raises(RankFailure, match=r"data.max_epochs leaves stage 1 3. sequences"):
+    with pytest.raises(RankFailure, match=r"data.max_epochs allows stage 1 only 3. sequences"):
         ranks(1)(ending, run_toml, few[0], few[1].replace("8", "9"), FOUR, f"--job.dump_folder={folder}-long")
     end, lines = ranks(1)(ending, run_toml, *few, *inject, f"--job.dump_folder={folder}")[0]
     assert (end, len(lines)) == ("trained", 9)

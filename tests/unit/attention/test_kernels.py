@@ -504,7 +504,7 @@ def test_a_sink_of_minus_infinity_is_no_sink_and_padding_stays_zero() -> None:
 def test_a_soft_cap_that_is_no_bound_is_refused_by_every_kernel(softcap: float) -> None:
     q = torch.zeros(1, 8, 1, 16)
     for kernel in ("cpu", "reference"):
-        with pytest.raises(PlanError, match="is not a number from 0 on; give a positive number, or 0 for none"):
+        with pytest.raises(PlanError, match="is not at least 0; give a positive number, or 0 for none"):
             attend(q, q, q, make_plan(8, kernel=kernel), softcap=softcap)
 
 

@@ -56,7 +56,7 @@ def test_what_is_left_goes_to_the_open_axis() -> None:
 @pytest.mark.parametrize(
     ("parallel", "ranks", "wanted"),
     [
-        (Parallel(dp_shard=2, cp=2), 6, "[parallel] asks for dp_shard 2 x cp 2 and there are 6 ranks: 4 is not their"),
+        (Parallel(dp_shard=2, cp=2), 6, "[parallel] asks for dp_shard 2 x cp 2 and the job has 6 ranks: 4 are needed"),
         (Parallel(cp=4), 6, "4 does not divide them"),
         (Parallel(cp=-1), 4, "parallel.dp_shard and parallel.cp are all -1"),
     ],

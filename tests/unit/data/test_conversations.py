@@ -175,7 +175,7 @@ def test_a_template_whose_turns_cannot_be_found_stops_with_file_and_line(tmp_pat
 
 
 def test_a_template_that_is_no_jinja_is_refused_before_a_row_is_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the chat template is no Jinja: .*unexpected end of template"):
+    with pytest.raises(DataError, match=r"the chat template is not valid Jinja: .*unexpected end of template"):
         read(data_of(tmp_path, [row("a", "b")], "{% for m in messages %}{{ m.content "))
 
 

@@ -91,7 +91,7 @@ def test_a_source_ends_with_its_epochs_and_a_stage_that_is_too_long_is_refused()
     assert name == "a"
     assert samples.tokens_after(last - 1)["a"] < samples.tokens_after(last)["a"] == samples.tokens_after(8)["a"]
     with pytest.raises(
-        DataError, match=r"data.max_epochs leaves stage 1 .* sequences of 64 tokens, but the stage has 4,000"
+        DataError, match=r"data.max_epochs allows stage 1 only .* sequences of 64 tokens, but the stage has 4,000"
     ):
         stage(replace(EVEN, max_epochs={"a": 1.0, "b": 1.0}), steps=1000)
 

@@ -53,10 +53,14 @@ def test_an_output_that_costs_as_much_as_layers_has_fewer_beside_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "ranks", "message"),
     [
-        (Parallel(), 9, r"9 ranks x 1 stages is longer than the model's 8 layers.*lower parallel.pp"),
+        (Parallel(), 9, r"9 ranks x 1 pipeline stages is longer than the model's 8 layers.*lower parallel.pp"),
         (Parallel(pp_stages_per_rank=2), 2, r"pp_stages_per_rank = 2, and 1f1b takes 1.*use 1, or another"),
         (Parallel(pp_schedule="interleaved_1f1b", pp_stages_per_rank=1), 2, "takes 2 or more"),
-        (Parallel(pp_split=(3, 5)), 2, r"pp_split = \[3, 5\] does not cut 8 layers into 2 stages.*give 1 rising"),
+        (
+            Parallel(pp_split=(3, 5)),
+            2,
+            r"pp_split = \[3, 5\] does not cut 8 layers into 2 pipeline stages.*give 1 rising",
+        ),
         (Parallel(pp_split=(8,)), 2, r"pp_split = \[8\] does not"),
     ],
 )

@@ -34,7 +34,7 @@ def test_every_stage_of_the_long_recipe_is_estimated_and_fits(capsys: pytest.Cap
 def test_what_does_not_fit_is_said_with_how_much_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([LONG, "--nodes", "8", "--activation.checkpoint=none", "--curriculum.stages[2].cp=1"]) == 1
     printed = capsys.readouterr().out
-    assert re.search(r"DOES NOT FIT: 64K needs [\d.]+ GiB a rank, [\d.]+ more than there are, during", printed)
+    assert re.search(r"DOES NOT FIT: 64K needs [\d.]+ GiB a rank, [\d.]+ more than the device has, during", printed)
     assert re.search(r"^ +fits +yes +NO +NO ", printed, re.MULTILINE)
 
 

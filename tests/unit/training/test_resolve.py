@@ -42,7 +42,11 @@ def test_a_run_has_the_degrees_of_each_stage_and_the_sizes_of_its_model(tmp_path
     ("overrides", "ranks", "wanted"),
     [
         ((), 4, "3 does not divide them"),
-        (("--model.overrides.n_layers=2",), 6, "a pipeline of 3 ranks x 1 stages is longer than the model's 2 layers"),
+        (
+            ("--model.overrides.n_layers=2",),
+            6,
+            "a pipeline of 3 ranks x 1 pipeline stages is longer than the model's 2 layers",
+        ),
         ((f"{BATCH}=256",), 6, "makes 1 micro-batches, which 1f1b cannot assign to 3 pipeline ranks"),
         (("--parallel.pp_split=[5, 1]",), 6, "parallel.pp_split = .* does not cut 6 layers into 3"),
         (("--parallel.pp_stages_per_rank=2",), 6, "and 1f1b takes 1"),

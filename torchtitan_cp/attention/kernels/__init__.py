@@ -81,7 +81,7 @@ def choose_for_case(name: str, case: Case) -> str:
         return name
     raise PlanError(
         f"attention kernel {name!r} cannot run this: {reasons.get(name, 'no kernel can')}",
-        fix=f"use {' or '.join(able)}" if able else "take one of the options away",
+        fix=f"use {' or '.join(able)}" if able else "leave out what the message names",
     )
 
 

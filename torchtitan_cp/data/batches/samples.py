@@ -233,9 +233,9 @@ class StageSamples:
         samples = self.steps * self.step_sequences
         if samples > self.mixture.samples:
             raise DataError(
-                f"data.max_epochs leaves stage {self.stage + 1} {self.mixture.samples:,} sequences of "
+                f"data.max_epochs allows stage {self.stage + 1} only {self.mixture.samples:,} sequences of "
                 f"{self.seq_len:,} tokens, but the stage has {samples:,}",
-                fix="raise it, leave a source without one, or make the stage shorter",
+                fix="raise it, remove it for one of the sources, or make the stage shorter",
             )
         planned = self._counts(self.steps)
         self.packed = {

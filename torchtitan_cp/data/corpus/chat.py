@@ -215,6 +215,6 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
         template.render([{"role": "user", "content": "?"}])
     except BadRecordError as error:
         if source.conversations and "TemplateSyntaxError" in str(error):
-            problem = f"the chat template is no Jinja: {error.args[-1]}"
-            raise DataError(problem, fix=f"mend it, or set {source.where}.chat_template to another file") from None
+            problem = f"the chat template is not valid Jinja: {error.args[-1]}"
+            raise DataError(problem, fix=f"correct it, or set {source.where}.chat_template to another file") from None
     return template
