@@ -53,7 +53,6 @@ class Architecture:
             with (hidden `[T, E]`, chosen `[T, K]`, shares `[T, K]`) whose parameters have the experts in dim 0, and may
             have `router_biases`, by number of the layer fp32 buffers `[X]` added to scores for the choice alone.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).
-        published_rope: flavor -> keys of a stage's `rope` with which it was published.
         hub: names and sizes in Hugging Face's format; None if it has none.
         lacks: dotted key of the config -> why this architecture cannot have it on (a flag), or above 1 (a number).
         args_of: (config.json, overrides) -> args, for an architecture without flavors, whose config.json says all;
@@ -66,7 +65,6 @@ class Architecture:
     flavors: Mapping[str, Any]
     build: Callable[[Any, Any], nn.Module]
     sharding: Mapping[str, str]
-    published_rope: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hub: Hub | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
     args_of: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None

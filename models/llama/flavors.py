@@ -1,10 +1,9 @@
-"""Sizes of the Llama family by name, and the rotary embedding each was published with.
+"""Sizes of the Llama family by name.
 
 Source: the config.json of each released checkpoint.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 MOST_LAYERS = 10_000
@@ -128,14 +127,8 @@ class LlamaArgs:
         return f"head_dim = {self.head_dim} is odd, and RoPE turns pairs" if self.head_dim % 2 else None
 
 
-def _qwen2(args: LlamaArgs, norm_eps: float = 1e-6) -> LlamaArgs:
-    return replace(args, norm_eps=norm_eps, qkv_bias=True)
-
-
-def _qwen3(args: LlamaArgs) -> LlamaArgs:
-    return replace(args, norm_eps=1e-6, qk_norm=True)
-
-
+_QWEN2: dict[str, Any] = {"norm_eps": 1e-6, "qkv_bias": True}
+_QWEN3: dict[str, Any] = {"norm_eps": 1e-6, "qk_norm": True}
 # E, layers, Hq, Hkv, D, SwiGLU, V. Names without a family are Llama 3 (3.1 and 3.2 in the sizes they have).
 FLAVORS = {
     "debug": LlamaArgs(192, 4, 6, 2, 32, 512, tie_embeddings=True),
@@ -151,29 +144,17 @@ FLAVORS = {
     "mistral-7B": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32000, windows=(4096,)),
     "mistral-7B-v0.3": LlamaArgs(4096, 32, 32, 8, 128, 14336, 32768),
     # Qwen2 and Qwen2.5 have the same sizes, except 3B, 14B and 32B, which only Qwen2.5 has.
-    "qwen2-0.5B": _qwen2(LlamaArgs(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True)),
-    "qwen2-1.5B": _qwen2(LlamaArgs(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True)),
-    "qwen2-3B": _qwen2(LlamaArgs(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True)),
-    "qwen2-7B": _qwen2(LlamaArgs(3584, 28, 28, 4, 128, 18944, 152064)),
-    "qwen2-14B": _qwen2(LlamaArgs(5120, 48, 40, 8, 128, 13824, 152064), norm_eps=1e-5),
-    "qwen2-32B": _qwen2(LlamaArgs(5120, 64, 40, 8, 128, 27648, 152064), norm_eps=1e-5),
-    "qwen2-72B": _qwen2(LlamaArgs(8192, 80, 64, 8, 128, 29568, 152064), norm_eps=1e-5),
-    "qwen3-0.6B": _qwen3(LlamaArgs(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True)),
-    "qwen3-1.7B": _qwen3(LlamaArgs(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True)),
-    "qwen3-4B": _qwen3(LlamaArgs(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True)),
-    "qwen3-8B": _qwen3(LlamaArgs(4096, 36, 32, 8, 128, 12288, 151936)),
-    "qwen3-14B": _qwen3(LlamaArgs(5120, 40, 40, 8, 128, 17408, 151936)),
-    "qwen3-32B": _qwen3(LlamaArgs(5120, 64, 64, 8, 128, 25600, 151936)),
-}
-
-_LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192}
-_SCALED_8 = {"theta": 500000.0, "kind": "llama3", "factor": 8.0, **_LLAMA31}
-_THETAS = {"llama2": 10000.0, "mistral": 10000.0, "qwen2": 1e6, "qwen3": 1e6}
-
-# A stage's `rope = {...}` that continues a model as published; Llama 3 itself has theta 5e5 alone.
-PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {
-    **{name: {"theta": _THETAS[name.split("-")[0]]} for name in FLAVORS if "-" in name},
-    **{name: {**_SCALED_8, "factor": 32.0} for name in ("1B", "3B")},
-    **{name: _SCALED_8 for name in ("8B", "70B", "405B")},
-    "mistral-7B-v0.3": {"theta": 1e6},
+    "qwen2-0.5B": LlamaArgs(896, 24, 14, 2, 64, 4864, 151936, tie_embeddings=True, **_QWEN2),
+    "qwen2-1.5B": LlamaArgs(1536, 28, 12, 2, 128, 8960, 151936, tie_embeddings=True, **_QWEN2),
+    "qwen2-3B": LlamaArgs(2048, 36, 16, 2, 128, 11008, 151936, tie_embeddings=True, **_QWEN2),
+    "qwen2-7B": LlamaArgs(3584, 28, 28, 4, 128, 18944, 152064, **_QWEN2),
+    "qwen2-14B": LlamaArgs(5120, 48, 40, 8, 128, 13824, 152064, qkv_bias=True),
+    "qwen2-32B": LlamaArgs(5120, 64, 40, 8, 128, 27648, 152064, qkv_bias=True),
+    "qwen2-72B": LlamaArgs(8192, 80, 64, 8, 128, 29568, 152064, qkv_bias=True),
+    "qwen3-0.6B": LlamaArgs(1024, 28, 16, 8, 128, 3072, 151936, tie_embeddings=True, **_QWEN3),
+    "qwen3-1.7B": LlamaArgs(2048, 28, 16, 8, 128, 6144, 151936, tie_embeddings=True, **_QWEN3),
+    "qwen3-4B": LlamaArgs(2560, 36, 32, 8, 128, 9728, 151936, tie_embeddings=True, **_QWEN3),
+    "qwen3-8B": LlamaArgs(4096, 36, 32, 8, 128, 12288, 151936, **_QWEN3),
+    "qwen3-14B": LlamaArgs(5120, 40, 40, 8, 128, 17408, 151936, **_QWEN3),
+    "qwen3-32B": LlamaArgs(5120, 64, 64, 8, 128, 25600, 151936, **_QWEN3),
 }

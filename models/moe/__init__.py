@@ -1,7 +1,7 @@
 """A mixture of experts on Llama's attention, with the routers of Qwen3-MoE, OLMoE and DeepSeek-V3."""
 
 from models.architecture import Architecture
-from models.moe.flavors import FLAVORS, PUBLISHED_ROPE, MoeArgs
+from models.moe.flavors import FLAVORS, MoeArgs
 from models.moe.hub import HUB
 from models.moe.model import Moe
 from models.moe.sharding import SHARDING
@@ -9,6 +9,6 @@ from models.moe.sharding import SHARDING
 # See `lacks` in models/architecture.py.
 LACKS = {"compile.enable": "the number of tokens of an expert is known only when it runs"}
 
-ARCHITECTURE = Architecture("moe", FLAVORS, Moe, SHARDING, PUBLISHED_ROPE, HUB, LACKS)
+ARCHITECTURE = Architecture("moe", FLAVORS, Moe, SHARDING, HUB, LACKS)
 
 __all__ = ["ARCHITECTURE", "FLAVORS", "Moe", "MoeArgs"]

@@ -1,6 +1,5 @@
 """Sizes of mixtures of experts by name. Source: the config.json of each released checkpoint."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,5 +76,3 @@ FLAVORS = {
     "qwen3-30B-A3B": MoeArgs(2048, 48, 32, 4, 128, 768, 151936, **_QWEN3),
     "qwen3-235B-A22B": MoeArgs(4096, 94, 64, 4, 128, 1536, 151936, **_QWEN3),
 }
-
-PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {"qwen3-30B-A3B": {"theta": 1e6}, "qwen3-235B-A22B": {"theta": 1e6}}

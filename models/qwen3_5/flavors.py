@@ -3,7 +3,6 @@
 Source: the config.json of each released checkpoint (text_config), Qwen team, 2026; 3.6 has the same block.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,5 +93,3 @@ FLAVORS = {
     "9B": HybridArgs(4096, 32, 16, 4, 256, 12288, linear_value_heads=32, **_RELEASED),
     "27B": HybridArgs(5120, 64, 24, 4, 256, 17408, linear_value_heads=48, **_RELEASED),
 }
-
-PUBLISHED_ROPE: dict[str, Mapping[str, Any]] = {name: {"theta": 1e7} for name in FLAVORS if name != "debug"}

@@ -6,24 +6,28 @@ from pathlib import Path
 import pytest
 
 from models import ARCHITECTURES
+from models.architecture import Architecture
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import check_rope
 from torchtitan_cp.config.sections import Rope
 
-PUBLISHED = [(architecture, name) for architecture in ARCHITECTURES for name in architecture.published_rope]
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = runpy.run_path(str(DOCS / "make_models_page.py"))
+PUBLISHED = [
+    (architecture, name) for architecture in ARCHITECTURES for name in PAGE["PUBLISHED_ROPE"].get(architecture.name, {})
+]
 
 
 def test_the_page_of_models_is_the_table_that_is_printed() -> None:
-    docs = Path(__file__).parents[3] / "docs"
-    made = runpy.run_path(str(docs / "make_models_page.py"))["as_markdown"]()
-    assert (docs / "models.md").read_text(encoding="utf-8") == made, "run python docs/make_models_page.py"
+    made = PAGE["as_markdown"]()
+    assert (DOCS / "models.md").read_text(encoding="utf-8") == made, "run python docs/make_models_page.py"
 
 
 @pytest.mark.parametrize(("architecture", "name"), PUBLISHED, ids=lambda value: getattr(value, "name", value))
-def test_a_stage_takes_the_rope_that_a_flavor_was_published_with(architecture: object, name: str) -> None:
-    rope = build(Rope, dict(architecture.published_rope[name]), where="rope", file="published")  # type: ignore[attr-defined]
-    check_rope(rope, 131072, "rope")
-    assert architecture.flavors[name].problem() is None  # type: ignore[attr-defined]
+def test_a_stage_takes_the_rope_that_a_flavor_was_published_with(architecture: Architecture, name: str) -> None:
+    published = PAGE["PUBLISHED_ROPE"][architecture.name][name]
+    check_rope(build(Rope, dict(published), where="rope", file="published"), 131072, "rope")
+    assert architecture.flavors[name].problem() is None
 
 
 # Billions of parameters as the checkpoints' pages give them; tied embeddings count once.
