@@ -1,10 +1,7 @@
 """`torchtitan-cp check`: whether a config would run on so many ranks, or what is wrong with it."""
 
-import argparse
-import sys
-
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.cli.options import at_least
+from torchtitan_cp.cli.options import at_least, config_parser
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
@@ -12,13 +9,8 @@ from torchtitan_cp.training.resolve import check_files, examined_config, fit_voc
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan-cp check",
-        description="Say whether a config would run on so many ranks, or what is wrong with it (exit code 2). "
-        "Any key can be overridden: --section.key=value",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", help="TOML file")
+    about = "Say whether a config would run on so many ranks, or what is wrong with it (exit code 2)."
+    parser = config_parser("check", about)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--ranks", type=at_least(1), metavar="N", default=1, help="of the job, on all nodes (default 1)")
     size.add_argument(
@@ -48,7 +40,3 @@ def preflight(config: Config, ranks: int) -> str:
     fit_vocabulary(run, vocabulary_size(config.tokenizer))
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     return f"{sum(stage.steps for stage in run.stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

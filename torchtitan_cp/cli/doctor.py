@@ -1,20 +1,15 @@
 """`torchtitan-cp doctor`: whether context parallelism is safe for a config's model, or which layer makes it unsafe."""
 
-import argparse
-
 from torchtitan_cp.cli import train
-from torchtitan_cp.cli.options import at_least
+from torchtitan_cp.cli.options import at_least, config_parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan-cp doctor",
-        description="Run a short sequence of a config's model on this node's ranks and on one process, and compare: a "
-        "table of its layers, probes, and a verdict with the layer and class at fault (exit code 5). "
-        "Any key can be overridden: --section.key=value",
-        allow_abbrev=False,
+    parser = config_parser(
+        "doctor",
+        "Run a short sequence of a config's model on this node's ranks and on one process, and compare: a table of its "
+        "layers, probes, and a verdict with the layer and class at fault (exit code 5).",
     )
-    parser.add_argument("config", help="TOML file")
     parser.add_argument(
         "--ranks", type=at_least(1), metavar="N", help="all share the sequence (default: one per GPU; 2 without)"
     )

@@ -280,7 +280,3 @@ def _generate(options: argparse.Namespace) -> int:
         prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
         continue_text(prompt, options.prompt)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

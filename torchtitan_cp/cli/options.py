@@ -1,4 +1,4 @@
-"""What commands share: numbers on the command line, and imports on demand."""
+"""What commands share: a config and numbers on the command line, and imports on demand."""
 
 import argparse
 import gc
@@ -20,6 +20,14 @@ def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
 
     read.__name__ = kind.__name__  # what argparse calls it where the text is no number
     return read
+
+
+def config_parser(command: str, about: str) -> argparse.ArgumentParser:
+    """The parser of a command on a config, whose other arguments override keys."""
+    about = f"{about} Any key can be overridden: --section.key=value"
+    parser = argparse.ArgumentParser(prog=f"torchtitan-cp {command}", description=about, allow_abbrev=False)
+    parser.add_argument("config", help="TOML file")
+    return parser
 
 
 def import_without_gc(name: str) -> Any:

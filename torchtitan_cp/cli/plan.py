@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.cli.options import at_least
+from torchtitan_cp.cli.options import at_least, config_parser
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
@@ -21,13 +21,11 @@ HERE = "here"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan-cp plan",
-        description="Memory, messages and time of each stage of a config on a cluster, without running it. "
-        "Any key can be overridden: --section.key=value. Exit code 1: a stage does not fit.",
-        allow_abbrev=False,
+    parser = config_parser(
+        "plan",
+        "Memory, messages and time of each stage of a config on a cluster, without running it. Exit code 1: a stage "
+        "does not fit.",
     )
-    parser.add_argument("config", help="TOML file")
     parser.add_argument(
         "--device",
         default="h100-80g",
