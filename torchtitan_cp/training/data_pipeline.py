@@ -184,7 +184,7 @@ class DataPipeline:
                 when = f"reaches max_epochs in step {step} of" if step else "reached max_epochs before"
                 notes.append(f"{name} {when} the stage; the other sources take its share")
         if data.packing != "concat":
-            largest = max(self.samples.packed.values(), key=lambda packed: packed.samples or 0)
+            largest = max(self.samples.packed.values(), key=lambda packed: packed.samples)
             notes.append(
                 f"packed by {data.packing}, {largest.whole_fraction(0):.0%} of the first window's documents whole"
             )

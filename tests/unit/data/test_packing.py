@@ -13,6 +13,7 @@ from tests.support.memory import MemoryStore, separated
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import PACKINGS as CONFIG_PACKINGS
 from torchtitan_cp.config.sections import ResolvedStageData
+from torchtitan_cp.data.batches.mixture import UNLIMITED
 from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.batches.windows import PACKINGS
@@ -35,7 +36,7 @@ def packed_streams(draw: st.DrawFn) -> Any:
     packing, window = draw(st.sampled_from(["concat", "best_fit"])), draw(st.integers(1, 9))
     data = ResolvedStageData({}, packing, window, draw(st.booleans()), draw(st.booleans()))
     seq_len, first_token = draw(st.integers(1, 50)), draw(st.integers(0, 200))
-    return lambda samples=None: PackedStream(
+    return lambda samples=UNLIMITED: PackedStream(
         stream_of(lengths, order), seq_len, data, source="books", first_token=first_token, samples=samples
     )
 

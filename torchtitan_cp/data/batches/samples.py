@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
-from torchtitan_cp.data.batches.mixture import Mixture, samples_within
+from torchtitan_cp.data.batches.mixture import UNLIMITED, Mixture, samples_within
 from torchtitan_cp.data.batches.stream import TokenStream
 from torchtitan_cp.data.batches.windows import DOCUMENT, OFFSET, PACKINGS, START, STOP, Window
 from torchtitan_cp.data.corpus.store import TokenStore
@@ -92,8 +92,8 @@ class PackedStream:
             documents together only within a window.
         source: its name, for `PackedSequence.spans`.
         first_token: cursor of the stream at which the stage begins.
-        samples: how many sequences the stage takes, if known: the last window then ends with them, and none of its
-            text is left unread. A stage that is lengthened later must keep the number that its last window began with.
+        samples: how many sequences the stage takes: the last window ends with them, and none of its text is left
+            unread. A stage that is lengthened later must keep the number that its last window began with.
         replacements: further sequences, in place of skipped ones. Each is packed alone, so that a skip changes no
             sequence of the window that is being read.
     """
@@ -103,7 +103,7 @@ class PackedStream:
     data: ResolvedStageData
     source: str = ""
     first_token: int = 0
-    samples: int | None = None
+    samples: int = UNLIMITED
     replacements: int = 0
 
     def __post_init__(self) -> None:
@@ -133,9 +133,7 @@ class PackedStream:
         it, up to W - 1 of its sequences are left out.
         """
         sequences = -(-count // self.window_sequences) * self.window_sequences
-        if self.samples is not None:
-            sequences = max(count, min(sequences, self.samples))
-        return self.first_token + self.seq_len * sequences
+        return self.first_token + self.seq_len * max(count, min(sequences, self.samples))
 
     def whole_fraction(self, window: int) -> float:
         """Fraction of a window's documents that lie whole in one sequence."""
@@ -158,7 +156,7 @@ class PackedStream:
     def _spans(self, number: int) -> list[list[int]]:
         """(document, start, stop) of each span of a sequence, in order."""
         index, sequence = divmod(number, self.window_sequences)
-        if self.samples is not None and number >= self.samples:
+        if number >= self.samples:
             assert number < self.samples + self.replacements, "the stage has no such sequence"
             index, sequence = self._planned_windows + number - self.samples, 0
         _, window = self._window(index)
@@ -167,15 +165,14 @@ class PackedStream:
     @property
     def _planned_windows(self) -> int:
         """How many windows hold the first `samples` sequences; each replacement is a further window."""
-        return -(-(self.samples or 0) // self.window_sequences)
+        return -(-self.samples // self.window_sequences)
 
     def _make_window(self, index: int) -> tuple[np.ndarray, Window]:
         """The text of a window as rows of (document, start, stop), and the same packed."""
-        first, count = index * self.window_sequences, self.window_sequences
-        if self.samples is not None and index >= self._planned_windows:
+        first = index * self.window_sequences
+        count = min(self.window_sequences, self.samples - first)
+        if index >= self._planned_windows:  # of a replacement
             first, count = self.samples + index - self._planned_windows, 1
-        elif self.samples is not None:
-            count = min(count, self.samples - first)
         rows = self.stream.spans(self.first_token + first * self.seq_len, count * self.seq_len)
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 
