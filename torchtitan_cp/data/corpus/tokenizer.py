@@ -73,25 +73,24 @@ class SentencePieceTokenizer:
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self._threads = usable_cores()
-        self._space_mark_ids = self._find_space_mark_ids()
+        self._marks = self._find_marks()
 
-    def _find_space_mark_ids(self) -> list[int]:
-        """The byte tokens that spell U+2581; none if the model changes text anyway.
+    def _find_marks(self) -> dict[str, list[int]]:
+        """U+2581 and the byte tokens that spell it; nothing if the model changes text anyway.
 
         SentencePiece writes a space as U+2581, so it would decode a U+2581 of the text as a space.
         """
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         adds_prefix = self._processor.encode("a", out_type=str)[0].startswith(SPACE_MARK)
         has_bytes = all(self._processor.is_byte(token) for token in ids)
-        return ids if has_bytes and not adds_prefix else []
+        return {SPACE_MARK: ids} if has_bytes and not adds_prefix else {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
         rows = self._processor.encode(list(texts), num_threads=self._threads)
         for index, text in enumerate(texts):
-            if self._space_mark_ids and SPACE_MARK in text:
-                first, *others = self._processor.encode(text.split(SPACE_MARK))
-                rows[index] = first + [token for part in others for token in (*self._space_mark_ids, *part)]
+            if self._marks and SPACE_MARK in text:
+                [(rows[index], _)] = _encode_parts([text], self._marks, self._encode_with_starts)
         return [np.asarray(row, dtype=np.int32) for row in rows]
 
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -102,13 +101,11 @@ class SentencePieceTokenizer:
         Returns:
             for each text its token ids, `[n]` int32, and at which character each begins, `[n]` int64.
         """
+        return _encode_parts(texts, {self.eos_token: [self.eos_id], **self._marks}, self._encode_with_starts)
 
-        def encode(parts: list[str]) -> list[tuple[Any, Any]]:
-            rows = self._processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
-            return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
-
-        marks = {SPACE_MARK: self._space_mark_ids} if self._space_mark_ids else {}
-        return _encode_parts(texts, {self.eos_token: [self.eos_id], **marks}, encode)
+    def _encode_with_starts(self, parts: list[str]) -> list[tuple[Any, Any]]:
+        rows = self._processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
+        return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens."""
