@@ -137,15 +137,15 @@ class PackedStream:
 
     def whole_fraction(self, window: int) -> float:
         """Fraction of a window's documents that lie whole in one sequence."""
-        rows, packed = self._window(window)
+        rows, packed = self._window(window * self.window_sequences)
         ends = self.stream.store.document_lengths[packed.spans[:, DOCUMENT]]
         return int(((packed.spans[:, START] == 0) & (packed.spans[:, STOP] == ends)).sum()) / len(rows)
 
     def cuts(self) -> tuple[int, int, int]:
         """In the whole stage: conversations, those that are cut, and cuts between two learned tokens."""
         store, counts = self.stream.store, np.zeros(3, dtype=np.int64)
-        for index in range(self._planned_windows):
-            document, start, stop, _ = self._window(index)[1].spans.T
+        for begin in range(0, self.samples, self.window_sequences):
+            document, start, stop, _ = self._window(begin)[1].spans.T
             cut, first = stop < store.document_lengths[document], start == 0
             ends = zip(document[cut].tolist(), stop[cut].tolist(), strict=True)
             inside = [bool(np.all(store.read_mask(at, end - 1, end + 1))) for at, end in ends]
@@ -155,24 +155,14 @@ class PackedStream:
 
     def _spans(self, number: int) -> list[list[int]]:
         """(document, start, stop) of each span of a sequence, in order."""
-        index, sequence = divmod(number, self.window_sequences)
-        if number >= self.samples:
-            assert number < self.samples + self.replacements, "the stage has no such sequence"
-            index, sequence = self._planned_windows + number - self.samples, 0
-        _, window = self._window(index)
-        return window.spans[window.first[sequence] : window.first[sequence + 1], :OFFSET].tolist()
+        assert number < self.samples + self.replacements, "the stage has no such sequence"
+        place = number % self.window_sequences if number < self.samples else 0
+        _, window = self._window(number - place)
+        return window.spans[window.first[place] : window.first[place + 1], :OFFSET].tolist()
 
-    @property
-    def _planned_windows(self) -> int:
-        """How many windows hold the first `samples` sequences; each replacement is a further window."""
-        return -(-self.samples // self.window_sequences)
-
-    def _make_window(self, index: int) -> tuple[np.ndarray, Window]:
-        """The text of a window as rows of (document, start, stop), and the same packed."""
-        first = index * self.window_sequences
-        count = min(self.window_sequences, self.samples - first)
-        if index >= self._planned_windows:  # of a replacement
-            first, count = self.samples + index - self._planned_windows, 1
+    def _make_window(self, first: int) -> tuple[np.ndarray, Window]:
+        """The text of the window that begins with sequence `first` as (document, start, stop), and the same packed."""
+        count = min(self.window_sequences, self.samples - first) if first < self.samples else 1
         rows = self.stream.spans(self.first_token + first * self.seq_len, count * self.seq_len)
         return rows, PACKINGS[self.data.packing](rows, self.seq_len)
 
@@ -279,12 +269,8 @@ class StageSamples:
         visible = self._visible_tokens(number)
         if visible >= self.seq_len:
             return lengths
-        cut, begin = [], 0
-        for length in lengths:
-            edges = [begin, *range((begin // visible + 1) * visible, begin + length, visible), begin + length]
-            cut += [stop - start for start, stop in itertools.pairwise(edges)]
-            begin += length
-        return tuple(cut)
+        edges = sorted({*itertools.accumulate(lengths, initial=0), *range(0, self.seq_len, visible)})
+        return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
     def _visible_tokens(self, number: int) -> int:
         """Tokens that attend to each other in this sequence. Source of the growth: SkyLadder (Zhu et al., 2025)."""
