@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_cp.config import Config
-from torchtitan_cp.data.corpus.tokenizer import load_tokenizer
+from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training import registry
 
 
@@ -60,8 +60,5 @@ def model_args_of(config: Config) -> Any:
     Raises:
         UserError: an unknown flavor or override, or a tokenizer that cannot be read.
     """
-    args, settings = registry.model_args_of(config.model), config.tokenizer
-    if args.vocab_size:
-        return args
-    size = settings.vocab_size if settings.trained else load_tokenizer(settings).vocab_size
-    return replace(args, vocab_size=size)
+    args = registry.model_args_of(config.model)
+    return args if args.vocab_size else replace(args, vocab_size=vocabulary_size(config.tokenizer))

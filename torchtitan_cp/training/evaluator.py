@@ -1,10 +1,9 @@
 """Evaluation between steps: losses on held-out text, retrieval of planted keys, and a stage's gate."""
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,9 +59,9 @@ class HeldOutLosses(NamedTuple):
         return _mean(self.by_bin.sum((0, 2)))
 
 
-def _mean(pair: Tensor) -> float:
-    total, count = pair.tolist()
-    return total / count if count else math.nan
+def _mean(sums: Tensor) -> Any:
+    """Means of `[2, ...]`, (sum, tokens), as plain numbers; NaN without tokens."""
+    return (sums[0] / sums[1]).tolist()
 
 
 class Evaluator:
@@ -131,10 +130,10 @@ class Evaluator:
         return EvaluationResult(
             loss=held_out.loss,
             unigram=unigram_loss(self.data_pipeline.corpus.unigram_counts, held_out.label_counts.numpy()),
-            by_source={name: _mean(sums) for name, sums in zip(held_out.sources, held_out.by_bin.sum(2), strict=True)},
+            by_source=dict(zip(held_out.sources, _mean(held_out.by_bin.sum(2).T), strict=True)),
             position_starts=by_position.starts,
-            position_losses=[_mean(pair) for pair in by_position.by_bin.sum(0).T],
-            turn_losses=[_mean(pair) for pair in held_out.by_turn.T if held_out.by_turn.any()],
+            position_losses=_mean(by_position.by_bin.sum(0)),
+            turn_losses=_mean(held_out.by_turn) if held_out.by_turn.any() else [],
             context_gain=gain,
             short_loss_rise=rise,
             retrieval=retrieval,
