@@ -75,8 +75,7 @@ class Mixture:
     @cached_property
     def ends(self) -> dict[str, int]:
         """After how many samples of the stage each limited source has given its last."""
-        limited = [index for index, limit in enumerate(self._limits) if limit < UNLIMITED]
-        return {self.names[index]: self._end(index) for index in limited}
+        return {name: self._end(index) for index, name in enumerate(self.names) if self._limits[index] < UNLIMITED}
 
     def _end(self, index: int) -> int:
         name, limit = self.names[index], int(self._limits[index])

@@ -238,13 +238,16 @@ class StageSamples:
     def sequence(self, number: int) -> PackedSequence:
         """Sequence `number` of the stage."""
         source, index = self.mixture.sample(number % self.mixture.samples)
-        sequence = self.packed[source].sequence(index)
-        return replace(sequence, document_lengths=self._cut(number, sequence.document_lengths))
+        return replace(self.packed[source].sequence(index), document_lengths=self.document_lengths(number))
 
     def document_lengths(self, number: int) -> tuple[int, ...]:
-        """The same as `sequence(number).document_lengths`, without reading a token."""
+        """Of sequence `number`, without reading a token: also cut at every multiple of its visible length."""
         source, index = self.mixture.sample(number % self.mixture.samples)
-        return self._cut(number, self.packed[source].document_lengths(index))
+        lengths, visible = self.packed[source].document_lengths(index), self._visible_tokens(number)
+        if visible >= self.seq_len:
+            return lengths
+        edges = sorted({*itertools.accumulate(lengths, initial=0), *range(0, self.seq_len, visible)})
+        return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
     def tokens_after(self, steps: int) -> dict[str, int]:
         """How much of each source's stream this stage and earlier ones took, after so many steps of the stage."""
@@ -263,14 +266,6 @@ class StageSamples:
     def _counts(self, steps: int) -> dict[str, int]:
         """Sequences of each source in so many steps of the stage."""
         return self.mixture.counts(min(steps * self.step_sequences, self.mixture.samples))
-
-    def _cut(self, number: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Document lengths, also cut at every multiple of this sequence's visible length."""
-        visible = self._visible_tokens(number)
-        if visible >= self.seq_len:
-            return lengths
-        edges = sorted({*itertools.accumulate(lengths, initial=0), *range(0, self.seq_len, visible)})
-        return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
     def _visible_tokens(self, number: int) -> int:
         """Tokens that attend to each other in this sequence. Source of the growth: SkyLadder (Zhu et al., 2025)."""
