@@ -150,6 +150,18 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_wait(monkeypatch: pytest.
         list(read_steps(Killed(), 0, 3, batch_layout_of(), workers=1, read_ahead=2, pin=False))
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_is_gone_when_its_tensors_are_fetched_is_the_same_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", fail)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(read_steps(Counting(), 0, 3, batch_layout_of(), workers=1, read_ahead=2, pin=False))
+
+
 SIGNALLED = """
 import os, signal
 from pathlib import Path

@@ -219,7 +219,7 @@ def read_steps(
         pin: copy them to pinned memory, so that a GPU can fetch them while it computes.
 
     Raises:
-        RuntimeError: a worker died; torch names its signal.
+        RuntimeError: a worker died; torch names its signal if it can.
     """
     read, numbers = partial(read_step, samples, batch_layout), range(first, first + steps)
     if not workers:
@@ -236,7 +236,14 @@ def read_steps(
         multiprocessing_context=START_METHOD,
         worker_init_fn=_start_worker,
     )
-    return map(tuple, _start_without_stop_signals(loader))  # pinning makes lists
+    return _receive(_start_without_stop_signals(loader))
+
+
+def _receive(steps: Iterator[Any]) -> Iterator[tuple[MicroBatch, ...]]:
+    try:
+        yield from map(tuple, steps)  # pinning makes lists
+    except (ConnectionError, EOFError) as error:  # tensors are fetched from the worker that made them
+        raise RuntimeError("a process of data.workers exited unexpectedly; is the host short of memory?") from error
 
 
 def _start_worker(worker: int) -> None:
