@@ -32,6 +32,7 @@ class Progress:
         stage_done: the stage ended before its last step, as its gate opened.
         evaluated_step: step at which the newest evaluation of a stage's end was finished.
         source_tokens: tokens of each source that the stages before this one read.
+        read_tokens: the same with this stage, once no step of it is left; empty before.
         identity: what must be the same to resume: the model's sizes, the data.
         block_tokens: block size of the data order; another one reorders the text that is left.
         data_order: keys of [data] that also decide it.
@@ -51,6 +52,7 @@ class Progress:
     stage_done: bool = False
     evaluated_step: int = 0
     source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    read_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     block_tokens: int = 0
     data_order: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -72,6 +74,12 @@ class Progress:
     def skipped_steps(self, stage: int) -> int:
         """How many steps of a stage's text are skipped."""
         return sum(stop - first for number, first, stop in self.skipped_ranges if number == stage)
+
+    @property
+    def taken_steps(self) -> dict[int, int]:
+        """Steps that each stage before this one took, as far as the checkpoint says."""
+        taken = {int(name): int(row[2]) for name, row in self.stage_losses.items()}
+        return {stage: steps for stage, steps in taken.items() if stage < self.stage}
 
     @property
     def healthy(self) -> bool:

@@ -91,11 +91,12 @@ def main(arguments: list[str]) -> int:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
     if options.doctor is not None and options.verify_parity is not None:
         parser.error("give --doctor or --verify-parity")
-    if "--dry-run" not in rest and any(entry.partition("=")[0] in OF_DRY_RUNS for entry in rest):
+    named = {entry.partition("=")[0] for entry in rest}
+    if "--dry-run" not in rest and not named.isdisjoint(OF_DRY_RUNS):
         parser.error(f"{', '.join(OF_DRY_RUNS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
-        if options.nproc and "--world-size" not in rest:
+        if options.nproc and "--world-size" not in named:
             program += ["--world-size", str(options.nproc * options.nnodes)]
         try:
             return subprocess.run([sys.executable, *program], check=False).returncode

@@ -71,10 +71,8 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     Raises:
         ConfigError: two of -1, a product that is not `ranks`, or experts' ranks that do not divide dp_shard x cp.
     """
-    degrees = {name: getattr(parallel, name) for name in ORDER}
-    for name in ("tp", "pp"):
-        own = getattr(stage, name, None)
-        degrees[name] = degrees[name] if own is None else own
+    own = {name: degree for name in ("tp", "pp") if (degree := getattr(stage, name, None)) is not None}
+    degrees = {name: getattr(parallel, name) for name in ORDER} | own
     text = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != 1) or "every degree 1"
     open_axes = [name for name, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
@@ -84,9 +82,17 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if ranks % known or (not open_axes and known != ranks):
         fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
+        problem = f"asks for {text} and the job has {ranks} ranks: {known} " + (
+            "does not divide them" if open_axes else "are needed"
+        )
+        if own:  # other stages may need another number
+            raise ConfigError(
+                f"[parallel] with {' and '.join(f'{name} = {degree}' for name, degree in own.items())} of a stage "
+                + problem,
+                fix="set parallel.dp_shard = -1, or change the stage's tp or pp",
+            )
         raise ConfigError(
-            f"[parallel] asks for {text} and the job has {ranks} ranks: {known} "
-            + ("does not divide them" if open_axes else "are needed"),
+            f"[parallel] {problem}",
             fix=f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
             + ("or change a degree" if open_axes else "change a degree, or set one to -1"),
         )

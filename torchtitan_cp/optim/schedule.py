@@ -5,7 +5,7 @@ LR_SHAPES in config/names.py; a test holds the two equal. Then regenerate docs/c
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchtitan_cp.config.sections import LRScheduler, Optimizer, StageLR
 
@@ -75,10 +75,14 @@ class LearningRates:
     ) -> None:
         self.peak, self.scheduler, self.stages = optimizer.lr, scheduler, stages
 
-    def at(self, stage: int, step: int) -> float:
-        """Learning rate of a stage's optimizer step, both counted from 0."""
+    def at(self, stage: int, step: int, taken: Mapping[int, int] | None = None) -> float:
+        """Learning rate of a stage's optimizer step, both counted from 0.
+
+        Args:
+            taken: steps of stages before it that took another number, as a gate ended them early.
+        """
         own, steps = self.stages[stage]
         if own:
             return learning_rate(step, steps, self.peak if own.peak is None else own.peak, own)
-        shared = [0 if other else steps for other, steps in self.stages]
+        shared = [0 if other else (taken or {}).get(index, steps) for index, (other, steps) in enumerate(self.stages)]
         return learning_rate(sum(shared[:stage]) + step, sum(shared), self.peak, self.scheduler)

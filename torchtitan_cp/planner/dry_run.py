@@ -118,8 +118,9 @@ def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> l
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
     kernel = "auto" if device == "cpu" else config.context_parallel.kernel
-    config = config.with_keys(compile={"enable": False}, context_parallel={"kernel": kernel})
+    config = config.with_keys(context_parallel={"kernel": kernel})
     run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
+    run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
     processes = min(usable_cores(), len(run.stages))
     with stage_walker(run, rank, device) as walk:
         if processes == 1:

@@ -111,6 +111,14 @@ class Estimate(PlannedStage):
         return found
 
 
+# What a run on the CPU leaves out: everything is in host memory there.
+OFFLOADS = {
+    "parallel": {"fsdp_cpu_offload": False},
+    "optimizer": {"offload_state": False},
+    "activation": {"offload": False},
+}
+
+
 def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tuple[Estimate, ...]:
     """An estimate of each stage of a config on all ranks of a cluster, without preparing its corpus.
 
@@ -121,8 +129,9 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
         UserError, ContextParallelError: what a run on so many ranks would refuse.
     """
     run = resolve_run(config, cluster.ranks, model_args or model_args_of(config))
+    inactive: dict[str, Any] = {} if cluster.accelerator.capability else OFFLOADS
     return tuple(
-        Estimate(run.config_of(stage), run.model_args, degrees, stage, cluster)
+        Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, degrees, stage, cluster)
         for stage, degrees in zip(run.stages, run.degrees, strict=True)
     )
 

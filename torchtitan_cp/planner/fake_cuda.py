@@ -47,7 +47,13 @@ def build_library() -> Path:
         )
     flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    library.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{library.parent} cannot be made: {error.strerror}",
+            fix="set HOME to a folder you may write to, or leave --device out",
+        ) from None
     unfinished = library.with_suffix(f".{os.getpid()}")
     command = [compiler, *flags, str(SOURCE), *paths, "-o", str(unfinished)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -117,6 +117,7 @@ class Evaluator:
         try:
             held_out = self.held_out_losses(layout, stage)
             if held_out is None:
+                logger.info("evaluation skipped: no source of the stage holds text out (data.validation_fraction)")
                 return None
             rise = self._short_loss_rise(stage, layout, short_loss, at_end)
             retrieval = self.measure_retrieval(stage, layout)

@@ -26,6 +26,7 @@ from torchtitan_cp.attention import make_plan
 from torchtitan_cp.attention.doctor import by_layer, difference
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
+from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.curriculum import StagePlan
 from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_rows, read_step
@@ -123,8 +124,17 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
 
     Args:
         length: of its sequences; 0: at least `default`, and what the layout can split.
+
+    Raises:
+        ConfigError: the ranks cannot share so many tokens, or the model has no positions for them.
     """
-    config = trainer.config
+    config, least = trainer.config, length_unit(stage.cp, stage.tp)
+    if length % least:
+        raise ConfigError(
+            f"the length {length} cannot be shared by cp = {stage.cp} and tp = {stage.tp}",
+            fix=f"give a multiple of {least}",
+        )
+    registry.check_length(trainer.model.args, "the length", length)
     unit = stage.cp * trainer.meshes.degrees.tp * (8 if config.context_parallel.layout == "balanced" else 2)
     seq_len = length or min(-(-default // unit) * unit, stage.seq_len)
     micro_batches = trainer.meshes.pp.size()
@@ -322,10 +332,12 @@ def check_fits(trainer: Trainer) -> None:
     copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
     needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()
     if needed > free:
-        foreign = registry.architecture(trainer.config.model).args_of
+        settings = trainer.config.model
+        layers = "num_hidden_layers" if registry.architecture(settings).args_of else "n_layers"
+        fresh = " --model.load_weights=false" * bool(settings.hub_checkpoint and settings.load_weights)
         raise ConfigError(
             f"parity needs the whole model on one rank, {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free",
-            fix=f"check a slice of it: --model.overrides.{'num_hidden_layers' if foreign else 'n_layers'}=2",
+            fix=f"check a slice of it: --model.overrides.{layers}=2{fresh}",
         )
 
 

@@ -57,16 +57,13 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
                 "layers of this model hand their keys on to later ones",
                 fix="leave one of them out",
             )
-        if 0 < args.longest < stage.seq_len:
-            raise ConfigError(
-                f"curriculum.stages[{stage.index}].seq_len = {stage.seq_len} is longer than this model's table of "
-                f"{args.longest} learned positions",
-                fix="take a model with a rotary embedding, or start from fresh weights with "
-                f"model.overrides = {{max_position_embeddings = {stage.seq_len}}}",
-            )
+        check_length(args, f"curriculum.stages[{stage.index}].seq_len", stage.seq_len)
         if problem := stage.rope and args.rope_problem(stage.rope.kind):
             where = f"curriculum.stages[{stage.index}].rope"
             raise ConfigError(f"{where}: {problem}", fix="leave it out; the model keeps its own")
+    check_length(args, "evaluation.position_seq_len", config.evaluation.position_seq_len)
+    for length in config.evaluation.passkey.lengths:
+        check_length(args, "evaluation.passkey.lengths", length)
     if config.compile.enable and args.n_experts and (config.parallel.ep > 1 or config.parallel.expert_capacity):
         raise ConfigError(
             "compile.enable excludes parallel.ep above 1 and parallel.expert_capacity: how many tokens an expert gets "
@@ -85,6 +82,20 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
                 "experts by scores plus a bias, and this model has none",
                 fix='leave it out, or set model.overrides = {expert_bias = true} with model.architecture = "moe"',
             )
+
+
+def check_length(args: Any, what: str, tokens: int) -> None:
+    """Refuse sequences longer than the model's table of positions.
+
+    Raises:
+        ConfigError: naming `what` gives the length.
+    """
+    if 0 < args.longest < tokens:
+        raise ConfigError(
+            f"{what} = {tokens} is longer than this model's table of {args.longest} learned positions",
+            fix="take a model with a rotary embedding, or start from fresh weights with "
+            f"model.overrides = {{max_position_embeddings = {tokens}}}",
+        )
 
 
 def _check_lacks(config: Config, stage: Any) -> None:
@@ -127,7 +138,8 @@ def model_args_of(model: Model) -> Any:
         raise ConfigError(f"model {flavor} with its overrides: {problem}", fix="change model.overrides")
     if hub_sizes and not args.vocab_size:
         args = dataclasses.replace(args, vocab_size=hub_sizes["vocab_size"])
-    _check_hub_sizes(model, args, hub_sizes)
+    if model.hub_checkpoint and model.load_weights:
+        _check_hub_sizes(model, args, hub_sizes)
     return args
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.checkpoint.hub import hub_rope
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import check_config, check_dump_folder
+from torchtitan_cp.config.check import check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
@@ -158,7 +158,9 @@ def exact_config(config: Config) -> Config:
 
 def examined_config(config: Config, ranks: int) -> Config:
     """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
-    stage = replace(config.curriculum.stages[-1], cp=None, tp=None, pp=None)
+    check_stages(config)
+    last = config.curriculum.stages[-1]
+    stage = replace(last, cp=None, tp=None, pp=None, lr=None, until={}, tokens=0, steps=1)
     ep = math.gcd(config.parallel.ep, ranks)
     ones = dict.fromkeys(("pp", "tp", "dp_replicate", "dp_shard"), 1)
     return exact_config(config).with_keys(
@@ -168,6 +170,8 @@ def examined_config(config: Config, ranks: int) -> Config:
         context_parallel={"kernel": "auto"},
         compile={"enable": False},
         checkpoint={"enable": False, "export": "no"},
+        lr_scheduler={"warmup_steps": 0},  # rules of these are for the whole run
+        evaluation={"position_seq_len": 0, "passkey": replace(config.evaluation.passkey, lengths=())},
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.config import Config, UserError
+from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import StagePlan, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
@@ -143,6 +143,13 @@ class Trainer:
     def run(self) -> None:
         """Train the rest of the curriculum. A finished run only says so."""
         self._set_activity("looking for a checkpoint to resume from", step=0)
+        present = not self.config.checkpoint.enable and bool(self.checkpoints.complete())
+        if any_rank(present, device=self.device.device)[0]:
+            raise ConfigError(
+                f"{self.folder} holds checkpoints, and checkpoint.enable = false would begin anew and drop the records "
+                "of their run",
+                fix="enable checkpoints, or give the new run a folder of its own: --job.dump_folder=...",
+            )
         self.resume()
         done = self.progress.step
         self.metrics_logger = MetricsLogger(self.config.metrics, self.total_steps, done, enabled=self.world.rank == 0)
@@ -238,17 +245,25 @@ class Trainer:
                 return
         if not (self._stage_finished() or self.stopping):
             self._evaluate(stage, batch_layout)
+        if left and self._stage_over():
+            self._set_progress(read_tokens=self._read_tokens())
         self._save_if_due(self._stage_finished())
         if self._stage_finished():
             self.recorder.end_stage(stage, self.progress)
 
     def _leave_stage(self) -> None:
-        """Move to the next stage, which reads on where this one stopped."""
+        """Move to the next stage, which reads on where this one stopped, whatever the config says of it by now."""
         progress = self.progress
         self.data_pipeline.start_stage(self.stage, progress)  # after a resume it may not have been entered
-        source_tokens = progress.source_tokens | self.data_pipeline.samples.tokens_after(progress.text_step)
-        self._set_progress(stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=source_tokens)
+        source_tokens = progress.read_tokens or self._read_tokens()
+        self._set_progress(
+            stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=source_tokens, read_tokens={}
+        )
         self.steps.start_stage([])  # another length has other numbers
+
+    def _read_tokens(self) -> dict[str, int]:
+        """Tokens of each source that this stage and those before it have read."""
+        return self.progress.source_tokens | self.data_pipeline.samples.tokens_after(self.progress.text_step)
 
     def enter_stage(self, stage: StagePlan) -> BatchLayout:
         """Make the groups, frequencies and samples that a stage needs. Collective.
@@ -275,7 +290,8 @@ class Trainer:
         waited = time.perf_counter() - begun
 
         self._set_activity("in forward, backward and update with the others", step=number)
-        lr = self.learning_rates.at(stage.index, self.progress.stage_step) * self.recovery_policy.lr_factor
+        lr = self.learning_rates.at(stage.index, self.progress.stage_step, self.progress.taken_steps)
+        lr *= self.recovery_policy.lr_factor
         self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
@@ -379,7 +395,6 @@ class Trainer:
         # A stage's first evaluation may compile, as its first step may.
         first = self.evaluated_stage != stage.index
         self.watchdog_timeout_seconds = job.startup_timeout_seconds if first else job.timeout_seconds
-        self.evaluated_stage = stage.index
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_loss=self.progress.short_loss
         )
@@ -390,6 +405,7 @@ class Trainer:
         requests = self._stop_and_save_requests()
         self.stopping, self.save_requested = any_rank(*requests, device=self.device.device)
         if found:
+            self.evaluated_stage = stage.index
             self.recorder.record_evaluation(stage, self.progress.step, found)
             if stage.index == 0:
                 self._set_progress(short_loss=found.loss)
