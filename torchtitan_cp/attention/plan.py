@@ -191,7 +191,11 @@ class Plan:
             PlanError: `x_local` does not have S/P entries along `dim`, or the plan has no group.
         """
         _check_entries("unshard", x_local, dim, self.local_tokens, f"this rank's {self.local_tokens} rows")
-        return x_local if self.ranks == 1 else _Unshard.apply(x_local, self, dim)
+        if self.ranks == 1:
+            return x_local
+        shards = [*gather(x_local.detach(), self.process_groups)]
+        shards[self.rank] = x_local  # the only part of the result that has a gradient
+        return torch.cat(in_global_order(shards, self.layout, dim), dim)
 
     def check_batch(self, batch: int) -> None:
         """Raise PlanError unless the mask's documents are of one batch row or of as many as the inputs have.
@@ -215,25 +219,16 @@ def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) 
         )
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_local: Tensor, plan: Plan, dim: int) -> Tensor:
-        ctx.plan, ctx.dim = plan, dim
-        return torch.cat(in_global_order(gather(x_local, plan.process_groups), plan.layout, dim), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.plan.shard(gradients[0], ctx.dim), None, None
-
-
 def busiest_rank(plan: Plan) -> int:
     """The lowest rank of a plan's group that has the most (query, key) pairs."""
     return plan.pairs_by_rank.index(max(plan.pairs_by_rank)) * plan.all_to_all_ranks
 
 
-def in_global_order(shards: Sequence[Tensor] | Tensor, layout: Layout, dim: int) -> list[Tensor]:
+def in_global_order(shards: Sequence[Tensor], layout: Layout, dim: int) -> list[Tensor]:
     """The rows of all ranks' shards as views, in the order of the sequence."""
-    return [shards[rank].narrow(dim, local, stop - start) for rank, local, start, stop in layout.segments]
+    lengths = [[stop - start for start, stop in spans] for spans in layout.spans]
+    rows = [iter(shard.split(sizes, dim)) for shard, sizes in zip(shards, lengths, strict=True)]
+    return [next(rows[segment.rank]) for segment in layout.segments]
 
 
 def take_rows(shards: Sequence[Tensor], rows: KeyRows) -> Tensor:
