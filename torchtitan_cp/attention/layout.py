@@ -1,28 +1,21 @@
 """Which rows of the sequence each rank holds, the same number on each, and what that costs in pairs and messages.
 
-The layouts of equal chunks stand here; layouts.py has the one of packed documents, and all of them by name.
+layouts.py makes them, by name.
 """
 
-import heapq
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.errors import LayoutError
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs
-
-MOST_CHUNKS = 64
-# A further chunk of a rank counts as this part of its work: smaller ones make smaller tiles.
-CHUNK_COST = 0.005
 
 
 class Segment(NamedTuple):
@@ -190,92 +183,3 @@ def rows_sent(
             crossing[rank] += (stop - start) * (reading & far[rank]).bit_count()
             readers |= 1 << rank
     return sent, crossing
-
-
-def contiguous(sequence_length: int, ranks: int) -> Layout:
-    """Give rank r the r-th of P equal chunks. Unbalanced under a causal mask.
-
-    Raises:
-        LayoutError: if S is not divisible by P.
-    """
-    check_divisible(sequence_length, ranks, f"cp = {ranks}")
-    tokens = sequence_length // ranks
-    return Layout(tuple(((rank * tokens, (rank + 1) * tokens),) for rank in range(ranks)), "contiguous")
-
-
-def zigzag(sequence_length: int, ranks: int) -> Layout:
-    """Give each rank one chunk from the head of the sequence and its mirror from the tail.
-
-    Under a causal mask later queries see more keys, so a head chunk (cheap) pairs with a tail chunk
-    (expensive) and every rank does the same work. Source: Megatron-Core's dual-chunk order.
-
-    Args:
-        sequence_length: S, in tokens; must be divisible by 2 * ranks.
-        ranks: P, size of the context-parallel group.
-
-    Raises:
-        LayoutError: if S is not divisible by 2 * P. The message names the nearest lengths that are.
-    """
-    if ranks == 1:
-        return contiguous(sequence_length, 1)
-    check_divisible(sequence_length, 2 * ranks, f"2 x cp = {2 * ranks}")
-    tokens = sequence_length // (2 * ranks)
-    return _of_chunks("zigzag", tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
-
-
-def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
-    """Cut finer, and assign the chunks so that every rank has the same area of the mask.
-
-    Of 1, 2, 4 and 8 chunks a rank, take the number whose busiest rank has the least to do, where each further
-    chunk counts as half a percent of work, since larger chunks make larger tiles. Where a few long documents
-    hold most of the area, one such chunk exceeds a rank's share, and up to 64 are tried. Chunks are assigned
-    largest first, each to the rank with the least area so far that has room (Graham's LPT rule, 1969).
-
-    Raises:
-        LayoutError: if S is not divisible by P.
-    """
-    best = (math.inf, contiguous(sequence_length, ranks))
-    before = pairs_before(mask, sequence_length)
-    held, even = 1, before[sequence_length] / ranks
-    while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
-        penalty = 1 + CHUNK_COST * held
-        # Even a perfect balance of so many chunks would cost more than the best so far.
-        if best[0] <= even * penalty:
-            break
-        tokens = sequence_length // (held * ranks)
-        ends = [before[stop] for stop in range(0, sequence_length + 1, tokens)]
-        areas = [stop - start for start, stop in pairwise(ends)]
-        chunks, busiest = _assign_chunks(areas, ranks)
-        if busiest * penalty < best[0]:
-            best = (busiest * penalty, _of_chunks("balanced", tokens, chunks))
-        held *= 2
-    return best[1]
-
-
-def _of_chunks(name: str, tokens: int, chunks: Iterable[Iterable[int]]) -> Layout:
-    """The layout of ranks that hold these of equal chunks."""
-    return Layout.of(([(chunk * tokens, (chunk + 1) * tokens) for chunk in held] for held in chunks), name)
-
-
-def _assign_chunks(areas: list[int], ranks: int) -> tuple[list[list[int]], int]:
-    """(chunks of each rank, area of the busiest): the same number to each, largest first to the least busy."""
-    room = len(areas) // ranks
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0, rank) for rank in range(ranks)]
-    busiest = 0
-    for chunk in sorted(range(len(areas)), key=lambda chunk: -areas[chunk]):
-        area, rank = heapq.heappop(heap)
-        held[rank].append(chunk)
-        area += areas[chunk]
-        busiest = max(busiest, area)
-        if len(held[rank]) < room:
-            heapq.heappush(heap, (area, rank))
-    return held, busiest
-
-
-def check_divisible(sequence_length: int, unit: int, name: str) -> None:
-    """Raise LayoutError unless a sequence divides by a unit that is called `name`."""
-    if sequence_length < 1 or sequence_length % unit:
-        lower = sequence_length // unit * unit
-        nearest = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
-        raise LayoutError(f"a sequence of {sequence_length} tokens is not divisible by {name}", fix=f"use {nearest}")

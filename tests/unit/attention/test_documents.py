@@ -8,8 +8,8 @@ from benchmarks.layouts import CASES, count, find_lengths
 from benchmarks.plan import draw_lengths
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.attention.documents import assign_documents
-from torchtitan_cp.attention.layout import Layout, balanced, rank_areas, rows_sent, zigzag
-from torchtitan_cp.attention.layouts import FAIR, documents, make_layout, relative_time
+from torchtitan_cp.attention.layout import Layout, rank_areas, rows_sent
+from torchtitan_cp.attention.layouts import FAIR, balanced, documents, make_layout, relative_time, zigzag
 from torchtitan_cp.attention.mask import UNBOUNDED, count_rows
 
 TWO_LONG = AttentionMask(document_lengths=((10_000, 55_536), (40_000, 1536, 24_000)))

@@ -3,7 +3,8 @@
 import pytest
 
 from torchtitan_cp.attention import AttentionMask
-from torchtitan_cp.attention.layout import balanced, contiguous, rank_areas, zigzag
+from torchtitan_cp.attention.layout import rank_areas
+from torchtitan_cp.attention.layouts import balanced, contiguous, zigzag
 
 
 def test_documents_that_hold_most_of_the_area_are_cut_finer_until_ranks_are_nearly_even() -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Shape, find_group, unpack
 from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
-from torchtitan_cp.attention.layout import contiguous, documents_of
+from torchtitan_cp.attention.layout import documents_of
+from torchtitan_cp.attention.layouts import contiguous
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
