@@ -5,7 +5,6 @@ micro-batch's tokens, positions and plan by itself, so only hidden states travel
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,15 +19,6 @@ from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config.names import SCHEDULES
 from torchtitan_cp.parallel.pipeline_stages import PipelineStages
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True)
-class HiddenSpec:
-    """Shape `[B, S/cp/tp, E]` and dtype of a micro-batch's hidden states, which travel between pipeline stages."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
 
 Run = Callable[[Callable[..., Any], "Tensor | None", Any], Any]
 
@@ -84,7 +74,7 @@ class Pipeline:
         self.parts = dict(zip(stages.of_rank(self.rank), parts, strict=True))
         self.last, self.tied = len(stages.owner) - 1, tied
         self.has_first, self.has_last = 0 in self.parts, self.last in self.parts
-        self.made: tuple[HiddenSpec, int, Any] | None = None  # torch's schedule, and what it was made for
+        self.made: tuple[Any, Any] | None = None  # what torch's schedule was made for, and the schedule
         self.watches = {name: Stopwatch(device) for name in ("forward", "backward", "pipeline")}
         for number, part in self.parts.items():
             # torch hands a pipeline stage its input alone. Its forwards come in the order of the micro-batches.
@@ -96,23 +86,24 @@ class Pipeline:
             skips = self.tied and number == self.last > 0
             yield from (x for x in part.named_parameters() if not (skips and x[0].startswith("tok_embeddings")))
 
-    def step(self, batches: Sequence[Any], hidden: HiddenSpec, run: Run) -> None:
+    def step(self, batches: Sequence[Any], hidden: Tensor, run: Run) -> None:
         """Forward and backward of every micro-batch through every pipeline stage.
 
         Args:
             batches: micro-batches, equally many on every rank.
-            hidden: what travels.
+            hidden: a micro-batch's hidden states `[B, S/cp/tp, E]`, which travel between pipeline stages, on meta.
             run: (forward of a pipeline stage, hidden states or None for the first, micro-batch) -> hidden states, or
                 the scalar to differentiate for the last.
         """
-        if self.made is None or self.made[:2] != (hidden, len(batches)):
+        made_for = hidden.shape, hidden.dtype, len(batches)
+        if self.made is None or self.made[0] != made_for:
             self.release()  # its buffers before the next ones are made
-            self.made = (hidden, len(batches), self._make(hidden, len(batches)))
+            self.made = made_for, self._make(hidden, len(batches))
         self._begin(batches, run)
         numbers = torch.arange(len(batches), device=self.device)
         target = {"target": numbers} if self.has_last else {}
         with self.watches["pipeline"].running():
-            self.made[2].step(*((numbers,) if self.has_first else ()), **target, return_outputs=False)
+            self.made[1].step(*((numbers,) if self.has_first else ()), **target, return_outputs=False)
         self._add_tied()
 
     def release(self) -> None:
@@ -120,7 +111,7 @@ class Pipeline:
         self.made = None
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, hidden: HiddenSpec, run: Run) -> Any:
+    def evaluate(self, batch: Any, hidden: Tensor, run: Run) -> Any:
         """One micro-batch through every pipeline stage, without gradients.
 
         Returns:
@@ -135,7 +126,7 @@ class Pipeline:
                 if following != owner:
                     dist.send(state.contiguous(), group=self.group, group_dst=following)
             elif following == self.rank:
-                state = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
+                state = torch.empty_like(hidden, device=self.device)
                 dist.recv(state, group=self.group, group_src=owner)
         return state if self.has_last else None
 
@@ -145,9 +136,9 @@ class Pipeline:
     def _forward(self, number: int, forward: Callable[..., Any], state: Tensor | None) -> Any:
         return self.run(forward, state if number else None, next(self.waiting[number]))
 
-    def _make(self, hidden: HiddenSpec, micro_batches: int) -> Any:
+    def _make(self, hidden: Tensor, micro_batches: int) -> Any:
         """torch's schedule for hidden states of one shape, which torch would otherwise infer by a forward."""
-        between = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
+        between = hidden.detach().requires_grad_()
         stages = []
         for number, part in self.parts.items():
             takes = between if number else torch.empty(1, dtype=torch.int64, device="meta")

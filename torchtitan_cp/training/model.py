@@ -34,7 +34,7 @@ from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
 from torchtitan_cp.parallel.experts import RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
-from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline
+from torchtitan_cp.parallel.pipeline import Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.parallel.tensor import vocabulary_shard
@@ -340,10 +340,11 @@ class ParallelModel:
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
-    def _hidden(self, batch: MicroBatch) -> HiddenSpec:
-        """Shape and dtype of what pipeline stages send each other."""
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """What pipeline stages send each other, on meta."""
         sequences, length = batch.tokens.shape
-        return HiddenSpec((sequences, length // self.meshes.degrees.tp, self.args.dim), self.compute_dtype)
+        shape = (sequences, length // self.meshes.degrees.tp, self.args.dim)
+        return torch.empty(shape, dtype=self.compute_dtype, device="meta")
 
     def update(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, run the optimizers, and free the gradients.

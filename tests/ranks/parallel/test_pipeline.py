@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from torchtitan_cp.config.sections import Parallel
-from torchtitan_cp.parallel.pipeline import HiddenSpec, Pipeline
+from torchtitan_cp.parallel.pipeline import Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
 
 FORWARD_SECONDS = 0.2
@@ -47,7 +47,7 @@ class SlowStage(nn.Module):
 def idle_shares(schedule: str, micro_batches: int) -> list[float]:
     """On a rank: share of each of a few steps in which it computed nothing."""
     mesh = init_device_mesh("cpu", (2,))
-    settings, hidden = Parallel(pp=2, pp_schedule=schedule), HiddenSpec((1, 4), torch.float32)
+    settings, hidden = Parallel(pp=2, pp_schedule=schedule), torch.empty(1, 4, device="meta")
     stages = plan_pipeline(settings, 2, [1.0] * 4)
     parts = [SlowStage() for _ in stages.of_rank(mesh.get_local_rank())]
     pipeline = Pipeline(parts, stages, mesh, schedule, torch.device("cpu"), tied=False)
