@@ -87,9 +87,7 @@ class DryModel(ParallelModel):
         pipeline = self.meshes.pp.size()
         batches = (batch,) * min(stage.micro_batches, pipeline if pipeline > 1 else 2)
         self.forward_backward(batches)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.zero_grad()
+        self.update(lr=0.0, grad_norm=0.0)
         return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
 
     def _backward(self, loss: Tensor) -> None:
