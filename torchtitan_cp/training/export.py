@@ -105,10 +105,9 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
         _write_settings(saved, config, args, tokenizer, dtype, unfinished)
         unfinished.rename(out)
-    except BaseException:
-        # Checkpoints may need the space.
+    finally:
+        # After a failure checkpoints may need the space.
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
