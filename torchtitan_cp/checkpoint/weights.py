@@ -31,7 +31,7 @@ class SavedModel:
 
     Attributes:
         path: the step-N folder.
-        config: of the run, with the path of the tokenizer that the run trained.
+        config: of the run, with the path of the tokenizer that the run trained and the rope of `stage`.
         stage: the last that the run had begun.
         sizes: of the model, see `training.registry.args_from`.
         short_loss: see Progress.
@@ -93,10 +93,13 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
     number = max(map(int, progress.stage_losses), default=0)
-    stage = config.curriculum.stages[number]
-    if rope := progress.ropes.get(str(number)):  # the config may have another by now
-        stage = replace(stage, rope=build(Rope, rope, where=f"curriculum.stages[{number}].rope", file=str(path)))
-    return SavedModel(path, config, stage, progress.identity["model"], progress.short_loss, tensors, reader)
+    stages = list(config.curriculum.stages)
+    if str(number) in progress.ropes:  # the config may have another by now
+        rope = progress.ropes[str(number)]
+        own_rope = rope and build(Rope, rope, where=f"curriculum.stages[{number}].rope", file=str(path))
+        stages[number] = replace(stages[number], rope=own_rope)
+        config = config.with_keys(curriculum={"stages": tuple(stages)})
+    return SavedModel(path, config, stages[number], progress.identity["model"], progress.short_loss, tensors, reader)
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:

@@ -228,7 +228,9 @@ def _hub_sizes(model: Model) -> dict[str, Any]:
     except KeyError as error:
         raise _config_error(model, f" has no {error}", "give a complete config.json") from None
     except (ValueError, TypeError) as error:
-        raise _config_error(model, f": {error}", "use another checkpoint") from None
+        others = [repr(known.name) for known in _ARCHITECTURES.values() if known.args_of]
+        fix = f"use another checkpoint, or try model.architecture = {' or '.join(others)}, which takes most models"
+        raise _config_error(model, f": {error}", fix) from None
 
 
 def hub_config(model: Model) -> dict[str, Any]:

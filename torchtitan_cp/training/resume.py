@@ -15,6 +15,7 @@ from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
+OWN_ROPE = "the model's own"
 Stages = tuple[StagePlan, ...]
 Saved = tuple[Path, Progress]  # a checkpoint, and where its run stood
 
@@ -74,23 +75,25 @@ def resume(
         return fresh
     path, before = saved
     check_identity(before.identity, fresh.identity, path)
+    warn = logger.warning if model.world.rank == 0 else logger.debug
     if changed := _changes(_data_order(before), _data_order(fresh)):
-        logger.warning("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
+        warn("%s: the data order changes from here, and some text may be read twice", ", ".join(changed))
     checkpoints.load(path, model.parts, model.optimizers)
     progress = before.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
     stage = stages[progress.stage]
     if progress.stage_step > stage.steps:
-        logger.warning(
+        warn(
             "stage %d has taken %d steps and the config gives it %d: it ends here",
             *(stage.index + 1, progress.stage_step, stage.steps),
         )
     goes_on = progress.stage_step and not is_stage_over(progress, stages)
-    rope = before.ropes.get(str(stage.index), stage.rope_recipe) or {}
-    if goes_on and (changed := _changes(rope, stage.rope_recipe or {})):
-        logger.warning("stage %d goes on with another rope: %s", stage.index + 1, ", ".join(changed))
+    rope, now = before.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
+    if goes_on and rope != now:
+        changed = _changes(rope, now) if rope and now else [f"{rope or OWN_ROPE} -> {now or OWN_ROPE}"]
+        warn("stage %d goes on with another rope: %s", stage.index + 1, ", ".join(changed))
     if goes_on and (changed := _changes(before.text_recipe, stage.text_recipe)):
-        logger.warning(
+        warn(
             "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
             progress.stage + 1,
             ", ".join(changed),

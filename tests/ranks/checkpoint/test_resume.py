@@ -17,7 +17,7 @@ from tests.support.curricula import TWO_STAGES
 from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankFailure, RankPool
 from tests.support.runs import TINY, losses, prepared, train, write_run
-from torchtitan_cp.checkpoint.manifest import verify_checkpoint
+from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, checksum, verify_checkpoint
 from torchtitan_cp.checkpoint.weights import open_saved_model
 from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.config.load import load_config, to_toml
@@ -127,6 +127,50 @@ def test_an_older_checkpoint_keeps_the_rope_that_it_was_trained_with(run_toml: P
     (folder / RUN_CONFIG).write_text(to_toml(config))
     assert open_saved_model(folder).stage.rope == before
     assert before.theta != 5e6  # type: ignore[union-attr]
+
+
+def test_a_rope_that_was_the_models_own_is_an_older_one_too(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "own-rope", 10)
+    file = folder / "checkpoints" / "step-10" / "progress.json"
+    progress = json.loads(file.read_text())
+    file.write_text(json.dumps(progress | {"ropes": progress["ropes"] | {"1": None}}))
+    manifest = json.loads(file.with_name(MANIFEST_FILE).read_text())
+    manifest["files"][file.name] = checksum(file)
+    file.with_name(MANIFEST_FILE).write_text(json.dumps(manifest))
+    opened = open_saved_model(folder)
+    assert opened.stage.rope is None
+    assert opened.config.curriculum.stages[1] == opened.stage, "evaluate finds the stage there"
+    [warning] = ranks(2)(warnings_of_resuming, run_toml, f"--job.dump_folder={folder}")[0]
+    assert warning.startswith("stage 2 goes on with another rope: the model's own -> {'theta'")
+
+
+def end_of_first_stage(path: Path, *overrides: str) -> dict[str, int]:
+    """On a rank: what the second stage counts as read before it, after a resume at the end of the first."""
+    trainer = prepared(path, *overrides)
+    trainer.resume()
+    trainer._leave_stage()
+    return trainer.progress.source_tokens
+
+
+@pytest.mark.parametrize("change", ["global_batch_tokens=1024", "seq_len=64", "steps=7"])
+def test_a_finished_stage_that_is_changed_moves_no_text(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], change: str
+) -> None:
+    folder = stopped_copy(run_toml, f"finished-{change.partition('=')[0]}", 8)
+    overrides = (f"--job.dump_folder={folder}", f"--curriculum.stages[0].{change}")
+    assert ranks(2)(end_of_first_stage, run_toml, *overrides)[0] == {"corpus": 8 * 512}
+
+
+def test_a_run_without_checkpoints_does_not_begin_anew_in_the_folder_of_one_that_has_some(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "anew", 10)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(RankFailure, match=r"holds checkpoints, and checkpoint\.enable = false would begin anew"):
+        ranks(1)(train, run_toml, f"--job.dump_folder={folder}", "--checkpoint.enable=false")
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_stage_cut_to_fewer_steps_than_it_took_ends_there_and_the_next_goes_on(

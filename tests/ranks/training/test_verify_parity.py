@@ -126,6 +126,18 @@ def test_a_model_too_large_for_one_rank_is_refused_with_a_smaller_one(
     assert "--model.overrides.n_layers=2" in message
 
 
+def parity_at(path: Path, length: int, *overrides: str) -> str:
+    register(ARCHITECTURES)
+    with pytest.raises(ConfigError) as refused:
+        verify_parity(load_config(path, overrides), start_ranks(60.0), length)
+    return str(refused.value)
+
+
+def test_a_length_that_the_ranks_cannot_share_is_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    said = ranks(2)(parity_at, write_run(tmp_path), 101, "--parallel.tp=2")[1]
+    assert said == "the length 101 cannot be shared by cp = 1 and tp = 2\n  fix: give a multiple of 2"
+
+
 def test_peak_memory_counts_from_the_reset(ranks: Callable[[int], RankPool]) -> None:
     grown, after = ranks(1)(take_and_drop)[0]
     assert 60 * 2**20 < grown < 100 * 2**20

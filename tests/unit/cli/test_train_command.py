@@ -335,7 +335,9 @@ def test_options_that_need_or_exclude_another_are_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("own", "wanted"), [([], ["--world-size", "4"]), (["--world-size", "8"], [])])
+@pytest.mark.parametrize(
+    ("own", "wanted"), [([], ["--world-size", "4"]), (["--world-size", "8"], []), (["--world-size=8"], [])]
+)
 def test_a_dry_run_is_of_as_many_ranks_as_would_start(
     own: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -431,3 +431,15 @@ def test_a_gate_that_nothing_measures_is_refused() -> None:
         said = refuse(config_with(gated, evaluation=Evaluation(interval=5, passkey=passkey)), 1)
         assert f"measures none at up to {STAGE.seq_len} tokens" in said
     check_config(config_with(gated, evaluation=Evaluation(interval=5)), 1)
+
+
+def test_a_stages_own_degrees_are_named_where_they_do_not_fit() -> None:
+    stage = dataclasses.replace(STAGE, tp=2)
+    message = refuse(config_with(STAGE, stage, parallel=Parallel(dp_shard=2)), 2)
+    assert "[parallel] with tp = 2 of a stage asks for dp_shard 2 x tp 2 and the job has 2 ranks" in message
+    assert "fix: set parallel.dp_shard = -1, or change the stage's tp or pp" in message
+
+
+def test_tripping_on_spikes_needs_a_threshold() -> None:
+    message = refuse(config_with(health=Health(on_spike="trip", spike_threshold=0.0)), 1)
+    assert "health.on_spike = 'trip' looks for no spikes" in message

@@ -157,6 +157,8 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert "leave out model.flavor and these overrides" in message
     assert "model.overrides contradicts" in hub_problem(path, "--model.flavor=", "--model.overrides={n_layers = 2}")
     assert "model.flavor contradicts" in hub_problem(path, "--model.flavor=60M", "--model.overrides={}")
+    fresh = load_config(path, ["--model.load_weights=false", "--model.overrides.n_layers=2"])
+    assert model_args_of(fresh.model).n_layers == 2
     assert "cannot be read: No such file" in hub_problem(path, "--model.hub_checkpoint=/none")
     change_config(tmp_path / "hub", model_type="gpt2")
     assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)

@@ -54,3 +54,11 @@ def test_a_stage_of_its_own_takes_the_optimizers_peak_by_default() -> None:
 def test_a_run_of_one_step_and_a_warm_up_longer_than_the_run_are_defined() -> None:
     assert rates(LRScheduler(), (None, 1)) == [1.0]
     assert rates(LRScheduler(warmup_steps=10), (None, 2)) == [0.5, 1.0]
+
+
+def test_the_shared_curve_counts_the_steps_that_a_stage_took_before_its_gate_opened() -> None:
+    stages: list[tuple[StageLR | None, int]] = [(None, 98), (StageLR(), 7), (None, 20)]
+    schedule = LearningRates(PEAK, LRScheduler(warmup_steps=8, shape="linear", end_fraction=0.0), stages)
+    early = [schedule.at(2, step, {0: 2, 1: 3}) for step in range(20)]
+    assert early == rates(LRScheduler(warmup_steps=8, shape="linear", end_fraction=0.0), (None, 22))[2:]
+    assert schedule.at(1, 3, {0: 2}) == schedule.at(1, 3)

@@ -206,3 +206,14 @@ def test_no_stage_is_one_message_for_every_device(tmp_path: Path, capsys: pytest
     for device in ("h100-80g", "here"):
         assert main([str(path), "--device", device]) == 2
         assert "there is no stage to train" in capsys.readouterr().err
+
+
+def test_on_a_cpu_nothing_is_offloaded() -> None:
+    """A run says that it is inactive there: all is in host memory."""
+    offloads = ("parallel.fsdp_cpu_offload", "optimizer.offload_state", "activation.offload")
+    config = "train_configs/quickstart.toml"
+    plain, offloaded = (
+        estimates(config, *(f"--{key}={value}" for key in offloads), nodes=1, device="cpu")
+        for value in ("false", "true")
+    )
+    assert [each.memory.total for each in offloaded] == [each.memory.total for each in plain]

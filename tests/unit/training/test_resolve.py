@@ -16,7 +16,7 @@ from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.data.corpus.cache import CacheBuilder
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import register, start_folder
-from torchtitan_cp.training.resolve import ResolvedRun, check_files, fit_vocabulary, resolve_run
+from torchtitan_cp.training.resolve import ResolvedRun, check_files, examined_config, fit_vocabulary, resolve_run
 
 
 def resolve(path: Path, ranks: int, *overrides: str) -> ResolvedRun:
@@ -94,6 +94,30 @@ def test_a_stage_longer_than_a_table_of_positions_is_refused_and_a_longer_table_
     fix = "model.overrides = {max_position_embeddings = 128}"
     assert fix in refused.value.fix
     assert resolve(path, 1, *model[:4], f"--{fix.replace(' = ', '=', 1)}").model_args.longest == 128
+    short = (longer.replace("128", "64"), *model[1:])
+    for measured in ("position_seq_len=101", "passkey.lengths=[64, 101]"):
+        key = measured.partition("=")[0]
+        with pytest.raises(ConfigError, match=f"evaluation.{key} = 101 is longer than this model's table of 100"):
+            resolve(path, 1, *short, f"--evaluation.{measured}")
+
+
+@pytest.mark.parametrize(
+    "of_training",
+    [
+        ("--lr_scheduler.warmup_steps=30",),
+        ("--curriculum.stages[1].steps=0", "--curriculum.stages[1].until={short_loss_rise = 0.1, max_tokens = 5000}"),
+        ("--curriculum.stages[1].lr={warmup_steps = 6}", "--evaluation.passkey.lengths=[250]"),
+    ],
+)
+def test_the_doctor_asks_nothing_of_what_only_the_whole_training_has(
+    tmp_path: Path, of_training: tuple[str, ...]
+) -> None:
+    stages = "{seq_len = 128, steps = 40, global_batch_tokens = 512}, {seq_len = 256, steps = 6, global_batch_tokens = "
+    overrides = [f"--curriculum.stages=[{stages}1024}}]", "--evaluation.interval=2", *of_training]
+    path = write_run(tmp_path)
+    resolve(path, 1, *overrides)
+    examined = examined_config(load_config(path, overrides), 4)
+    assert [stage.seq_len for stage in resolve_run(examined, 4).stages] == [256]
 
 
 def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -> None:
