@@ -5,7 +5,7 @@ import signal
 
 if __name__ == "__main__":
     gc.disable()  # until all is imported, which takes a tenth less time
-    ANSWER = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile would end in a traceback
+    SIGINT_HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile would end in a traceback
 
 import argparse
 import logging
@@ -156,5 +156,5 @@ def worker_main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, ANSWER)
+    signal.signal(signal.SIGINT, SIGINT_HANDLER)
     worker_main()

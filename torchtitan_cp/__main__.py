@@ -21,10 +21,10 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in COMMANDS:
-        answer = signal.getsignal(signal.SIGINT)
+        handler = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import would end in a traceback, or swallow Ctrl-C
         module = import_without_gc(COMMANDS[command][0])
-        signal.signal(signal.SIGINT, answer)
+        signal.signal(signal.SIGINT, handler)
         return int(module.main(rest))
     width = max(map(len, COMMANDS))
     about = "\n".join(f"  {name:<{width}}  {says}" for name, (_, says) in COMMANDS.items())

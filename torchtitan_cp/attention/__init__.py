@@ -16,7 +16,8 @@ from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.sdpa_context import context_parallel
 from torchtitan_cp.attention.strategies import choose_strategy
 
-# Policies of selective activation checkpointing keep what these give instead of computing it again.
+# Operators of torch.library (attention; the delta rule): policies of selective activation checkpointing keep what they
+# give instead of computing it again.
 OPERATORS = (OPERATOR, DELTA_RULE)
 
 __all__ = [

@@ -12,7 +12,7 @@ from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
-from torchtitan_cp.attention.kernels.reference import hide
+from torchtitan_cp.attention.kernels.reference import mask_scores
 from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.merge import accumulation_dtype
@@ -58,6 +58,9 @@ def make_plan(
         ranks_per_node, row_pairs: as for ContextParallel.
         groups: names of the process groups, see Plan; none for a plan that is only inspected.
 
+    Returns:
+        the plan of `rank`. Equal arguments give equal plans, which share their tiles.
+
     Raises:
         LayoutError: S does not divide as the layout needs.
         PlanError: the mask does not fit the sequence, or options exclude each other.
@@ -72,8 +75,8 @@ def make_plan(
                 f"strategy 'all_to_all' carries q, k and v, which kv_transfer = {kv_transfer!r} does not cover",
                 fix="use ring, all_gather or hybrid, or kv_transfer = 'exact'",
             )
-    trades_heads = strategy != "auto" and STRATEGIES[strategy].trades_heads
-    if all_to_all_ranks < 1 or ranks % all_to_all_ranks or (all_to_all_ranks > 1 and not trades_heads):
+    uses_all_to_all = strategy != "auto" and STRATEGIES[strategy].uses_all_to_all
+    if all_to_all_ranks < 1 or ranks % all_to_all_ranks or (all_to_all_ranks > 1 and not uses_all_to_all):
         raise PlanError(
             f"all_to_all_ranks = {all_to_all_ranks} does not fit strategy {strategy!r} on {ranks} ranks",
             fix="use hybrid with a divisor of the ranks",
@@ -102,18 +105,20 @@ def attend(
 ) -> Tensor:
     """Attention of a rank's queries over the full sequence, differentiable. Collective over the plan's group.
 
+    Source: online softmax merged by log-sum-exp, FlashAttention (Dao et al., 2022, 2023).
+
     Args:
-        q: `[B, S/P, Hq, Dqk]`.
+        q: `[B, S/P, Hq, Dqk]`; q, k and v have one dtype: bf16, fp16, fp32 or fp64, as the kernel takes.
         k: `[B, S/P, Hkv, Dqk]`; Hq is a multiple of Hkv.
         v: `[B, S/P, Hkv, Dv]`.
         plan: this rank's plan; the ranks of a group call with the same sequence length and mask.
         scale: of the scores; default Dqk ** -0.5.
-        sinks: `[Hq]` a logit per head that every query attends to besides its keys, with a value of zero.
+        sinks: `[Hq]`, floating point: a logit per head that every query attends to besides its keys, valued zero.
             Its gradient is that of this rank's queries: sum it over the ranks, like any parameter's.
         qkv_format: order of the dims: "bshd"; "sbhd" `[S/P, B, H, D]`; "thd" `[S/P, H, D]`, one packed row.
         softcap: above 0, scores s become softcap tanh(s / softcap); kernels reference and flex.
-        alibi_slopes: `[Hq]` constants; a head's slope times the distance of query and key is subtracted from
-            a score (Press et al., 2022); kernels reference and flex.
+        alibi_slopes: `[Hq]` constants, floating point; a head's slope times the distance of query and key is
+            subtracted from a score (Press et al., 2022); kernels reference and flex.
 
     Returns:
         attention in q's dtype and format, `[B, S/P, Hq, Dv]`; rows of padding are zero.
@@ -144,6 +149,9 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
 
     Returns:
         `[Hq]`, fp32 (fp64 for fp64), the same on every rank; -inf where nothing is attended to.
+
+    Raises:
+        PlanError: shapes or dtypes do not fit the plan or each other.
     """
     to_bshd, _ = FORMATS[check_name("qkv_format", qkv_format, FORMATS)]
     q, k = to_bshd(q), to_bshd(k)
@@ -160,13 +168,16 @@ def largest_logits(q: Tensor, k: Tensor, plan: Plan, scale: float | None = None,
             for number, q_block in enumerate(q[:, :, head][rows].to(dtype).split(block, 1)):
                 scores = q_block * scale @ k_tile.mT
                 band = tile.band.shifted(-number * block, *scores.shape[1:])
-                largest[head] = torch.maximum(largest[head], hide(scores, band).max())
+                largest[head] = torch.maximum(largest[head], mask_scores(scores, band).max())
     return gather(largest, plan.process_groups).amax(0)
 
 
 @dataclass(eq=False, repr=False)
 class ContextParallel:
     """Attention over a sequence that is split across the ranks of a mesh. Every rank of the mesh makes one together.
+
+    Sources: Ring Attention (Liu et al., 2023), DeepSpeed-Ulysses (Jacobs et al., 2023) for all_to_all, USP (Fang and
+    Zhao, 2024) for hybrid, and the context parallelism of Llama 3 (2024) for all_gather.
 
     Args:
         mesh: DeviceMesh of the P ranks that share a sequence; 1-D, or for hybrid 2-D: the outer axis is
@@ -239,9 +250,11 @@ class ContextParallel:
         )
 
     def plan(self, seq_len: int, mask: AttentionMask | None = None, like: Plan | None = None) -> Plan:
-        """This rank's plan for sequences of `seq_len` tokens; see `make_plan`.
+        """This rank's plan for sequences; see `make_plan`, also for what it raises.
 
         Args:
+            seq_len: S, in tokens, of the whole sequence.
+            mask: default causal, one document.
             like: another layer's plan, whose layout this one takes. Layers of one model may differ in mask
                 (a window here, none there) and, by a ContextParallel each, in strategy; they must agree on
                 which rank holds which token.
@@ -253,9 +266,15 @@ class ContextParallel:
 
 
 def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
-    """Sum a small tensor of one shape over the ranks that share the plan's sequences.
+    """Sum a small tensor of one shape and any dtype over the ranks that share the plan's sequences.
 
     Collective over the plan's group; without gradient.
+
+    Returns:
+        a tensor of x's shape and dtype, the same on every rank.
+
+    Raises:
+        PlanError: the plan is of several ranks and was made without groups.
     """
     return gather(x.detach(), plan.process_groups).sum(0)
 

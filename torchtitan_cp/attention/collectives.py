@@ -27,6 +27,8 @@ _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)
 def watch_messages(during_wait: Watch = nullcontext, in_flight: Watch = nullcontext) -> None:
     """Enter these contexts around every message of this process from now on, for example to time them.
 
+    A call without arguments ends that.
+
     Args:
         during_wait: around each wait for a message. On CUDA the stream waits, not the host: time it with events.
         in_flight: from the start of a message until the wait for it ends.

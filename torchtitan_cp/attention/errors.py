@@ -4,7 +4,11 @@ from collections.abc import Collection
 
 
 class ContextParallelError(ValueError):
-    """A plan or a call that is not possible. `fix` says what would work."""
+    """A plan or a call that is not possible.
+
+    Attributes:
+        message: what is wrong; fix: what would work, empty if nothing is known.
+    """
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         self.message, self.fix = message, fix

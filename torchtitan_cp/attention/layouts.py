@@ -24,7 +24,7 @@ NODE_RANKS = 8
 # Ranks of a ring of which the messages of each step are counted, not all together.
 STEP_RANKS = 16
 # `relative_time` at which no other layout is tried; and where trying takes long: with so many ranks times documents.
-FAIR, FAIR_OF_MANY, MANY = 1.06, 1.25, 8_000
+ACCEPTED, ACCEPTED_OF_MANY, MANY = 1.06, 1.25, 8_000
 
 
 def contiguous(sequence_length: int, ranks: int) -> Layout:
@@ -143,7 +143,7 @@ def documents(
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
     before, timed = pairs_before(mask, sequence_length), list[tuple[float, Layout]]()
-    even, fair = before[sequence_length] / ranks, FAIR_OF_MANY if ranks * len(before.borders) > MANY else FAIR
+    even, fair = before[sequence_length] / ranks, ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
         # Messages are not counted where a rank's pairs alone take longer than another layout.
         if not timed or max(rank_areas(layout, mask, sequence_length)) < timed[0][0] * even:

@@ -44,6 +44,9 @@ class AttentionMask:
             for a batch of any size.
         used_lengths: per document, how many of its first rows are tokens; the rest is padding, which
             attends to nothing and is attended to by nothing. None: all of them.
+
+    Raises:
+        PlanError: lengths that are not tuples, or a side of the window below -1.
     """
 
     causal: bool = True

@@ -24,7 +24,7 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     if plan.strategy == "auto" and plan.ranks > 1 and plan.kv_transfer == "exact":
         log_choice(query_heads, key_heads, plan.ranks, plan.mask.band)
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
-    if plan.ranks == 1 or (STRATEGIES[strategy].trades_heads and all_to_all_ranks == 1):
+    if plan.ranks == 1 or (STRATEGIES[strategy].uses_all_to_all and all_to_all_ranks == 1):
         strategy = "ring"
     if strategy == plan.strategy:
         return plan
@@ -35,6 +35,9 @@ def prepare_plan(plan: Plan) -> None:
     """Work out a plan's tiles, and what a kernel that it names makes of them on the host, ahead of the first attention.
 
     For a loader's thread; attention does what is left.
+
+    Args:
+        plan: this rank's; the same work is not done twice for equal plans.
     """
     queries, rows = plan.local_tokens * plan.all_to_all_ranks, len(plan.mask.documents(plan.sequence_length))
     steps = [(step.tiles, count_rows(step.receive)) for step in plan.steps]

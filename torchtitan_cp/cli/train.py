@@ -16,7 +16,7 @@ from torchtitan_cp.config.load import OVERRIDE
 
 # Beside this package, in a checkout as when it is installed.
 TRAIN = Path(__file__).parents[2] / "train.py"
-OF_DRY_RUNS = ("--world-size", "--rank", "--device")
+DRY_RUN_OPTIONS = ("--world-size", "--rank", "--device")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -46,26 +46,26 @@ def load_launcher(check: list[str]) -> Any:
     Raises:
         SystemExit: the config would not run, or a signal came first.
     """
-    checking: subprocess.Popen[bytes] | None = None
+    check_process: subprocess.Popen[bytes] | None = None
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        if checking:
-            checking.kill()
+    def exit_before_start(number: int, frame: FrameType | None) -> None:
+        if check_process:
+            check_process.kill()
         print(f"{signal.Signals(number).name}: no rank was started", file=sys.stderr, flush=True)
         os._exit(128 + number if number == signal.SIGINT else 0)  # an import may swallow any exception
 
     for number in SIGNALS:
-        signal.signal(number, leave)
+        signal.signal(number, exit_before_start)
     # torch logs each lost connection as a warning with forty lines of C++ frames, here and on the ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # In a session of its own it does not hear the terminal's Ctrl-C.
-    checking = subprocess.Popen(check, start_new_session=True)
+    check_process = subprocess.Popen(check, start_new_session=True)
     try:
         launcher = import_without_gc("torchtitan_cp.runtime.launcher")
-        if code := checking.wait():
+        if code := check_process.wait():
             sys.exit(code)
     finally:
-        checking.kill()
+        check_process.kill()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return launcher
 
@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
     if options.doctor is not None and options.verify_parity is not None:
         parser.error("give --doctor or --verify-parity")
     named = {entry.partition("=")[0] for entry in rest}
-    if "--dry-run" not in rest and not named.isdisjoint(OF_DRY_RUNS):
-        parser.error(f"{', '.join(OF_DRY_RUNS)} need --dry-run")
+    if "--dry-run" not in rest and not named.isdisjoint(DRY_RUN_OPTIONS):
+        parser.error(f"{', '.join(DRY_RUN_OPTIONS)} need --dry-run")
     program = [str(TRAIN), options.config, *rest]
     if "--dry-run" in rest:
         if options.nproc and "--world-size" not in named:

@@ -128,7 +128,7 @@ class Cluster:
         members = self._members(ranks, stride)
         return self._seconds(whole_bytes * (members - 1) / members, whole_bytes * (ranks - members) / ranks / members)
 
-    def trade_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
+    def all_to_all_seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
         """Time of an all-to-all in which each rank sends `sent_bytes` (alone: 0), in equal parts to the others."""
         outside = sent_bytes * (ranks - self._members(ranks, stride)) / max(1, ranks - 1)
         return self._seconds(sent_bytes - outside, outside)

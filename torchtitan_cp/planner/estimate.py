@@ -179,7 +179,7 @@ def state_layer(planned: PlannedStage) -> LayerCost:
     """
     ranks, tp = planned.stage.cp, planned.degrees.tp
     state = max(planned.args.state_sizes) * FP32_BYTES * 2 * (ranks - 1) / ranks
-    seconds = planned.cluster.trade_seconds(state, ranks, tp)
+    seconds = planned.cluster.all_to_all_seconds(state, ranks, tp)
     return LayerCost(0, 3 * state, 2 * state, 3 * seconds, 2 * seconds)
 
 
@@ -214,7 +214,7 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     tp_forward = 4 * message * (ASYNC_TP_EXPOSED if config.parallel.async_tp else 1.0)
     tp_backward = tp_forward * (1 + recomputed)
     ep = planned.degrees.ep
-    trade = cluster.trade_seconds(planned.sent_to_experts * (ep - 1) / ep, ep, tp)
+    trade = cluster.all_to_all_seconds(planned.sent_to_experts * (ep - 1) / ep, ep, tp)
     busy_forward = forward + attention_forward + moved + cp_forward + tp_forward
     busy_backward = linear_backward + attention_backward + moved * (2 + recomputed) + cp_backward + tp_backward
     return {

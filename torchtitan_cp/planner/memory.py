@@ -58,10 +58,10 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
     second = (stream if planned.fused_norm else 2 * FP32_BYTES * e / tp) + e * c
     first = second - stream if planned.fused_norm or c == FP32_BYTES else second
     traded = planned.all_to_all_ranks(planned.strategy)
-    own, kept_by_trade = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
+    own, kept_by_all_to_all = heads.after_all_to_all(traded), tokens * traded if traded > 1 else 0.0
     qkv = given = tokens * (query + 2 * key) * c if traded == 1 else 0.0
     out = tokens * (query * c + heads.query * FP32_BYTES)
-    trade = kept_by_trade * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
+    trade = kept_by_all_to_all * (2 * (own.query + own.key) * own.dim * c + own.query * FP32_BYTES)
     if share := sum(map(bool, args.state_sizes)) / args.n_layers:
         # A gated delta net keeps q, k and v before and after their convolution, and its gate, once more in fp32 and
         # behind the SiLU, beside the norm and the product of its output.

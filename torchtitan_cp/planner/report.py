@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from torchtitan_cp.planner.devices import ACCELERATORS, GIB, USABLE_MEMORY
 from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.planner.parameters import total_parameters
-from torchtitan_cp.planner.stage import CUTTING
+from torchtitan_cp.planner.stage import MASKING_KEYS
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 
 
@@ -78,7 +78,7 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
             table.add_row(name, *(cells[title][name] for cells in tables))
         console.print(table)
     for estimate in estimates:
-        if cheaper := [key for key in CUTTING if getattr(estimate.stage.data, key)]:
+        if cheaper := [key for key in MASKING_KEYS if getattr(estimate.stage.data, key)]:
             keys = ", ".join(cheaper)
             console.print(f"{estimate.stage.name} is planned as one causal sequence: {keys} makes it cheaper")
     days = sum(estimate.days for estimate in estimates)

@@ -17,7 +17,7 @@ from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.parameters import Parameters, count_parameters
 from torchtitan_cp.planner.strategy_costs import Heads, LayerCost, Rates, busiest_layer
 
-CUTTING = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that leave pairs out
+MASKING_KEYS = ("document_mask", "short_share", "growth_from")  # keys of a stage's data that leave pairs out
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class PlannedStage:
         Raises:
             PlanError: the one that is set cannot run them.
         """
-        dense = not 0 < window < self.stage.seq_len and not any(getattr(self.stage.data, key) for key in CUTTING)
+        dense = not 0 < window < self.stage.seq_len and not any(getattr(self.stage.data, key) for key in MASKING_KEYS)
         dim, capability = self.args.heads_of(window)[2], self.cluster.accelerator.capability
         dtype = getattr(torch, self.config.training.compute_dtype)
         device = "cuda" if capability else "cpu"

@@ -144,14 +144,14 @@ def _ring_messages(plan: Plan, own: Heads, rates: Rates, forward: list[float], b
     log_sum_exp = part * own.query * FP32_BYTES  # it rides with the output
     keys = sum(count_rows(step.send) for step in steps[1:]) * own.kv_row_bytes
     returned = sum(count_rows(step.receive) for step in steps[1:]) * own.gradient_row_bytes
-    trade_seconds = sum(rates.cluster.trade_seconds(message, traded, rates.stride) for message in (qkv, out))
+    all_to_all_seconds = sum(rates.cluster.all_to_all_seconds(message, traded, rates.stride) for message in (qkv, out))
 
     def seconds(message: float) -> float:
         return rates.cluster.message_seconds(message, plan.ranks // traded, rates.stride * traded)
 
     # The first step's keys and gradients are the rank's own.
     rows = [0, *(max(count_rows(step.send), count_rows(step.receive)) for step in steps[1:])]
-    waits = [trade_seconds, trade_seconds]
+    waits = [all_to_all_seconds, all_to_all_seconds]
     for following, before, ahead, back in zip([*rows[1:], 0], [0, *rows[:-1]], forward, backward, strict=True):
         arriving = following * own.kv_row_bytes
         waits[0] += max(0.0, seconds(arriving) - ahead)

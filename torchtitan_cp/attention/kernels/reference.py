@@ -47,10 +47,10 @@ def _visible(capped: Tensor, band: Band, alibi: Alibi | None) -> Tensor:
     if alibi:
         distances = (alibi.queries[:, None] - alibi.keys).abs()
         capped = capped - alibi.slopes.to(capped.dtype).view(*capped.shape[1:3], 1, 1) * distances
-    return hide(capped, band)
+    return mask_scores(capped, band)
 
 
-def hide(scores: Tensor, band: Band) -> Tensor:
+def mask_scores(scores: Tensor, band: Band) -> Tensor:
     """`[.., Sq, Sk]` scores, -inf where a band forbids a pair."""
     everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if band.high is not None:

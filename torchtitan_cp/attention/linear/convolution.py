@@ -41,7 +41,7 @@ def causal_conv(
         weight: `[C, W]`, the last column for the token itself, as of torch.nn.Conv1d without its middle dim. Its
             gradient, like the bias's, is that of this rank's outputs: sum it over the ranks.
         plan: this rank's, of any layout and packing; its mask is causal and has no window.
-        bias: `[C]`.
+        bias: `[C]`; it and weight may have another floating dtype than x.
         activation: "silu", or None.
 
     Returns:

@@ -21,7 +21,7 @@ from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
-from torchtitan_cp.attention.strategies.all_to_all import HeadTrade, share_heads
+from torchtitan_cp.attention.strategies.all_to_all import HeadAllToAll, share_heads
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,14 @@ def gated_delta_rule(
     """The gated delta rule over the full sequence, differentiable. Collective over the plan's group.
 
     With a state S `[K, V]` of zeros at the start of each document, a token does S <- e^g S (each row by its own gate
-    for KDA), S <- S + beta k (v - S^T k)^T, and its output is scale S^T q.
+    for KDA), S <- S + beta k (v - S^T k)^T, and its output is scale S^T q. Sources: Gated DeltaNet (Yang et al., 2024,
+    arXiv:2412.06464) and Kimi Linear (2025).
 
     Args:
         q, k: `[B, S/P, Hk, K]`.
         v: `[B, S/P, Hv, V]` of the same dtype; Hv is a multiple of Hk, and consecutive value heads share a key head.
         g: `[B, S/P, Hv]` log gates, at most 0 (gated delta net); or `[B, S/P, Hv, K]` (Kimi delta attention).
-        beta: `[B, S/P, Hv]`, usually 0 to 1, or to 2.
+        beta: `[B, S/P, Hv]`, usually 0 to 1, or to 2. It and g may have another floating dtype than q, such as fp32.
         plan: this rank's, of any layout and packing; its mask is causal and has no window.
         scale: default K ** -0.5.
         qk_l2norm: divide each head's query and key by their L2 norm first. Without it, keys should have norms of about
@@ -75,7 +76,8 @@ def selective_scan(
 
     Args:
         x: `[B, S/P, H, D]`.
-        dt: `[B, S/P, H]` step sizes, above 0: behind their bias and softplus.
+        dt: `[B, S/P, H]` step sizes, above 0: behind their bias and softplus. It and A may have another floating dtype
+            than x, such as fp32.
         A: `[H]`, below 0. Its gradient is that of this rank's outputs: sum it over the ranks.
         B, C: `[B, S/P, G, N]`; H is a multiple of G, and consecutive heads share a group. One dtype with x.
         plan, strategy: as of `gated_delta_rule`.
@@ -182,7 +184,7 @@ def delta_rule(
         _log_choice("all_to_all" if trades else "state", plan.ranks, heads, *sent)
     if not trades:
         return _forward(Inputs(*inputs), plan, scale, rule)
-    trade = HeadTrade(plan, find_group(plan.groups, ranks), *heads)
+    trade = HeadAllToAll(plan, find_group(plan.groups, ranks), *heads)
     traded = trade.to_heads(inputs, [trade.keys] * 2 + [trade.queries] * 3)
     return trade.to_rows([_forward(Inputs(*traded), whole_sequence(plan), scale, rule)[0]], [trade.queries])[0], traded
 
@@ -210,7 +212,7 @@ def delta_rule_backward(
     plan = find_plan(handle)
     if not trades:
         return _backward(dout, kept, plan, scale, rule)
-    trade = HeadTrade(plan, find_group(plan.groups, plan.ranks), dout.shape[2], key_heads)
+    trade = HeadAllToAll(plan, find_group(plan.groups, plan.ranks), dout.shape[2], key_heads)
     (dout,) = trade.to_heads([dout], [trade.queries])
     gradients = _backward(dout, kept, whole_sequence(plan), scale, rule)
     return trade.to_rows(gradients, [trade.keys] * 2 + [trade.queries] * 3)

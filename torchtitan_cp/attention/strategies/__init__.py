@@ -40,6 +40,14 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv
     of P - 1 shards of K and V. all_to_all carries one shard of q, k, v and out whatever P is, but needs heads
     that divide, and its messages are not overlapped: it is taken if it carries less than half. What it carries is
     exact, so keys in 8 bits stay on the ring.
+
+    Args:
+        query_heads, key_heads: Hq and Hkv; ranks: P.
+        band: of the mask, see AttentionMask.band.
+        kv_transfer: as for ContextParallel.
+
+    Returns:
+        "ring" or "all_to_all".
     """
     # torch.compile traces this function with sizes it may not know, so it must not format text.
     if ranks == 1 or kv_transfer != "exact" or band.low is not None or query_heads % ranks or key_heads % ranks:
@@ -52,7 +60,7 @@ def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str,
     if plan.strategy != "auto":
         return plan.strategy, plan.all_to_all_ranks
     chosen = choose_strategy(query_heads, key_heads, plan.ranks, plan.mask.band, plan.kv_transfer)
-    return chosen, plan.ranks if STRATEGIES[chosen].trades_heads else 1
+    return chosen, plan.ranks if STRATEGIES[chosen].uses_all_to_all else 1
 
 
 @lru_cache(maxsize=256)

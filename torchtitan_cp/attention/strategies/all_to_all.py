@@ -57,7 +57,7 @@ def share_heads(query_heads: int, key_heads: int, ranks: int) -> HeadShares:
     return HeadShares(queries, keys)
 
 
-class HeadTrade:
+class HeadAllToAll:
     """Heads for sequence and back, within a group of ranks.
 
     Attributes:
@@ -100,7 +100,7 @@ class HeadTrade:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Residuals]:
-    trade = HeadTrade(call.plan, call.all_to_all_group, q.shape[2], k.shape[2])
+    trade = HeadAllToAll(call.plan, call.all_to_all_group, q.shape[2], k.shape[2])
     q, k, v = trade.to_heads([q, k, v], [trade.queries, trade.keys, trade.keys])
     out, lse, residuals = ring.forward(q, k, v, call.for_heads(trade.own))
     out, lse = trade.to_rows([out, lse.unsqueeze(-1)], [trade.queries] * 2)
@@ -108,7 +108,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    trade = HeadTrade(call.plan, call.all_to_all_group, dout.shape[2], call.key_heads)
+    trade = HeadAllToAll(call.plan, call.all_to_all_group, dout.shape[2], call.key_heads)
     traded = trade.to_heads([dout], [trade.queries])
     *gradients, dsinks = ring.backward(traded.pop(), residuals, call.for_heads(trade.own))
     dq, dk, dv = trade.to_rows(gradients, [trade.queries, trade.keys, trade.keys])
@@ -118,7 +118,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
     return dq, dk, dv, dsinks
 
 
-STRATEGY = Strategy(forward, backward, trades_heads=True)
+STRATEGY = Strategy(forward, backward, uses_all_to_all=True)
 
 
 def trade(tensors: list[list[RowBlocks]], group: Group) -> list[tuple[Tensor, ...]]:

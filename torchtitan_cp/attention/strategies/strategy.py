@@ -83,12 +83,12 @@ class Strategy:
             v `[B, S/P, Hkv, Dv]`, out `[B, S/P, Hq, Dv]` in q's dtype, lse `[B, S/P, Hq]`.
         backward: (dout, residuals, call) -> (dq, dk, dv, dsinks), the first three in the inputs' dtypes, dsinks `[Hq]`
             of this rank's rows in their accumulation dtype; None without sinks.
-        trades_heads: whether the ranks of an all-to-all group trade heads for sequence.
+        uses_all_to_all: whether the ranks of an all-to-all group trade heads for sequence.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Residuals]]
     backward: Callable[[Tensor, Residuals, Call], tuple[Tensor, Tensor, Tensor, Tensor | None]]
-    trades_heads: bool = False
+    uses_all_to_all: bool = False
 
 
 class KeyBlock(NamedTuple):
