@@ -143,7 +143,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> No
     for name, value in now.items():
         if saved.get(name, value) != value:
             was, is_now = _differing(saved[name], value)
-            what = " of the text, the tokenizer or their settings" * (name in ("sources", "data"))
+            what = " of the text, the tokenizer or their settings" * name.startswith("data")
             raise ConfigError(
                 f"{path} was written with {name} {was}, and the config now gives {is_now}",
                 fix=f"undo the change{what}, or give the new run a folder of its own: --job.dump_folder=...",

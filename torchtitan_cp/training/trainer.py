@@ -93,7 +93,7 @@ class Trainer:
         self.announced_stage = self.evaluated_stage = -1
         identity = {
             "model": registry.sizes_of(args),
-            "sources": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
+            "data by source": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
             "data": corpus.fingerprint,
             "seed": config.training.seed,
             "optimizer": f"{config.optimizer.name}, state in {config.optimizer.state}",
