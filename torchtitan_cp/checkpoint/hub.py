@@ -216,7 +216,8 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     # Without rope_theta, as in Llama 2's config.json, the families' classes take 10,000.
     older = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
     newer = config.get("rope_parameters") or older
-    values = {key: value for key, value in newer.get("full_attention", newer).items() if value is not None}
+    full = newer.get("full_attention", newer) or {}  # null: no positions turn them
+    values = {key: value for key, value in full.items() if value is not None}
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
 
 

@@ -147,7 +147,7 @@ def _write_settings(
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     if hub.load:
-        config = hub.config(args, length, rope and rope_parameters(rope, args.rotary_dim))
+        config = config_for_hub(saved.config.model, args, length, rope and rope_parameters(rope, args.rotary_dim))
         values = {**config, **({} if start else own), "dtype": dtype}
     else:
         if start:

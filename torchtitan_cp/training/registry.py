@@ -174,14 +174,14 @@ def hub_of(model: Model) -> Any:
     return hub
 
 
-def config_for_hub(model: Model, args: Any) -> dict[str, Any]:
-    """ModelArgs with the keys of Hugging Face's config.json.
+def config_for_hub(model: Model, args: Any, *trained: Any) -> dict[str, Any]:
+    """ModelArgs with the keys of Hugging Face's config.json; `trained` as `models.architecture.Hub` has it.
 
     Raises:
         ConfigError: the format cannot express them.
     """
     try:
-        return hub_of(model).config(args)
+        return hub_of(model).config(args, *trained)
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be written in Hugging Face's format: {error}",

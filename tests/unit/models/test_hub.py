@@ -121,6 +121,7 @@ def test_a_stage_without_a_rope_has_the_checkpoints(tmp_path: Path, family: str)
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0, "attention_factor": None}},
             Rope(kind="linear", factor=8.0),
         ),
+        ({"rope_parameters": {"full_attention": None, "sliding_attention": {"rope_theta": 5e5}}}, Rope()),
     ],
 )
 def test_a_rope_is_read_as_any_version_of_transformers_wrote_it(keys: dict[str, Any], rope: Rope) -> None:

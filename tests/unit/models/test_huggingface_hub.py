@@ -14,13 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from models.huggingface import HUB
+from models.huggingface import ARCHITECTURE, HUB
 from models.huggingface.args import args_from_config, transformers_config
 from models.huggingface.hub import load_weights, settings, writer
 from models.huggingface.init import Initializer, on_meta
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
 from torchtitan_cp.checkpoint.hub import read_shard, start_from_hub
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Model
+from torchtitan_cp.training.registry import config_for_hub, register
 
 CPU = torch.device("cpu")
 # transformers itself does not read its embedding back: it draws the tied output again.
@@ -188,3 +191,10 @@ def test_a_config_keeps_a_length_that_its_rotary_embedding_follows_and_refuses_w
         settings(gemma, 4096, YARN)
     plain = settings(gemma, 4096, {"rope_type": "default", "rope_theta": 5e6})["rope_parameters"]["full_attention"]
     assert plain == {"rope_type": "proportional", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
+
+
+def test_a_stages_rope_that_an_export_cannot_say_is_refused_with_a_way_out() -> None:
+    register([ARCHITECTURE])
+    args = args_from_config(FAMILIES["Ministral 3"], {})
+    with pytest.raises(ConfigError, match=r"from 64 on, so original_seq_len has to be that\n  fix: train one without"):
+        config_for_hub(Model(architecture="huggingface"), args, 4096, YARN)
