@@ -83,10 +83,10 @@ class HuggingFaceArgs:
 
     @cached_property
     def rotary_dim(self) -> int:
-        """Of the layers of full attention if they turn, else of those with a window; 0 if no buffer turns a layer."""
-        rotaries = self.look.rotaries
-        turned = [layer for layer in self.look.layers if layer.rotary in rotaries]
-        return min(((layer.window > 0, rotaries[layer.rotary]) for layer in turned), default=(False, 0))[1]
+        """Of the layers of full attention, or of those with a window where it is all; 0: a stage changes no buffer."""
+        layers = [layer for layer in self.look.layers if not layer.window] or self.look.layers
+        names = (layer.rotary for layer in layers if not layer.rotary.endswith(".sliding_attention_inv_freq"))
+        return next((self.look.rotaries[name] for name in names if name in self.look.rotaries), 0)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:

@@ -108,6 +108,23 @@ def test_layers_without_rotary_embedding_and_models_with_learned_positions_are_f
     assert "no rotary embedding" in str(args.rope_problem("none"))
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides", "dims"),
+    [
+        ("Cohere 2", {}, 0),
+        ("Gemma 3", {"layer_types": ["sliding_attention"] * 2}, 0),
+        ("Mistral", {}, 16),
+        ("SmolLM3", {"layer_types": ["full_attention"] * 2}, 12),
+    ],
+)
+def test_a_stage_has_a_rope_where_it_turns_layers_of_full_attention_or_the_one_rotary_of_windows(
+    family: str, overrides: dict[str, Any], dims: int
+) -> None:
+    args = tiny(family, **overrides)
+    assert args.rotary_dim == dims
+    assert ("no rotary embedding in its layers of full attention" in str(args.rope_problem("none"))) == (not dims)
+
+
 @pytest.mark.parametrize(("flavor", "config"), [("8B", LLAMA3_8B), ("qwen3-0.6B", QWEN3_06B)])
 def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, config: dict[str, Any]) -> None:
     theirs, ours = args_from_config(config, {"num_hidden_layers": 2}), replace(FLAVORS[flavor], n_layers=2)
