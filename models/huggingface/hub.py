@@ -155,10 +155,9 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     full = own.get("full_attention", own) or {}
     kind = full.get("rope_type")
     if rope:
-        if kind is None or (kind == "proportional" and rope["rope_type"] != "default"):
+        if kind is None:
             raise ValueError(f"it has a rotary embedding of type {kind}, and a stage's is {rope['rope_type']}")
-        kept = {"rope_type": kind} if kind == "proportional" else {}
-        kept |= {key: full[key] for key in ("partial_rotary_factor", "llama_4_scaling_beta") if key in full}
+        kept = {key: full[key] for key in ("partial_rotary_factor", "llama_4_scaling_beta") if key in full}
         if "llama_4_scaling_beta" in full:  # it counts from this length
             original = full["original_max_position_embeddings"]
             if rope.get("original_max_position_embeddings", original) != original:

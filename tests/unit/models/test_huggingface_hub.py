@@ -186,11 +186,9 @@ def test_a_config_keeps_a_length_that_its_rotary_embedding_follows_and_refuses_w
     assert settings(phi, 4096, None)["max_position_embeddings"] == 512
     yarn = settings(phi, 4096, YARN)
     assert (yarn["max_position_embeddings"], yarn["original_max_position_embeddings"]) == (4096, 512)
-    gemma = args_from_config({**FAMILIES["Gemma 4"], "num_kv_shared_layers": 0}, {})
-    with pytest.raises(ValueError, match="a rotary embedding of type proportional, and a stage's is yarn"):
-        settings(gemma, 4096, YARN)
-    plain = settings(gemma, 4096, {"rope_type": "default", "rope_theta": 5e6})["rope_parameters"]["full_attention"]
-    assert plain == {"rope_type": "proportional", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
+    assert "by frequencies of the whole head" in str(args_from_config(FAMILIES["Gemma 4"], {}).rope_problem("none"))
+    with pytest.raises(ValueError, match="a rotary embedding of type None, and a stage's is yarn"):
+        settings(args_from_config(FAMILIES["GPT-2"], {}), 4096, YARN)
 
 
 def test_a_stages_rope_that_an_export_cannot_say_is_refused_with_a_way_out() -> None:
