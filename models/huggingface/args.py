@@ -183,7 +183,9 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
         near = get_close_matches(unknown[0], known, n=1)
         meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
         raise ValueError(f"{type(text).__name__} has no {unknown[0]!r}; {meant}")
-    sizes = given = {**(given or {}), "model_type": text.model_type}
+    # Beside text_config it comes first.
+    tie = {key: getattr(whole, key) for key in config.keys() & {"tie_word_embeddings"}}
+    sizes = given = {**(given or {}), **tie, "model_type": text.model_type}
     # What a multimodal config has for its text model in place of the text model's own defaults, and of what follows
     # from these.
     for _ in range(2):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.huggingface.args import HuggingFaceArgs, args_from_config
 from models.huggingface.hub import settings
@@ -171,6 +172,24 @@ def test_a_multimodal_config_keeps_what_it_has_for_its_text_model() -> None:
     assert args_from_config({"model_type": "voxtral"}, {}).config["head_dim"] == 128
     fuyu = args_from_config({"model_type": "fuyu", **sizes}, {"num_hidden_layers": 3})
     assert (fuyu.look.dim, fuyu.n_layers) == (sizes["hidden_size"], 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "beside", "tied"),
+    [
+        ("llava", "Llama", {"tie_word_embeddings": True}, True),
+        ("llava", "Llama, tied", {"tie_word_embeddings": False}, True),  # transformers takes either for true
+        ("cohere_compass", "Cohere Compass", {"tie_word_embeddings": False}, False),
+        ("mistral3", "Mistral", {}, False),
+    ],
+)
+def test_whether_embeddings_are_tied_may_stand_beside_the_text_config(
+    kind: str, family: str, beside: dict[str, Any], tied: bool
+) -> None:
+    config = {"model_type": kind, "text_config": FAMILIES[family], **beside}
+    assert args_from_config(config, {}).tie_embeddings == tied
+    saved = CONFIG_MAPPING[kind].from_dict(dict(config))
+    assert args_from_config(saved.to_dict(), {}).tie_embeddings == saved.tie_word_embeddings
 
 
 LOOK = """
