@@ -195,9 +195,11 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
     try:
         values, config = _hub_rope_parameters(config), config.get("text_config", config)
         kind, problem = "none" if values["rope_type"] == "default" else str(values["rope_type"]), ""
-        trained = config.get("max_position_embeddings") or 0
-        original = config.get("original_max_position_embeddings", trained)
-        values = {ROPE_KEYS["original_seq_len"]: original, "factor": trained / (original or 1), **values}
+        trained, key = config.get("max_position_embeddings") or 0, ROPE_KEYS["original_seq_len"]
+        original = config.get(key) or values.get(key) or trained  # as in transformers, the one beside them comes first
+        values = {"factor": trained / (original or 1), **values, key: original}
+        if values.get("attention_factor") or not (values.get("mscale") and values.get("mscale_all_dim")):
+            values |= {"mscale": 0.0, "mscale_all_dim": 0.0}
     except (AttributeError, TypeError) as error:
         kind, problem = "", f" that cannot be read: {error}"
     if kind not in TAKES:

@@ -1,6 +1,8 @@
 """Hugging Face checkpoints that cannot be started from are refused with the reason; what is read of their configs."""
 
+import copy
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models import ARCHITECTURES
 from models.llama import Llama, LlamaArgs
@@ -23,6 +27,7 @@ from torchtitan_cp.checkpoint.hub import (
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.training.registry import model_args_of, register
 from torchtitan_cp.training.resolve import resolve_run
 
@@ -147,6 +152,40 @@ def test_a_rope_inside_a_text_config_is_scaled_from_the_length_beside_it() -> No
     text = {"rope_scaling": scaling, "max_position_embeddings": 8192, "original_max_position_embeddings": 4096}
     rope = hub_rope({"text_config": text})
     assert (rope.original_seq_len, rope.factor) == (4096, 2.0)
+
+
+LISTS = {"short_factor": [1.0] * 8, "long_factor": [1.5] * 8}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("default", {}),
+        ("linear", {"factor": 4.0}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("yarn", {"factor": 4.0}),
+        ("yarn", {"factor": 4.0, "mscale": 0.7}),
+        ("yarn", {"factor": 4.0, **MSCALE, "truncate": False}),
+        ("yarn", {"factor": 4.0, **MSCALE, "attention_factor": 1.3}),
+        ("longrope", LISTS),
+        ("longrope", {**LISTS, "factor": 8.0}),
+        ("longrope", {**LISTS, "attention_factor": 1.2}),
+    ],
+)
+def test_a_rope_of_a_config_has_the_frequencies_and_factor_of_transformers(kind: str, keys: dict[str, Any]) -> None:
+    original = "original_max_position_embeddings"
+    for inside, beside, old in itertools.product(({}, {original: 512}), ({}, {original: 1024}), (False, True)):
+        scaling = {"type" if old else "rope_type": kind, **keys, **inside}
+        older, newer = {"rope_theta": 5e5, "rope_scaling": scaling}, {"rope_parameters": scaling | {"rope_theta": 5e5}}
+        config = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, **beside}
+        config |= older if old else newer
+        ours, factor = rope_frequencies(hub_rope(config), 16, 4096)
+        rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(copy.deepcopy(config)))
+        rotary(torch.zeros(1), torch.arange(4096)[None])  # longrope chooses its list by the largest position
+        assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12), config
+        # The bounds of test_rope: theirs are of fp32.
+        assert ours == pytest.approx(rotary.inv_freq.tolist(), rel=1e-6, abs=1.4e-6), config
 
 
 def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
