@@ -14,8 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.huggingface.look import LayerLook, Look, look_at
 
-# Of the library, of this machine or of how the checkpoint is stored, not of the model.
-_DROPPED = ("transformers_version", "dtype", "torch_dtype", "architectures", "auto_map", "_name_or_path")
+# Of how the checkpoint is stored, of the library or of this machine, not of the model.
+_STORED = "dtype", "torch_dtype", "quantization_config"
+_DROPPED = (*_STORED, "transformers_version", "architectures", "auto_map", "_name_or_path")
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,6 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     Raises:
         ValueError: transformers has no such model, or cannot make it of these values, or the look refuses it.
     """
-    if config.get("quantization_config"):
-        raise ValueError("its weights are quantised (quantization_config): use a checkpoint in bfloat16 or float32")
     whole = _parse(config)
     text = whole.get_text_config(decoder=True)
     if type(text) not in AutoModelForCausalLM._model_mapping:

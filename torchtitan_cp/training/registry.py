@@ -119,13 +119,18 @@ def model_args_of(model: Model) -> Any:
 
     Raises:
         ConfigError: an unknown flavor or override, an override of the wrong type, sizes that do not fit each other or
-            are not those of config.json.
+            are not those of config.json, or weights that are quantised.
     """
     if model.hub_checkpoint and model.config:
         raise ConfigError(
             "model.hub_checkpoint and model.config both say what the model is",
             fix="leave out model.config, or model.hub_checkpoint for fresh weights",
         )
+    if model.hub_checkpoint and model.load_weights:
+        config = hub_config(model)
+        if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, *config.values())):
+            fix = "use a checkpoint in bfloat16 or float32, or model.load_weights = false for fresh weights"
+            raise _config_error(model, ": its weights are quantised (quantization_config)", fix)
     if architecture(model).args_of:
         return _args_of_config(model)
     flavors, flavor = architecture(model).flavors, model.flavor or DEFAULT_FLAVOR

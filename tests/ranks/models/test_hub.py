@@ -229,13 +229,17 @@ def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_
 ) -> None:
     path = write_start(tmp_path, "llama")
     (tmp_path / "hub" / "generation_config.json").write_text('{"eos_token_id": 7}')
-    ranks(1)(train, path, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
+    start = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(start | {"quantization_config": {"quant_method": "fp8"}}))
+    fresh = "--model.load_weights=false"
+    ranks(1)(train, path, fresh, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 1e6
     assert config["rope_scaling"]["factor"] == 8.0
     assert config["bos_token_id"] == 1, "what the run does not change stays as it was"
+    assert "quantization_config" not in config
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 7}
     assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2

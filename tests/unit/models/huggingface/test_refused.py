@@ -27,7 +27,6 @@ def test_check_refuses_a_model_that_would_be_wrong_and_names_layer_and_class(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
         ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}, "code from a checkpoint"),
         (
             {**FAMILIES["Llama"], "output_router_logits": True, "router_aux_loss_coef": 0.01},
