@@ -41,6 +41,7 @@ class HuggingFaceArgs:
 
     dim = property(attrgetter("look.dim"))
     tie_embeddings = property(attrgetter("look.tie_embeddings"))
+    longest = property(attrgetter("look.longest"))
     logit_scale = property(attrgetter("look.logit_scale"))
     logit_softcap = property(attrgetter("look.logit_softcap"))
 
@@ -129,11 +130,6 @@ class HuggingFaceArgs:
         if self.vocab_size in (0, self.config["vocab_size"]):
             return self.config
         return self.config | {"vocab_size": self.vocab_size, "pad_token_id": None}
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, which a table of learned positions limits; 0: any number."""
-        return int(transformers_config(self).max_position_embeddings) if self.look.learned_positions else 0
 
     def rope_problem(self, kind: str) -> str | None:
         """Why a stage cannot have a `rope` of this kind, or None."""

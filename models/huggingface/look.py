@@ -88,6 +88,7 @@ class Look:
         parameters: all, tied ones once.
         logit_scale, logit_softcap: what is done to the output layer's product: a factor, then a soft cap (0: none).
         learned_positions: positions change more than q and k.
+        longest: positions of the smallest table that makes them; 0: any number.
         scale_follows_rope: YaRN in the config changes the scale of attention.
         rotaries: buffer of frequencies -> dims of a head that they turn.
         routers: names of modules whose output holds router logits.
@@ -102,6 +103,7 @@ class Look:
     logit_scale: float
     logit_softcap: float
     learned_positions: bool
+    longest: int
     scale_follows_rope: bool
     rotaries: Mapping[str, int]
     routers: tuple[str, ...]
@@ -346,6 +348,10 @@ class _Probe:
         moved = whole.differences(self.run(tokens, 2 * positions + 1))
         for buffer in self.frequencies.values():
             buffer *= 1.5
+        learned = any(name.startswith("v of ") for name in moved)
+        # In some families the first rows are of no position.
+        tables = [m for m, name in self.names.items() if isinstance(m, nn.Embedding) and _name(m, self.names) in moved]
+        rows = (table.num_embeddings - getattr(table, "offset", 0) for table in tables)
         rotaries = self._rotaries(whole, moved, whole.differences(self.run(tokens, positions)))
         return Look(
             model_class=type(self.model).__name__,
@@ -356,7 +362,8 @@ class _Probe:
             parameters=self.parameters,
             logit_scale=scale,
             logit_softcap=softcap,
-            learned_positions=any(name.startswith("v of ") for name in moved),
+            learned_positions=learned,
+            longest=min(rows, default=0) if learned else 0,
             scale_follows_rope=any("mscale" in inspect.getsource(type(module)) for module, _ in whole.calls),
             rotaries={name: 2 * len(buffer) for name, buffer in self.frequencies.items() if name in rotaries},
             routers=self._routers(),

@@ -14,7 +14,7 @@ from models.huggingface.hub import settings
 from models.huggingface.look import FIXED
 from models.llama import FLAVORS
 from tests.support.deep import deep_rows
-from tests.support.huggingface_families import FAMILIES, SIZES, WINDOW
+from tests.support.huggingface_families import FAMILIES, REFUSED, SIZES, WINDOW
 from tests.support.huggingface_full_size import PUBLISHED
 from torchtitan_cp.metrics.throughput import flops_per_token, layer_costs
 from torchtitan_cp.planner.estimate import model_flops
@@ -40,6 +40,7 @@ QWEN3_06B: dict[str, Any] = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+WHISPER = dict.fromkeys(("encoder_layers", "decoder_layers", "num_hidden_layers"), 1) | {"pad_token_id": 0}
 
 
 def tiny(family: str, **overrides: Any) -> HuggingFaceArgs:
@@ -107,6 +108,19 @@ def test_layers_without_rotary_embedding_and_models_with_learned_positions_are_f
     assert args.look.learned_positions
     assert {layer.rotary for layer in args.look.layers} == {FIXED}
     assert "no rotary embedding" in str(args.rope_problem("none"))
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (FAMILIES["GPT-2"], 512),
+        (REFUSED["OPT"] | {"dropout": 0.0}, 512),  # of a table with two rows more
+        ({"model_type": "whisper", "d_model": 48, "vocab_size": 288, "max_target_positions": 100} | WHISPER, 100),
+        (FAMILIES["Llama"], 0),
+    ],
+)
+def test_the_longest_sequence_is_that_of_the_table_of_positions(config: dict[str, Any], longest: int) -> None:
+    assert args_from_config(config, {}).longest == longest
 
 
 @pytest.mark.parametrize(
