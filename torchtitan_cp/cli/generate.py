@@ -27,7 +27,7 @@ from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.model import cast_parameters, set_rope
-from torchtitan_cp.training.registry import architecture, args_from
+from torchtitan_cp.training.registry import architecture, args_from, check_length
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
 
@@ -255,6 +255,7 @@ def main(arguments: list[str]) -> int:
 def _generate(options: argparse.Namespace) -> int:
     """Print the prompt and what continues it, or answers. Returns the exit code."""
     saved = open_saved_model(options.checkpoint)
+    args = args_from(saved.config.model, saved.sizes)
     tokenizer = tokenizer_of(saved.config)
     template = chat_template_of(saved.config) if options.chat else None
     if options.chat and not template:
@@ -267,10 +268,14 @@ def _generate(options: argparse.Namespace) -> int:
     generator = torch.Generator().manual_seed(options.seed)
 
     def continue_text(prompt: list[int], text: str = "") -> str:
+        check_length(args, "the prompt", len(prompt))
+        # The last token takes no position.
+        most = min(options.max_tokens, args.longest + 1 - len(prompt)) if args.longest else options.max_tokens
         if len(prompt) + options.max_tokens > saved.stage.seq_len:
-            message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on"
+            cut = f", and cut at its {args.longest} learned positions" if most < options.max_tokens else ""
+            message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on{cut}"
             print(message, file=sys.stderr)
-        tokens = generate(model, prompt, options.max_tokens, options.temperature, generator, ends)
+        tokens = generate(model, prompt, most, options.temperature, generator, ends)
         return print_stream(chain([text], stream_text(tokens, tokenizer, prompt)))
 
     if template:

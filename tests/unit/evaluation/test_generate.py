@@ -4,13 +4,18 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from models.huggingface import ARCHITECTURE
+from models.huggingface.args import args_from_config
 from models.llama import Llama, LlamaArgs
 from models.qwen3_5 import Hybrid, HybridArgs
 from tests.support.chats import TURNS
+from tests.support.huggingface_families import FAMILIES, eager_model
+from torchtitan_cp.cli import generate as program
 from torchtitan_cp.cli.generate import (
     attend_cached,
     chat,
@@ -22,10 +27,12 @@ from torchtitan_cp.cli.generate import (
     stream_text,
     user_lines,
 )
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer
 from torchtitan_cp.training.chat import encode_turns
+from torchtitan_cp.training.registry import register, sizes_of
 
 SHAPES = {
     "plain": LlamaArgs(48, 3, 4, 2, 16, 96, 97),
@@ -98,6 +105,33 @@ def test_a_drawn_token_has_the_probability_of_the_softmax() -> None:
     want = (logits / 2.0).softmax(-1)
     # Four standard deviations of a share of 4,000 draws are at most 4 / (2 sqrt(4000)).
     assert (drawn / 4000 - want).abs().max() < 0.032
+
+
+def test_a_text_ends_with_the_table_of_positions_and_a_longer_prompt_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register([ARCHITECTURE])
+    tokenizer = ByteTokenizer()
+    keys = FAMILIES["GPT-2"] | {"n_positions": 64, "max_position_embeddings": 64, "vocab_size": tokenizer.vocab_size}
+    state = eager_model(keys).state_dict()
+    saved = SimpleNamespace(
+        config=Config().with_keys(model={"architecture": "huggingface"}, training={"compute_dtype": "float32"}),
+        sizes=sizes_of(args_from_config(keys, {})),
+        stage=Stage(seq_len=16),
+        path=Path("step-1"),
+        tensors=state,
+        read=lambda names: {name: state[name] for name in names},
+    )
+    monkeypatch.setattr(program, "open_saved_model", lambda _: saved)
+    monkeypatch.setattr(program, "tokenizer_of", lambda _: tokenizer)
+    made: list[int] = []
+    monkeypatch.setattr(program, "generate", lambda *given: made.extend(generate(*given[:5])) or iter(made))
+    arguments = ["run", "--temperature", "0", "--prompt"]
+    assert main([*arguments, "a" * 60]) == 0
+    assert len(made) == 5, "the last token takes no position"
+    assert "the 16 tokens that step-1 was trained on, and cut at its 64 learned positions" in capsys.readouterr().err
+    assert main([*arguments, "a" * 65]) == 2
+    assert "the prompt = 65 is longer than this model's table of 64 learned positions" in capsys.readouterr().err
 
 
 def test_text_comes_in_whole_characters_and_all_of_it() -> None:
