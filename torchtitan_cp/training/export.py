@@ -16,10 +16,12 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
+from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
-from torchtitan_cp.data.corpus.tokenizer import Tokenizer, tokenizer_files
+from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
 from torchtitan_cp.runtime.watchdog import set_activity
 from torchtitan_cp.training.chat import chat_template_of, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
@@ -28,6 +30,9 @@ from torchtitan_cp.training.registry import args_from, config_for_hub, hub_confi
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+TOKENIZER_JSON = "tokenizer.json"
+ANY_TOKENIZER = "PreTrainedTokenizerFast"  # transformers' class that reads a tokenizer as its file says
+SAMPLES = ("Hello world", "  two\n\n x\t1234", "na\u00efve \u6771\u4eac \U0001f389 ")
 
 # (our name, tensor, dtype) -> tensors by hub name
 ToHub = Callable[[str, Tensor, torch.dtype], dict[str, Tensor]]
@@ -165,20 +170,61 @@ def _write_settings(
     generation = {"eos_token_id": values.get("eos_token_id", tokenizer.eos_id)}
     if start:
         generation = read_json(start / "generation_config.json") or generation
-    for name, path in tokenizer_files(saved.config.tokenizer, tokenizer, start).items():
-        shutil.copyfile(path, out / name)
-    if template := chat_template_of(saved.config):
-        _write_chat_template(template, out)
+    template = chat_template_of(saved.config)
+    write_tokenizer(saved.config.tokenizer, tokenizer, template, start, out)
+    if template:
         own_ends = generation.get("eos_token_id") or []
         ends = end_tokens(template, tokenizer).union(own_ends if isinstance(own_ends, list) else [own_ends])
         generation["eos_token_id"] = sorted(ends)
     write_json(out / "generation_config.json", generation)
 
 
-def _write_chat_template(template: ChatTemplate, out: Path) -> None:
-    """The template, and the special tokens that it reads."""
-    (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
-    if (out / "tokenizer.json").is_file():
-        # Without a class, transformers makes a tokenizer of the model's family, which may differ from tokenizer.json.
-        own = {"tokenizer_class": "PreTrainedTokenizerFast", **template.variables}
-        write_json(out / CONFIG_FILE, own | (read_json(out / CONFIG_FILE) or {}))
+def write_tokenizer(
+    settings: TokenizerConfig, tokenizer: Tokenizer, template: ChatTemplate | None, start: Path | None, out: Path
+) -> None:
+    """The tokenizer's files and the chat template, so that transformers' AutoTokenizer reads text as training does."""
+    for name, path in tokenizer_files(settings, tokenizer, start).items():
+        shutil.copyfile(path, out / name)
+    if template:
+        (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    if tokenizer.path:
+        # Without a class, transformers makes a tokenizer of the model's family, which may split text otherwise.
+        own = {"tokenizer_class": ANY_TOKENIZER, "eos_token": tokenizer.eos_token}
+        own |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
+        write_json(out / CONFIG_FILE, own)
+        if settings.path:
+            try:
+                _match_tokenizer(tokenizer, own["tokenizer_class"], out)
+            except Exception as error:  # transformers raises what it likes
+                logger.warning("the exported tokenizer is not compared with %s: %s", tokenizer.path, error)
+
+
+def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path) -> None:
+    """Warn if transformers, by the class of this name, splits text otherwise than training."""
+    transformers = import_extra("transformers", extra="hub", needed_by="a look at the exported tokenizer")
+    theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    if isinstance(tokenizer, SentencePieceTokenizer) and name == ANY_TOKENIZER and not (out / TOKENIZER_JSON).exists():
+        # Of the model it reads everything except what becomes of spaces.
+        _set_spaces(theirs.backend_tokenizer, tokenizer.spaces)
+        theirs.backend_tokenizer.save(str(out / TOKENIZER_JSON))
+        theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
+        if theirs(text, add_special_tokens=False)["input_ids"] != ids.tolist():
+            logger.warning(
+                "THE EXPORTED TOKENIZER splits text otherwise than %s in training, e.g. %r: it is read as %s",
+                *(tokenizer.path, text, type(theirs).__name__),
+            )
+            return
+
+
+def _set_spaces(backend: Any, spaces: str) -> None:
+    """Normalize spaces as the SentencePiece model does that writes "   a" as `spaces`."""
+    library = import_extra("tokenizers", extra="hub", needed_by="a look at the exported tokenizer")
+    normalizers, mark = library.normalizers, SPACE_MARK
+    steps = list(backend.normalizer)[:-1]
+    if spaces in ("a", f"{mark}a"):
+        steps += [normalizers.Strip(), normalizers.Replace(library.Regex(" {2,}"), " ")]
+    if spaces in (f"{mark}a", f"{4 * mark}a"):
+        steps.append(normalizers.Prepend(mark))
+        backend.decoder = library.decoders.Sequence([backend.decoder, library.decoders.Strip(" ", 1, 0)])
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", mark)])

@@ -49,6 +49,7 @@ class SentencePieceTokenizer:
         eos_token: how a chat template writes that token.
         fingerprint: different for every tokenizer.
         path: its file; None if it has none.
+        spaces: what it makes of "   a", before it splits that.
 
     Raises:
         DataError: the file holds no model, or one without an end-of-text token.
@@ -71,6 +72,7 @@ class SentencePieceTokenizer:
                 fix="train it with eos_id >= 0, or leave tokenizer.path out to train one on the corpus",
             )
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
+        self.spaces: str = self._processor.normalize("   a")
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self._threads = usable_cores()
         self._marks = self._find_marks()

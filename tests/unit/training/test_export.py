@@ -1,0 +1,84 @@
+"""The tokenizer of an export, with transformers' AutoTokenizer as the judge."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from tests.support.chats import write_tokenizer
+from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
+from torchtitan_cp.training.export import write_tokenizer as export_tokenizer
+
+TEXTS = [
+    *("def f(self):\n    return 'x'\n", "  two  leading ", "12345 67.8\n\n\tx", " ", "Why? It's"),
+    "na\u00efve \u65e5\u672c\u8a9e \U0001f389 \ufb01",
+]
+KINDS: dict[str, dict[str, Any] | None] = {
+    "tokenizer.json": None,
+    "BPE as Llama 2's": {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "unigram": {"model_type": "unigram"},
+    "BPE without prefix": {"model_type": "bpe", "add_dummy_prefix": False},
+    "our own": {},
+}
+
+
+def settings_for(kind: str, folder: Path) -> TokenizerConfig:
+    """A tokenizer of this kind without tokenizer_config.json."""
+    options = KINDS[kind]
+    if options is None:
+        path = write_tokenizer(folder)
+        (folder / "tokenizer_config.json").unlink()
+        return TokenizerConfig(kind="huggingface", path=str(path))
+    path, lines = folder / "its.model", Path(__file__).read_text("utf-8").splitlines() * 3
+    folder.mkdir()
+    if options:
+        with path.open("wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_writer=file,
+                vocab_size=420,
+                byte_fallback=True,
+                hard_vocab_limit=False,
+                minloglevel=2,
+                **options,
+            )
+    else:
+        train_sentencepiece(lines, 400, path)
+    return TokenizerConfig(kind="sentencepiece", path=str(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_text_as_training_did(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = settings_for(kind, tmp_path / "its")
+    tokenizer, out = load_tokenizer(settings), tmp_path / "out"
+    for family in ("qwen3", "gemma3_text", "llama", "gpt_oss"):
+        (out / family).mkdir(parents=True)
+        (out / family / "config.json").write_text(json.dumps({"model_type": family}))
+        export_tokenizer(settings, tokenizer, None, None, out / family)
+        theirs = AutoTokenizer.from_pretrained(out / family)
+        assert [theirs(text)["input_ids"] for text in TEXTS] == [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
+        assert (theirs.eos_token, theirs.eos_token_id) == (tokenizer.eos_token, tokenizer.eos_id)
+        assert theirs.decode(theirs(TEXTS[0])["input_ids"]) == tokenizer.decode(tokenizer.encode_batch(TEXTS)[0])
+    assert not caplog.records
+
+
+def test_a_class_that_splits_text_otherwise_is_kept_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_for("unigram", tmp_path / "its")
+    (tmp_path / "its" / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "out").mkdir()
+    export_tokenizer(settings, load_tokenizer(settings), None, None, tmp_path / "out")
+    (record,) = caplog.records
+    assert "splits text otherwise than" in record.getMessage()
+    assert record.getMessage().endswith("it is read as LlamaTokenizer")
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    export_tokenizer(settings, load_tokenizer(settings), None, None, tmp_path / "out")
+    assert "is not compared with" in caplog.records[-1].getMessage()
+    assert "needs the package `transformers`" in caplog.records[-1].getMessage()
