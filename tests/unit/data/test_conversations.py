@@ -254,7 +254,22 @@ def test_a_conversation_that_is_too_long_is_cut_as_told_and_counted(
     prepared, short = only(prepare(data, BYTES)), "<user><assistant>[$]"
     assert marked_text(prepared.train) == [short, *kept, short]
     assert prepared.statistics.skipped_records == counts
-    assert all(f"1 x {kind}" in prepared.statistics.skipped() for kind, count in counts.items() if count == 1)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "said"),
+    [
+        ("split", f"; split: 1 x {LONGER}, 2 x {CUT}; skipped: 1 x {NOTHING}"),
+        ("truncate_right", f"; truncate_right: 1 x {LONGER}, 1 x {CUT}; skipped: 1 x {NOTHING}"),
+        ("drop", f"; skipped: 1 x {LONGER}, 1 x {NOTHING}"),
+    ],
+)
+def test_what_is_cut_is_not_said_to_be_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, too_long: str, said: str
+) -> None:
+    caplog.set_level("INFO")
+    prepare(data_of(tmp_path, [row("a"), row("", ""), LONG], max_document=23, too_long=too_long), BYTES)
+    assert any(record.getMessage().endswith(said) for record in caplog.records)
 
 
 def test_rows_and_parts_with_nothing_to_learn_are_counted_together(tmp_path: Path) -> None:

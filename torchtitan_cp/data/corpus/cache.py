@@ -105,10 +105,11 @@ def open_cache(locations: dict[str, Any], data: Data, tokenizer: TokenizerConfig
 def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
     manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
     statistics = SourceStatistics.from_json(values)
-    train, held_out, skipped = statistics.train, statistics.validation, statistics.skipped()
+    train, held_out = statistics.train, statistics.validation
+    left_out = statistics.left_out(manifest["settings"]["data"].get("too_long", "drop"))
     logger.info(
         f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
-        f"{held_out.tokens} held out, in {folder}" + f"; skipped: {skipped}" * bool(skipped)
+        f"{held_out.tokens} held out, in {folder}{left_out}"
     )
     stores = [TokenStore(folder, split, manifest["vocab_size"], separator) for split in SPLITS]
     unigram_counts = np.load(folder / UNIGRAM_FILE)

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 TABLE_COLUMNS = 140
+# Of conversations. The first two are of such as are cut, if too_long is not `drop`.
+CONVERSATION_COUNTS = ("conversation longer than max_document", "cut in a turn that is learned", "nothing to learn")
 LONG_TOKENS = {"4K": 4096, "32K": 32768, "128K": 131072}
 
 
@@ -69,12 +71,16 @@ class SourceStatistics:
         train, validation, *counts = values.values()
         return cls(LengthStatistics(**train), LengthStatistics(**validation), *counts)
 
-    def skipped(self) -> str:
-        """What of the corpus is not in the tokens, in one line; empty if all of it is."""
-        parts = [f"{count} x {kind}" for kind, count in sorted(self.skipped_records.items())]
+    def left_out(self, too_long: str) -> str:
+        """What of the corpus is cut or not in the tokens, e.g. `; split: 2 x ...; skipped: 1 x ...`; else empty."""
+        cut = "skipped" if too_long == "drop" else too_long
+        clauses: dict[str, list[str]] = {cut: [], "skipped": []}
+        for kind, count in sorted(self.skipped_records.items()):
+            clauses[cut if kind in CONVERSATION_COUNTS[:2] else "skipped"].append(f"{count} x {kind}")
         if self.left_out_documents:
-            parts.append(f"{self.left_out_documents} x shorter than min_document ({self.left_out_tokens} tokens)")
-        return ", ".join(parts)
+            short = f"{self.left_out_documents} x shorter than min_document ({self.left_out_tokens} tokens)"
+            clauses["skipped"].append(short)
+        return "".join(f"; {what}: {', '.join(parts)}" for what, parts in clauses.items() if parts)
 
 
 def statistics_table(sources: Mapping[str, SourceStatistics]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from torchtitan_cp.data.corpus.documents import Corpus, key_hash
 from torchtitan_cp.data.corpus.records import Document, SkippedRecords
-from torchtitan_cp.data.corpus.statistics import LengthStatistics, SourceStatistics
+from torchtitan_cp.data.corpus.statistics import CONVERSATION_COUNTS, LengthStatistics, SourceStatistics
 from torchtitan_cp.data.corpus.store import (
     JOURNAL_FILE,
     TokenStore,
@@ -42,7 +42,6 @@ GROUPS_FILE, STATISTICS_FILE, UNIGRAM_FILE = "groups.jsonl", "statistics.json", 
 FRAGMENT_CHARACTERS = 1 << 20
 BATCH_CHARACTERS = max(4, usable_cores()) << 20  # a fragment a core; the progress bar moves after each
 CHAT_BATCH_CHARACTERS = 2 << 20  # offsets of tokens take 100 bytes a character until they are arrays
-CONVERSATION_COUNTS = ("conversation longer than max_document", "cut in a turn that is learned", "nothing to learn")
 COMMIT_TOKENS = 16 << 20  # 32 or 64 MB, held in memory until then: the most that is lost with a killed pass
 
 # Consecutive text of a document, or all its token ids; the document; whether it ends here.
