@@ -217,10 +217,10 @@ def test_a_null_prompt_of_parquet_is_skipped(tmp_path: Path) -> None:
 
 def test_a_parquet_file_without_the_column_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "rows").mkdir()
-    parquet.write_table(pa.table({"q": ["a"]}), tmp_path / "rows" / "a.parquet")
+    parquet.write_table(pa.table({"q": ["a"], "body": ["b"]}), tmp_path / "rows" / "a.parquet")
     with pytest.raises(DataError, match="no document"):
         read(data_of(tmp_path, source="parquet", prompt_field="q", completion_field="a"))
-    assert "Parquet file without the column 'a'; skipped" in warnings(caplog)[0]
+    assert "a.parquet (its columns: q, body): Parquet file without the column 'a'; skipped" in warnings(caplog)[0]
 
 
 LONG = row("abc", "defg", "h", "ijklmnop")  # 20 tokens and 5 that are learned, 18 and 9

@@ -114,7 +114,8 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
             wanted = [*needed, source.group_field, *["tools"] * source.conversations]
             columns = [name for name in wanted if name in parquet.schema_arrow.names]
             if missing := [name for name in needed if name not in columns]:
-                skipped.add(f"Parquet file without the column {missing[0]!r}", str(file.path))
+                kind, names = f"Parquet file without the column {missing[0]!r}", ", ".join(parquet.schema_arrow.names)
+                skipped.add(kind, f"{file.path} (its columns: {names:.80})")
                 return
             batches = parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns)
             rows = ((batch, index) for batch in batches for index in range(batch.num_rows))
