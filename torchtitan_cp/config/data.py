@@ -234,6 +234,12 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
     """
     known = set(data.by_name())
     tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture, "data.max_epochs": data.max_epochs}
+    for name, epochs in data.max_epochs.items():
+        if not 0 < epochs < math.inf:
+            raise ConfigError(
+                f"data.max_epochs needs a finite number above 0, and that of {name!r} is {epochs:g}",
+                fix="leave a source that is never to be read out of the mixture",
+            )
     for dotted, named in tables.items():
         unknown = sorted(set(named) - known)
         if unknown:

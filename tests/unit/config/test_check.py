@@ -184,6 +184,11 @@ def test_a_run_without_a_folder_is_refused() -> None:
     assert "data.cache_folder is empty\n  fix: name a folder" in refuse(config_with(data=Data(cache_folder="")), 1)
 
 
+def test_a_source_that_may_never_be_read_is_refused() -> None:
+    wanted = "data.max_epochs needs a finite number above 0, and that of 'corpus' is 0\n  fix: leave a source"
+    assert wanted in refuse(config_with(data=Data(max_epochs={"corpus": 0.0})), 1)
+
+
 def test_no_stage_is_refused() -> None:
     assert "there is no stage to train" in refuse(Config(), 1)
 
