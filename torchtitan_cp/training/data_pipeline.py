@@ -196,6 +196,8 @@ class DataPipeline:
                 )
         if data.document_mask:
             notes.append("documents masked")
+        if data.restart_positions:
+            notes.append("positions restart in each document")
         if data.short_share:
             notes.append(f"{data.short_share:.0%} of the sequences cut to {data.short_seq_len:,} tokens")
         if data.growth_from:
@@ -203,9 +205,10 @@ class DataPipeline:
         return "".join("; " + note for note in notes)
 
     def describe_epochs(self, steps: int) -> str:
-        """How often each source was read after so many steps of the stage."""
+        """How often each source of the run was read after so many steps of the stage."""
+        read = self.samples.tokens_after(steps)
         used_up = {name for name, step in self.samples.last_steps().items() if step <= steps}
         return "read so far: " + ", ".join(
-            f"{name} {count:.2f} times" + " (its max_epochs)" * (name in used_up)
-            for name, count in self.samples.epochs_after(steps).items()
+            f"{name} {read.get(name, 0) / stream.store.tokens:.2f} times" + " (its max_epochs)" * (name in used_up)
+            for name, stream in self.streams.items()
         )

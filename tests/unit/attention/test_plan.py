@@ -19,6 +19,7 @@ from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
+from torchtitan_cp.attention.strategies import log_choice
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs, dense_parts
 
 
@@ -334,3 +335,9 @@ def test_a_plan_stays_as_it_was_made_and_torch_reads_no_field_ahead_of_its_use()
     with pytest.raises(FrozenInstanceError):
         plan.rank = 1  # type: ignore[misc]
     assert not is_frozen_dataclass(plan), "torch 2.11 would guard every field of one"
+
+
+def test_the_log_names_a_window_by_its_keys_as_the_config_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_choice(4, 2, 3, AttentionMask().windowed(64).band)
+    assert "4 query and 2 key heads, a window of 64 tokens;" in caplog.text

@@ -216,7 +216,7 @@ def test_a_training_split_that_would_be_empty_is_refused(data: Data) -> None:
 @pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig()], ids=["bytes", "trained"])
 def test_a_corpus_without_a_document_is_refused(tmp_path: Path, tokenizer: TokenizerConfig) -> None:
     empty = data_of(write_files(tmp_path / "corpus", {"a.txt": ""}), tmp_path / "cache")
-    assert "holds 1 files and no document" in refuse(empty, tokenizer)
+    assert "holds 1 file and no document" in refuse(empty, tokenizer)
 
 
 def test_without_a_fraction_nothing_is_held_out(data: Data) -> None:

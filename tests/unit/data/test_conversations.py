@@ -157,7 +157,7 @@ def test_an_answer_without_content_needs_a_call_that_is_not_empty(tmp_path: Path
 def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [bad for bad, _ in BAD[:4]]))
-    assert "holds 1 files and no document; skipped: 1 x malformed JSON, 2 x no field 'messages'" in str(caught.value)
+    assert "holds 1 file and no document; skipped: 1 x malformed JSON, 2 x no field 'messages'" in str(caught.value)
     assert "fix: check path, source and messages_field of data: files are UTF-8 text, or rows" in str(caught.value)
     with pytest.raises(DataError) as caught:
         read(data_of(tmp_path, [row("a", "b" * 50)], max_document=20, too_long="drop"))

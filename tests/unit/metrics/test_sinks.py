@@ -243,6 +243,14 @@ def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
     assert rows == [["1M", "1,048,576", "64", "12,000", *measured], ["8K", "8,192", "2", "40", *["-"] * 7]]
 
 
+def test_the_table_of_a_resumed_run_says_which_stages_it_has() -> None:
+    for done, title in ((0, "Stages: first"), (75, "Stages that ended after step 75: first")):
+        console = ConsoleSink(100, done, enabled=True)
+        text = printed(console, 80)
+        console.print_stages([dict(zip(COLUMNS, ("8K", 8192, 2, 40, *[None] * 7), strict=True))])
+        assert text.getvalue().strip().startswith(title)
+
+
 def test_a_name_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     console = ConsoleSink(100, 0, enabled=True)
     row = dict(zip(COLUMNS, ("[long] 8K[/b]", 8192, 2, 40, *[None] * 7), strict=True))

@@ -44,6 +44,16 @@ def test_a_source_that_reaches_its_max_epochs_is_reported_when_the_stage_starts_
     assert "; notes reached max_epochs before the stage" in pipeline.describe_stage(stage)
 
 
+def test_what_earlier_stages_read_of_other_sources_is_said_too(tmp_path: Path) -> None:
+    pipeline, stage = pipeline_of(tmp_path)
+    alone = replace(stage.data, mixture={"books": 1.0}, document_mask=True, restart_positions=True)
+    before = {"notes": pipeline.streams["notes"].store.tokens * 3 // 4}
+    pipeline.start_stage(replace(stage, data=alone), Progress(source_tokens=before))
+    assert re.fullmatch(r"read so far: books 0\.\d\d times, notes 0\.75 times", pipeline.describe_epochs(1))
+    described = pipeline.describe_stage(replace(stage, data=alone))
+    assert described.endswith("; documents masked; positions restart in each document")
+
+
 def test_a_stage_without_limits_mentions_none(tmp_path: Path) -> None:
     pipeline, stage = pipeline_of(tmp_path)
     pipeline.start_stage(stage, Progress())

@@ -67,7 +67,7 @@ def resolve_strategy(plan: Plan, query_heads: int, key_heads: int) -> tuple[str,
 def log_choice(query_heads: int, key_heads: int, ranks: int, band: Band) -> None:
     """Log once what `choose_strategy` chose, and why."""
     chosen = choose_strategy(query_heads, key_heads, ranks, band)
-    window = "no window" if band.low is None else f"a window of {-band.low} tokens"
+    window = "no window" if band.low is None else f"a window of {1 - band.low} tokens"
     share = _traded_share(query_heads, key_heads, ranks)
     why = f"{query_heads} query and {key_heads} key heads, {window}; all_to_all (if heads divide, without a window) "
     why += f"carries {share:.0%} of the ring's volume"

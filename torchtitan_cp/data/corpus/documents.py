@@ -108,8 +108,9 @@ class Corpus:
             keys = ("messages_field", "prompt_field", "token_field")
             field = next((name for name in keys if getattr(self.source, name)), "text_field")
             summary = f"; skipped: {skipped.summary()}" if skipped.counts else ""
+            files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
             raise DataError(
-                f"the corpus at {location(self.source)} holds {len(self.files)} files and no document{summary}",
+                f"the corpus at {location(self.source)} holds {files} and no document{summary}",
                 fix=f"check path, source and {field} of {self.source.where}: files are UTF-8 text, or rows with "
                 "that field",
             )
