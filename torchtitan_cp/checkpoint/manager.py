@@ -7,6 +7,7 @@ So a folder named step-N is complete. One of the same step is moved aside and ba
 
 import logging
 import re
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,7 @@ from torchtitan_cp.config.sections import Checkpoint
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"step-(\d+)")
+FULL_BYTES = 1 << 20  # free on a disk that was filled by a save
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 Parts = Iterable[nn.Module]
@@ -151,8 +153,8 @@ class CheckpointManager:
         if self._pending and self._pending.written.done():
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until the pending save has ended, and report it."""
+    def wait(self, *, last: bool = False) -> None:
+        """Wait until the pending save has ended, and report it. `last`: no other follows."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -166,7 +168,7 @@ class CheckpointManager:
         if dist.get_rank() != 0:
             return
         if error:
-            self._report_failure(step, describe_failure(error))
+            self._report_failure(step, describe_failure(error), last)
             return
         folder, seconds = pending.writer.final, time.monotonic() - pending.started
         try:
@@ -178,17 +180,20 @@ class CheckpointManager:
         if pending.writer.progress.settled:
             self._delete_expired()
 
-    def _report_failure(self, step: int, reason: str) -> None:
+    def _report_failure(self, step: int, reason: str, last_save: bool) -> None:
         """Log what went wrong, and delete what was written of it."""
         with suppress(OSError):  # the disk may be what went wrong
+            if shutil.disk_usage(self.folder).free < FULL_BYTES:  # of which torch's writer says nothing
+                reason = f"No space left on device ({reason})"
             delete_partial(self.folder)
         last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
         logger.error(
-            "NO CHECKPOINT of step %d was written to %s: %s. Training goes on, and the next interval tries again. "
-            "The last good one is %s.\n  fix: free space there, and check that the folder exists and can be written",
+            "NO CHECKPOINT of step %d was written to %s: %s. %sThe last good one is %s.\n"
+            "  fix: free space there, and check that the folder exists and can be written",
             step,
             self.folder,
             reason,
+            "The next save tries again. " * (not last_save),
             last,
         )
 
@@ -212,7 +217,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the pending save and free its memory, thread and group; all ranks call."""
-        self.wait()
+        self.wait(last=True)
         if self._background:
             _, thread, group = self._background
             thread.shutdown()

@@ -8,9 +8,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,15 +352,21 @@ def to_full_disk(self: FileSystem, path: str | os.PathLike, mode: str) -> Abstra
     return ORDINARY_STREAM(self, "/dev/full" if mode == "wb" else path, mode)
 
 
+@contextmanager
+def on_a_full_disk() -> Iterator[None]:
+    FileSystem.create_stream = to_full_disk  # type: ignore[method-assign, assignment]
+    yield
+    FileSystem.create_stream = ORDINARY_STREAM  # type: ignore[method-assign]
+
+
 def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """The disk of rank 1 is full at step 2 and has room again at step 3."""
     checkpoints, lines = CheckpointManager(folder), logged()
     save(checkpoints, 1)
     good = {path.name: path.stat().st_mtime_ns for path in (folder / "step-1").iterdir()}
     if dist.get_rank() == 1:
-        FileSystem.create_stream = to_full_disk  # type: ignore[method-assign, assignment]
-        save(checkpoints, 2)
-        FileSystem.create_stream = ORDINARY_STREAM  # type: ignore[method-assign]
+        with on_a_full_disk():
+            save(checkpoints, 2)
     else:
         save(checkpoints, 2)
     dist.barrier()
@@ -380,7 +387,26 @@ def test_a_full_disk_is_told_loudly_leaves_the_last_checkpoint_alone_and_is_trie
     told = next(line for line in lines if "NO CHECKPOINT" in line)
     assert "NO CHECKPOINT of step 2" in told
     assert f"rank 1: OSError: [Errno {errno.ENOSPC}] No space left on device" in told
-    assert "Training goes on, and the next interval tries again. The last good one is step-1" in told
+    assert "The next save tries again. The last good one is step-1" in told
+
+
+def save_last_where_the_disk_has_no_byte_left(folder: Path) -> list[str]:
+    lines = logged()
+    with on_a_full_disk(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5))
+        checkpoints = CheckpointManager(folder)
+        model, optimizer = make(1.0)
+        checkpoints.save(Progress(step=9), [model], [optimizer])
+        checkpoints.close()
+    return lines
+
+
+def test_a_full_disk_is_called_so_whatever_torch_says_and_no_other_save_is_promised(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    (line,) = ranks(1)(save_last_where_the_disk_has_no_byte_left, tmp_path)[0]
+    assert line.startswith(f"NO CHECKPOINT of step 9 was written to {tmp_path}: No space left on device (rank 0: ")
+    assert "). The last good one is none, the run would start over.\n  fix: free space there" in line
 
 
 def save_where_nothing_may_be_written(folder: Path) -> tuple[list[str], list[str]]:
