@@ -243,7 +243,8 @@ class RunRecorder:
         logger.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
         for name, found in result.retrieval.items():
             options = {"trained_length": stage.seq_len, "title": name}
-            logger.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *found, **options)
+            if found.by_length():
+                logger.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *found, **options)
 
     def _draw_routing(self, step: int) -> None:
         """Draw the load of the experts in the newest step, once, and say how much they dropped."""
