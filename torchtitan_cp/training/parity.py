@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layout of the curriculum beside one rank; peak memory is what the step adds."""
+    """One stage of the curriculum, with its layout, beside one rank; peak memory is what the step adds."""
 
     layout: str
     seq_len: int
@@ -84,7 +84,7 @@ Values = dict[str, Tensor]
 
 
 def verify_parity(config: Config, world: World, length: int) -> bool:
-    """Compare every layout of the curriculum with one rank, print the tables, write parity.json.
+    """Compare every kind of stage of the curriculum with one rank, print the tables, write parity.json.
 
     Args:
         length: tokens of a sequence; 0: the smallest of at least 512 that the layout can split.
@@ -97,11 +97,8 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     """
     config = exact_config(config)
     trainer = Trainer(config, world)
-    # The first stage with each layout.
-    layouts = {
-        (stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks): stage
-        for stage in reversed(trainer.stages)
-    }
+    # The first stage of each kind.
+    layouts = {_kind(stage): stage for stage in reversed(trainer.stages)}
     comparisons = []
     for stage in sorted(layouts.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
@@ -114,6 +111,12 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
         found = json.dumps([asdict(comparison) for comparison in comparisons], indent=1)
         (Path(config.job.dump_folder) / "parity.json").write_text(found)
     return all(comparison.holds for comparison in comparisons)
+
+
+def _kind(stage: StagePlan) -> tuple[Any, ...]:
+    """What a short step depends on."""
+    layout = stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks
+    return *layout, stage.data.document_mask, stage.data.restart_positions, stage.rope
 
 
 def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHORT_TOKENS) -> StagePlan:
@@ -142,7 +145,8 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
 def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
     """Run a stage's first step both ways. Collective."""
     pipeline = f" x pp {stage.pp}" * (stage.pp > 1)
-    name = f"cp {stage.cp} x dp {stage.dp}" + f" x tp {stage.tp}" * (stage.tp > 1) + f"{pipeline}, {stage.strategy}"
+    tensor = f" x tp {stage.tp}" * (stage.tp > 1)
+    name = f"{stage.name}: cp {stage.cp} x dp {stage.dp}{tensor}{pipeline}, {stage.strategy}"
     logger.info("parity: %s at %d tokens, %d sequences", name, stage.seq_len, stage.dp * stage.micro_batch_sequences)
     batch_layout = trainer.enter_stage(stage)
     parallel, parallel_peak = _parallel_step(trainer, batch_layout)

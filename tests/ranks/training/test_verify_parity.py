@@ -10,7 +10,7 @@ from torch import Tensor
 from models import ARCHITECTURES
 from tests.support.parity import rows_of, verify
 from tests.support.rank_pool import RankPool
-from tests.support.runs import EXPERTS, write_conversations, write_run
+from tests.support.runs import EXPERTS, TINY, write_conversations, write_run
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
 from torchtitan_cp.config import ConfigError, load_config
@@ -81,7 +81,24 @@ def test_every_stage_is_compared_with_its_own_tp_and_without_a_capacity_of_exper
 ) -> None:
     text = EXPERTS + "tp = 2\n[[curriculum.stages]]\nseq_len = 128\nsteps = 1\nglobal_batch_tokens = 512\ncp = 2\n"
     assert ranks(2)(verify, write_run(tmp_path, text), "--parallel.expert_capacity=0.5") == [True] * 2
-    assert [found["layout"] for found in rows_of(tmp_path)] == ["cp 1 x dp 1 x tp 2, auto", "cp 2 x dp 1, auto"]
+    assert [found["layout"] for found in rows_of(tmp_path)] == [
+        "128: cp 1 x dp 1 x tp 2, auto",
+        "128-stage-2: cp 2 x dp 1, auto",
+    ]
+
+
+LIKE_THE_FIRST = "[[curriculum.stages]]\nseq_len = 128\nsteps = 1\nglobal_batch_tokens = 512\n"
+
+
+def test_stages_of_the_same_layout_with_another_mask_positions_or_rope_are_compared_too(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    packed = "data = {{document_mask = true, restart_positions = %s}}\n"
+    others = packed % "false", packed % "true", "", "rope = {{theta = 5e4}}\n"
+    path = write_run(tmp_path, TINY + "".join("\n" + LIKE_THE_FIRST + own for own in others))
+    assert ranks(2)(verify, path, "--parallel.cp=2") == [True] * 2
+    compared = [found["layout"].partition(":")[0] for found in rows_of(tmp_path)]
+    assert compared == ["128", "128-stage-2", "128-stage-3", "128-stage-5"]
 
 
 def test_parity_holds_with_a_z_loss_and_without_what_rounds_on_purpose(
