@@ -99,7 +99,8 @@ class _Comparison:
         lines += [f"tokens are mixed outside of attention in: {', '.join(self._mixers()) or 'no layer'}"]
         for token in self.changes:
             one, many = (_describe(self._changed(side, token)) for side in ("plain", "ranks"))
-            lines += [f"token {token} changed: with it {one} on one process, {many} on the ranks"]
+            bound = f" (a position counts if it changes by {CHANGED:g} of the largest number)" * (one != many)
+            lines += [f"token {token} changed: with it {one} on one process, {many} on the ranks{bound}"]
         lines += [f"gradients, {layer}: relative difference {off:.1e}" for layer, off in self.off.items()]
         lines += [f"loss: {plain.loss:.6f} on one process, {ranks.loss:.6f} on the ranks"]
         peaks = [f"{trace.peak_bytes / 2**20:,.0f} MiB" for trace in (plain, ranks)]
