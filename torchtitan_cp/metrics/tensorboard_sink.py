@@ -1,12 +1,10 @@
 """TensorBoard: scalars, images and texts, and a layout that shows what matters first."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -34,18 +32,6 @@ LAYOUT = {
         "gate": "gate/",
     },
 }
-
-
-_run_thread = event_file_writer._AsyncWriterThread.run
-
-
-def _run_silently(thread: Any) -> None:
-    """The thread keeps its error for the next call, which raises it. It is not to print it too."""
-    with suppress(Exception):
-        _run_thread(thread)
-
-
-event_file_writer._AsyncWriterThread.run = _run_silently
 
 
 class TensorBoardSink:
