@@ -9,36 +9,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan_cp.attention import OPERATORS
-from torchtitan_cp.parallel.offload import HostMemory
+from torchtitan_cp.parallel.offload import HostMemory, restore, storage_of
 
 Forward = Callable[..., Any]
-
-# Ranges of the profiler: where experts inside a block are gathered ahead, FSDP opens others in its recomputation.
-_RANGES = torch.ops.profiler
-SAC_IGNORED_OPS.update((_RANGES._record_function_enter_new.default, _RANGES._record_function_exit._RecordFunction))
 
 # Operators whose outputs cost more to compute than to keep; what lies between them is recomputed.
 PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}
 
 
-def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory | None = None) -> None:
+def apply_activation_checkpointing(
+    model: nn.Module, kind: str, host: HostMemory | None = None, *, compiled: bool = False
+) -> None:
     """Save each block's input, and recompute the block in backward.
 
     Args:
         kind: `none` saves everything; `full` the block's input alone; `attention_saved` also what attention and
             gated delta rules give, so that they never run twice; `selective` also every matrix product.
         host: holds what `attention_saved` and `selective` keep, instead of the device.
+        compiled: the blocks will be; what they save is decided when they are traced, and no write in place is left.
     """
     if kind == "none":
         return
     contexts: Callable[[], Any] | None = None
-    if host and kind != "full":
-        contexts = host.save_outputs(partial(_is_kept, kind))
-    elif kind != "full":
+    if compiled and kind != "full":
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kind))
+    elif kind != "full":
+        contexts = partial(_saving_contexts, partial(_is_kept, kind), host)
     for layer in model.layers.values():  # type: ignore[operator]
         layer.forward = recomputed(layer.forward, contexts)
 
@@ -51,6 +53,75 @@ def recomputed(forward: Forward, contexts: Callable[[], Any] | None = None) -> F
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **named)
 
     return run
+
+
+def _saving_contexts(
+    is_kept: Callable[[Any], bool], host: HostMemory | None
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For `checkpoint(context_fn=...)`: outputs of some operators are kept, and not computed again.
+
+    Models write to them in place, and write again when they are recomputed. torch's own contexts keep what was
+    written, or fail.
+    """
+    outputs: list[Any] = []
+
+    def save(function: Any, *args: Any, **named: Any) -> Any:
+        for tensor in _written(function, args, named):
+            for kept in tree_leaves(outputs):
+                kept.before_write(tensor)
+        result = function(*args, **named)
+        if is_kept(function):
+            outputs.append(tree_map(partial(_KeptOutput, host), result))
+        return result
+
+    def reuse(function: Any, *args: Any, **named: Any) -> Any:
+        return tree_map(_KeptOutput.restore, outputs.pop(0)) if is_kept(function) else function(*args, **named)
+
+    return _Intercept(save), _Intercept(reuse)
+
+
+class _KeptOutput:
+    """What an operator gave, on the device or in host memory, whatever is written to it later."""
+
+    def __init__(self, host: HostMemory | None, tensor: Tensor) -> None:
+        self.host, self.storage = host, StorageWeakRef(storage_of(tensor))
+        tensor = tensor.detach()  # the graph's own would hold the graph
+        self.value = host.offload(tensor) if host else tensor
+        self.is_apart = False
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Copy the kept tensor first if it is written to, or wait until it is copied to the host."""
+        if self.is_apart or self.storage != StorageWeakRef(storage_of(tensor)):
+            return
+        if isinstance(self.value, Tensor):
+            self.value = self.value.clone()
+        elif self.host:
+            self.host.wait_for(tensor)
+        self.is_apart = True
+
+    def restore(self) -> Tensor:
+        return restore(self.value)
+
+
+def _written(function: Any, args: Any, named: Any) -> list[Tensor]:
+    """Tensors among an operator's arguments that it writes to."""
+    schema = getattr(function, "_schema", None)
+    if not schema or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | named
+    written = [given.get(x.name) for x in schema.arguments if x.alias_info and x.alias_info.is_write]
+    return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
+
+
+class _Intercept(TorchDispatchMode):
+    """Hands each call of an operator to a function, instead of making it."""
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        super().__init__()
+        self.handle = handle
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.handle(function, *args, **(kwargs or {}))
 
 
 class Tiles:

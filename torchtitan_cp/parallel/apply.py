@@ -62,7 +62,7 @@ def wrap_blocks(model: nn.Module, activation: Activation, compiling: Compile, de
     tile_mlps(model, activation.mlp_tiles)
     host = host_memory(device_type) if activation.offload else None
     # The hooks around a compiled block see all that it saves, its attention too.
-    apply_activation_checkpointing(model, activation.checkpoint, None if compiling.enable else host)
+    apply_activation_checkpointing(model, activation.checkpoint, host, compiled=compiling.enable)
     if compiling.enable:
         apply_compile(model, compiling.mode)
     if host:

@@ -8,15 +8,13 @@ saved_tensors_hooks of torch.autograd.graph; activation offloading in torchtune.
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_cp.attention.local_shard import local_tensor
 
@@ -109,9 +107,9 @@ class HostMemory:
             saved: dict[Any, tuple[StorageWeakRef, Any]] = {}
 
             def pack(tensor: Tensor) -> Any:
-                storage = _storage(tensor)
+                storage = storage_of(tensor)
                 # Experts that are sharded apart are gathered only when they run, so weights are looked up each time.
-                stay = (_storage(x)._cdata for x in (*given, *block.parameters()))
+                stay = (storage_of(x)._cdata for x in (*given, *block.parameters()))
                 if tensor.nbytes < self.min_bytes or storage._cdata in stay:
                     return tensor
                 # While the weak reference is held no other storage has this number.
@@ -127,38 +125,11 @@ class HostMemory:
 
         return run
 
-    def save_outputs(self, is_kept: Callable[[Any], bool]) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
-        """For `checkpoint(context_fn=...)`: outputs of some operators are offloaded, and not computed again."""
 
-        def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-            outputs: list[Any] = []
-
-            def save(call: Callable[[], Any]) -> Any:
-                result = call()
-                outputs.append(tree_map(self.offload, result))
-                return result
-
-            return _Intercept(is_kept, save), _Intercept(is_kept, lambda _: tree_map(restore, outputs.pop(0)))
-
-        return contexts
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return local_tensor(tensor).untyped_storage()
 
 
 def restore(offloaded: Any) -> Any:
     """The tensor that `offload` was given."""
     return offloaded.restore() if isinstance(offloaded, OffloadedTensor) else offloaded
-
-
-class _Intercept(TorchDispatchMode):
-    """Hands each call of some operators to a function, instead of making it."""
-
-    def __init__(self, is_kept: Callable[[Any], bool], handle: Callable[[Callable[[], Any]], Any]) -> None:
-        super().__init__()
-        self.is_kept, self.handle = is_kept, handle
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = partial(function, *args, **(kwargs or {}))
-        return self.handle(call) if self.is_kept(function) else call()

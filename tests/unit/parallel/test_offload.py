@@ -14,7 +14,13 @@ from models.llama import Llama, LlamaArgs
 from tests.support.deep import deep_rows
 from torchtitan_cp.attention import OPERATOR, AttentionMask, Plan, attend, make_plan
 from torchtitan_cp.parallel import apply
-from torchtitan_cp.parallel.activation import apply_activation_checkpointing, tile_mlps
+from torchtitan_cp.parallel.activation import (
+    _is_kept,
+    _saving_contexts,
+    apply_activation_checkpointing,
+    recomputed,
+    tile_mlps,
+)
 from torchtitan_cp.parallel.offload import HostMemory, OffloadedTensor, restore
 
 SHAPE = LlamaArgs(32, 3, 4, 2, 8, 48, vocab_size=61)
@@ -71,7 +77,7 @@ class CountingMemory(HostMemory):
 def offloaded(model: Llama, kind: str, tiles: int, compiled: bool, device: str) -> CountingMemory:
     host = CountingMemory(torch.device(device), min_bytes=1024)
     tile_mlps(model, tiles)
-    apply_activation_checkpointing(model, kind, None if compiled else host)
+    apply_activation_checkpointing(model, kind, host, compiled=compiled)
     if compiled:
         apply.apply_compile(model, "default")
     for layer in model.layers.values():
@@ -159,6 +165,28 @@ def test_the_attention_is_not_run_twice_when_it_is_offloaded(monkeypatch: pytest
     with Counted(runs):
         gradients(model, "cpu", iter)
     assert len(runs) == 2 * SHAPE.n_layers
+
+
+def add_in_place(x: Tensor, weight: Tensor, row: Tensor) -> Tensor:
+    """A product that is written to behind autograd's back: its view has a version counter of its own."""
+    return torch.ops.aten._unsafe_view(x @ weight, [-1]).add_(row).square()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("min_bytes", [None, 1, 1 << 20], ids=["device", "host", "host, too small"])
+def test_a_product_that_is_written_to_in_place_is_kept_as_it_was_before(min_bytes: int | None, device: str) -> None:
+    waits = list[Tensor]()
+    host = HostMemory(torch.device(device), min_bytes) if min_bytes else None
+    if host:
+        host.wait_for = lambda tensor, wait=host.wait_for: (waits.append(tensor.clone()), wait(tensor))  # type: ignore
+    contexts = partial(_saving_contexts, partial(_is_kept, "selective"), host)
+    inputs = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((3, 4), (4, 5), (15,))]
+    want = torch.autograd.grad(add_in_place(*inputs).sum(), inputs)
+    output = recomputed(add_in_place, contexts)(*inputs)
+    assert not waits or torch.equal(waits[0], (inputs[0] @ inputs[1]).flatten()), "it waited before it wrote"
+    assert len(waits) == (min_bytes == 1)
+    for got, gradient in zip(torch.autograd.grad(output.sum(), inputs), want, strict=True):
+        assert torch.equal(got, gradient)
 
 
 class Counted(TorchDispatchMode):

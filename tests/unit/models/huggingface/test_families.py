@@ -1,5 +1,6 @@
 """Each family on one rank gives the loss and gradients of transformers' own attention, on packed documents."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.support.huggingface_parity import Row, compare, copy_weights
 from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
+from torchtitan_cp.parallel.activation import apply_activation_checkpointing
 from torchtitan_cp.training.model import LayerAttention
 
 SEQ_LEN = 96
@@ -21,8 +23,16 @@ LENGTHS = ((SEQ_LEN,), (7, 60, 29))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@deep_rows("family", FAMILIES, default=["Gemma 3", "gpt-oss", "DeepSeek-V3"])
-def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, device: str) -> None:
+@deep_rows(
+    ("family", "checkpoint"),
+    itertools.product(FAMILIES, ("none", "selective")),
+    default=[
+        *(("Gemma 3", "none"), ("gpt-oss", "none"), ("DeepSeek-V3", "none")),
+        # These two write to products in place.
+        *(("Qwen3", "selective"), ("gpt-oss", "selective"), ("Gemma 3n", "selective")),
+    ],
+)
+def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, checkpoint: str, device: str) -> None:
     args = args_from_config(FAMILIES[family], {})
     eager = eager_model(FAMILIES[family])
     model = HuggingFaceModel(args, LayerAttention())
@@ -31,6 +41,7 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, d
     for name, bias in model.named_buffers():
         if any(bias is own for own in model.router_biases.values()):
             theirs[name].copy_(bias.normal_(0.0, 0.2))
+    apply_activation_checkpointing(model, checkpoint)
     model.to(device).reset_rope(SEQ_LEN, torch.device(device))
     tokens, labels = torch.randint(FAMILIES[family]["vocab_size"], (2, 2, SEQ_LEN))
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
