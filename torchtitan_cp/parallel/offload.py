@@ -96,14 +96,14 @@ class HostMemory:
         return offloaded
 
     def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
-        """The block's forward (hidden `[B, s, E]`, others) that offloads what autograd saves of it.
+        """The block's forward (hidden `[B, s, E]`, others; LongCat's by name) that offloads what autograd saves of it.
 
         The block's gathered weights stay on the device; so do the other inputs, which all blocks share. A tensor that
         several operations save, as linear layers beside each other do, is copied once.
         """
 
-        def run(hidden: Tensor, *others: Any, **named: Any) -> Any:
-            given = [x for x in tree_leaves((others, named)) if isinstance(x, Tensor)]
+        def run(*inputs: Any, **named: Any) -> Any:
+            _, *given = (x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor))
             saved: dict[Any, tuple[StorageWeakRef, Any]] = {}
 
             def pack(tensor: Tensor) -> Any:
@@ -121,7 +121,7 @@ class HostMemory:
                 return saved[key][1]
 
             with saved_tensors_hooks(pack, restore):
-                return forward(hidden, *others, **named)
+                return forward(*inputs, **named)
 
         return run
 

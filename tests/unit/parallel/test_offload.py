@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import Llama, LlamaArgs
@@ -146,6 +146,13 @@ def test_what_linear_layers_save_leaves_the_device_once_and_their_weights_stay()
     assert len(rows) == 4 * 2 * SHAPE.n_layers
     kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert not kept & {tensor.untyped_storage().data_ptr() for tensor in copied}
+
+
+def test_hidden_states_may_be_given_by_name_and_other_inputs_stay() -> None:
+    host, block, weight = CountingMemory(torch.device("cpu"), min_bytes=1), nn.Identity(), torch.ones(8, 8)
+    run = host.offload_saved(lambda *, hidden, other: hidden * 2 @ other, block)
+    run(hidden=torch.ones(3, 8, requires_grad=True), other=weight.requires_grad_()).sum().backward()
+    assert host.offloaded_bytes == 3 * 8 * 4
 
 
 def test_a_tensor_saved_twice_comes_back_twice() -> None:
