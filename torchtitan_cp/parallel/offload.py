@@ -110,17 +110,19 @@ class HostMemory:
                 storage = storage_of(tensor)
                 # Experts that are sharded apart are gathered only when they run, so weights are looked up each time.
                 stay = (storage_of(x)._cdata for x in (*given, *block.parameters()))
+                counter = local_tensor(tensor).detach()  # has the tensor's version
                 if tensor.nbytes < self.min_bytes or storage._cdata in stay:
-                    return tensor
+                    return tensor, counter, counter._version
+                counter.data = counter.new_empty(0)  # and not its memory
                 # While the weak reference is held no other storage has this number.
                 key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
                 if key in saved and not saved[key][0].expired():
                     saved[key][1].uses += 1
                 else:
                     saved[key] = StorageWeakRef(storage), self.offload(tensor.detach())
-                return saved[key][1]
+                return saved[key][1], counter, counter._version
 
-            with saved_tensors_hooks(pack, restore):
+            with saved_tensors_hooks(pack, _unpack):
                 return forward(*inputs, **named)
 
         return run
@@ -128,6 +130,14 @@ class HostMemory:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return local_tensor(tensor).untyped_storage()
+
+
+def _unpack(saved: tuple[Any, Tensor, int]) -> Tensor:
+    """The saved tensor, checked as autograd checks what it saves without hooks."""
+    held, counter, version = saved
+    if counter._version != version:
+        raise RuntimeError("a tensor that backward needs was written to in place after it was saved")
+    return restore(held)
 
 
 def restore(offloaded: Any) -> Any:

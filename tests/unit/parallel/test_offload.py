@@ -155,6 +155,15 @@ def test_hidden_states_may_be_given_by_name_and_other_inputs_stay() -> None:
     assert host.offloaded_bytes == 3 * 8 * 4
 
 
+@pytest.mark.parametrize("min_bytes", [1, 1 << 20])
+def test_a_write_to_what_was_saved_is_refused_as_without_offload(min_bytes: int) -> None:
+    host = HostMemory(torch.device("cpu"), min_bytes)
+    run = host.offload_saved(lambda x: (y := x.exp(), y.square(), y.add_(1))[1], nn.Identity())
+    output = run(torch.ones(3, 8, requires_grad=True))
+    with pytest.raises(RuntimeError, match="was written to in place after it was saved"):
+        output.sum().backward()
+
+
 def test_a_tensor_saved_twice_comes_back_twice() -> None:
     host = HostMemory(torch.device("cpu"), min_bytes=8)
     x = torch.full((4,), 2.0)
