@@ -121,6 +121,9 @@ def _evaluate(options: argparse.Namespace) -> int:
         dist.init_process_group(find_device().backend, store=dist.HashStore(), rank=0, world_size=1)
     world = start_ranks(WAIT_SECONDS)
     saved = open_saved_model(options.checkpoint, collective=True)
+    if world.rank == 0 and max(options.lengths or (0,)) > saved.stage.seq_len:
+        message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on"
+        print(message, file=sys.stderr)
     if options.stage is not None:
         stages = saved.config.curriculum.stages
         if not 1 <= options.stage <= len(stages):
@@ -132,6 +135,11 @@ def _evaluate(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", fix="give another folder with --out") from None
     found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
+    if options.lengths and not any(one.by_length() for one in found.retrieval.values()):
+        raise ConfigError(
+            f"none of --lengths is measured; left out: {'; '.join(found.left_out) or 'all, without --trials'}",
+            fix="give lengths that hold a question, with --trials above 0",
+        )
     if world.rank == 0:
         print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len)))
         write_result(out, saved, found)

@@ -426,6 +426,14 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     code, said = ranks(1)(refused, str(folder / "run"), "--stage", "9")[0]
     assert code == 2
     assert said.startswith("error: --stage 9 does not exist")
+    few = (str(folder / "run"), "--trials", "1", "--tokens", "64", "--lengths")
+    code, said = ranks(1)(refused, *few, "3")[0]
+    assert code == 2
+    assert "error: none of --lengths is measured; left out: " in said
+    assert "passkey at 3 tokens, too short for its question" in said
+    assert not list((folder / "run" / "evaluation").glob("*/*")), "a result that is there stays"
+    code, said = ranks(1)(refused, *few, "300", "--stage", "9")[0]
+    assert said.startswith("note: longer than the 256 tokens that")
 
 
 def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
