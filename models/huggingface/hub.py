@@ -22,8 +22,6 @@ from models.huggingface.init import on_meta
 
 logger = logging.getLogger(__name__)
 
-# As safetensors names them: weights of other kinds are quantized; buffers may be whole numbers.
-PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 # With these, stored tensors of one shape lie side by side in ours, so that a rank can read its share alone.
 SIDE_BY_SIDE: tuple[list[type], ...] = ([], [loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate])
 
@@ -39,7 +37,7 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
             is equal to what is there.
 
     Raises:
-        ValueError: tensors are missing, of another shape or quantized, or the model has no place for them.
+        ValueError: tensors are missing, or of another shape, or the model has no place for them.
     """
     own = causal.state_dict(keep_vars=True)
     rules = _rules(causal, legacy=True)
@@ -50,8 +48,6 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
     numbers, counts = Counter[tuple[str, str | None]](), Counter[Tensor]()
     for hub_name in sorted(stored, key=loading.dot_natural_key):
         tensor = stored[hub_name]
-        if tensor.get_dtype() not in PLAIN:
-            raise ValueError(f"is quantized: {hub_name} is {tensor.get_dtype()}; save it in bfloat16 first")
         name, pattern = loading.rename_source_key(hub_name, renamings, converters, causal.base_model_prefix, own)
         if name not in own and hub_name in own:
             name, pattern = hub_name, None

@@ -34,17 +34,24 @@ MAX_FILE_BYTES = 5 * 2**30
 # Of the text model in files with images or sound, newer and older.
 TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 
+# The last number of a hub name that has two: the first is the layer's.
+ENTRY = re.compile(r"(\.\d+\..*)\.\d+\.")
+
+# As safetensors names them: weights of other kinds are quantized; buffers may be whole numbers.
+PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
+
 # Keys of a rotary embedding -> theirs; one has another name there.
 ROPE_KEYS = {key: key for keys in TAKES.values() for key in keys}
 ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 
 
 @torch.no_grad()
-def _load_by_names(part: nn.Module, stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _load_by_names(part: nn.Module, whole: Iterable[str], stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Fill a part of a model, each rank its own shards.
 
     Args:
         part: sharded in any way; parameters have the names they have in the whole model.
+        whole: names of all parameters of the whole model.
         stored: hub name -> slice of a file.
         names: our names -> hub names, with `*` for a layer's number. A second `*` in the hub name numbers the entries
             of our first dim, as experts are separate tensors there.
@@ -52,8 +59,12 @@ def _load_by_names(part: nn.Module, stored: Mapping[str, Any], names: Mapping[st
     Raises:
         ValueError: tensors are missing, one has another shape, or the model has no place for it.
     """
-    known = {*names.values(), "model.layers.*.self_attn.rotary_emb.inv_freq"}
-    unknown = [name for name in stored if re.sub(r"\.\d+\.", ".*.", name) not in known]
+    known = {names["output.weight"], *(_hub_pattern(name, names) for name in whole)}  # a tied output may be stored too
+    unknown = [
+        name
+        for name in stored
+        if known.isdisjoint((name, ENTRY.sub(r"\1.*.", name))) and not name.endswith(".rotary_emb.inv_freq")
+    ]
     if unknown:
         raise ValueError(f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for name, parameter in part.named_parameters():
@@ -74,11 +85,16 @@ def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list
         shape: of the whole parameter.
         names: see `_load_by_names`.
     """
-    layer = next((word for word in name.split(".") if word.isdigit()), "*")
-    hub_name = names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", layer, 1)
+    hub_name = _hub_pattern(name, names)
     if "*" not in hub_name:
         return [(hub_name, None)]
     return [(hub_name.replace("*", str(entry)), entry) for entry in range(shape[0])]
+
+
+def _hub_pattern(name: str, names: Mapping[str, str]) -> str:
+    """Hub name of our parameter, where `*` numbers the entries of its first dim."""
+    layer = next((word for word in name.split(".") if word.isdigit()), "*")
+    return names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", layer, 1)
 
 
 def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: bool = False) -> bool:
@@ -223,21 +239,27 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
 
 
-def start_from_hub(folder: Path, parts: Iterable[nn.Module], hub: Any, rope: Rope | None, rotary_dim: int) -> None:
+def start_from_hub(
+    folder: Path, parts: Iterable[nn.Module], whole: Iterable[str], hub: Any, rope: Rope | None, rotary_dim: int
+) -> None:
     """Fill the parts from a folder, and log where the first stage changes the rotary embedding.
 
     Args:
+        whole: names of all parameters of the whole model.
         hub: of the architecture, a `models.architecture.Hub`.
         rope: of the first stage; None: the checkpoint's.
         rotary_dim: dims of a head that it turns.
     """
     stored = _open_tensors(folder)
     try:
+        for name, tensor in stored.items():
+            if tensor.get_dtype() not in PLAIN:
+                raise ValueError(f"is quantized: {name} is {tensor.get_dtype()}; save it in bfloat16 first")
         for part in parts:
             if hub.load:
                 hub.load(part, stored, read_shard)
             else:
-                _load_by_names(part, stored, hub.names)
+                _load_by_names(part, whole, stored, hub.names)
     except ValueError as error:
         raise _broken(folder, str(error)) from None
     logger.info("weights from %s", folder)

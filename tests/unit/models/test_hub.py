@@ -79,6 +79,9 @@ def test_a_scaling_is_written_with_their_keys(name: str) -> None:
     assert rope_parameters(rope, 64) == want
 
 
+THIRD_NORM = "model.layers.2.post_attention_layernorm.weight"
+
+
 def hub_problem(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         model_args_of(load_config(path, overrides).model)
@@ -239,22 +242,41 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
     whole = load_file(tmp_path / "model.safetensors")
+    names = [name for name, _ in model.named_parameters()]
 
     def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            start_from_hub(tmp_path, [model], HUB, None, 12)
+            start_from_hub(tmp_path, [model], names, HUB, None, 12)
         return str(caught.value)
 
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, tmp_path / "model.safetensors")
     assert "has no tensor model.norm.weight, which is our norm.weight" in problem()
     save_file({**whole, "model.layers.0.mlp.down_proj.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert "no place for: model.layers.0.mlp.down_proj.bias" in problem()
+    # Qwen2 and Qwen3 have these, and another model has more layers.
+    for other in ("0.self_attn.q_proj.bias", "0.self_attn.q_norm.weight", "4.input_layernorm.weight"):
+        save_file({**whole, f"model.layers.{other}": torch.ones(48)}, tmp_path / "model.safetensors")
+        assert f"no place for: model.layers.{other}" in problem()
+    save_file({**whole, "model.norm.weight": torch.ones(48, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    assert "is quantized: model.norm.weight is I8; save it in bfloat16 first" in problem()
     save_file({**whole, "model.norm.weight": torch.zeros(47)}, tmp_path / "model.safetensors")
     assert "model.norm.weight has the shape [47], and the model's is [48]" in problem()
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:5000])
     assert "model.safetensors cannot be read" in problem()
     (tmp_path / "model.safetensors").unlink()
     assert f"has neither model.safetensors nor {INDEX_FILE}" in problem()
+
+
+def test_a_pipeline_stage_is_filled_from_the_whole_models_files(tmp_path: Path) -> None:
+    save_model("llama, tied", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    buffers = {"lm_head.weight": torch.ones(1), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    save_file({**whole, **buffers}, tmp_path / "model.safetensors")
+    model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, tie_embeddings=True), lambda *_: torch.zeros(()))
+    names = [name for name, _ in model.named_parameters()]
+    model.keep(1, 3)
+    start_from_hub(tmp_path, [model], names, HUB, None, 12)
+    assert torch.equal(model.get_parameter("layers.2.ffn_norm.weight"), whole[THIRD_NORM])
 
 
 def test_options_that_no_family_has_are_not_exported() -> None:

@@ -108,10 +108,6 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         lambda x: x.update({"model.layers.0.mlp.gate.bias": torch.zeros(6)}),
         "has model.layers.0.mlp.gate.bias, which the model has no place for",
     ),
-    "quantized": (
-        lambda x: x.update({"lm_head.weight": x["lm_head.weight"].to(torch.float8_e4m3fn)}),
-        "is quantized: lm_head.weight is F8_E4M3; save it in bfloat16 first",
-    ),
 }
 
 
@@ -122,6 +118,15 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, damage: str) 
     stored = edited(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load_weights(empty_model(FAMILIES["Qwen3-MoE"]), stored, read_shard)
+
+
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+    eager_model(FAMILIES["Qwen3-MoE"]).save_pretrained(tmp_path)
+    edited(tmp_path, lambda x: x.update({"lm_head.weight": x["lm_head.weight"].to(torch.float8_e4m3fn)}))
+    (tmp_path / "changed.safetensors").rename(tmp_path / "model.safetensors")
+    part = SimpleNamespace(causal=empty_model(FAMILIES["Qwen3-MoE"]))
+    with pytest.raises(ConfigError, match=r"is quantized: lm_head.weight is F8_E4M3; save it in bfloat16 first"):
+        start_from_hub(tmp_path, [part], (), HUB, None, 16)  # type: ignore[list-item]
 
 
 def test_a_tied_output_that_differs_is_refused_and_one_that_is_equal_is_taken(tmp_path: Path) -> None:
@@ -160,7 +165,7 @@ def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path) -> None:
     model = Gemma3ForConditionalGeneration(described)
     model.save_pretrained(tmp_path)
     ours = empty_model(json.loads((tmp_path / "config.json").read_text()))
-    start_from_hub(tmp_path, [SimpleNamespace(causal=ours)], HUB, None, 16)  # type: ignore[list-item]
+    start_from_hub(tmp_path, [SimpleNamespace(causal=ours)], (), HUB, None, 16)  # type: ignore[list-item]
     theirs = model.model.language_model.state_dict()
     for name, values in ours.model.state_dict().items():
         assert torch.equal(values, theirs[name]), name
