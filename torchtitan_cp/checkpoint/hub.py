@@ -126,19 +126,30 @@ def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: boo
 def _open_tensors(folder: Path) -> dict[str, Any]:
     """Name -> slice of a file. Of a model that sees pictures or hears, the text model's, by the names it has alone."""
     open_once = cache(_open)
-    found = {name: open_once(folder / file).get_slice(name) for name, file in _files_by_tensor(folder).items()}
+    found, name = dict[str, Any](), ""
+    try:
+        for name, file in files_by_tensor(folder).items():
+            found[name] = open_once(folder / file).get_slice(name)
+    except SafetensorError as error:
+        raise _broken(folder, f"has no {name} in the file that its index names: {error}") from None
     if not any(map(TEXT_PREFIX.match, found)):
         return found
     alone = {name: TEXT_PREFIX.sub("model.", name).removeprefix("language_model.") for name in found}
     return {alone[name]: tensor for name, tensor in found.items() if alone[name] != name or name.startswith("lm_head.")}
 
 
-def _files_by_tensor(folder: Path) -> dict[str, str]:
+def files_by_tensor(folder: Path) -> dict[str, str]:
+    """Hub name -> file of a folder.
+
+    Raises:
+        ConfigError: there are no weights, or they cannot be read.
+    """
     index = folder / INDEX_FILE
     try:
         if index.is_file():
-            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: str(Path(file)) for name, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(folder, f"has an index that cannot be read: {error}") from None
     if not (folder / SINGLE_FILE).is_file():
         raise _broken(folder, f"has neither {SINGLE_FILE} nor {INDEX_FILE}")

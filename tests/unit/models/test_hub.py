@@ -261,6 +261,17 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     assert "is quantized: model.norm.weight is I8; save it in bfloat16 first" in problem()
     save_file({**whole, "model.norm.weight": torch.zeros(47)}, tmp_path / "model.safetensors")
     assert "model.norm.weight has the shape [47], and the model's is [48]" in problem()
+    for index, says in (
+        ({"weight_map": {"lm_head.weights": "model.safetensors"}}, "has no lm_head.weights in the file that its index"),
+        ({"weight_map": {"lm_head.weight": None}}, "has an index that cannot be read: "),
+        ({"weight_map": None}, "has an index that cannot be read: 'NoneType'"),
+        ({"weight_map": [1]}, "has an index that cannot be read: 'list'"),
+        ([1], "has an index that cannot be read: list indices"),
+    ):
+        (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+        assert says in problem()
+        assert "fix: give a folder with config.json and complete" in problem()
+    (tmp_path / INDEX_FILE).unlink()
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:5000])
     assert "model.safetensors cannot be read" in problem()
     (tmp_path / "model.safetensors").unlink()
