@@ -75,10 +75,10 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     check_config(config, ranks)
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
-    check_head_dim(stages, model_args.rotary_dim)
     if config.checkpoint.export != "no":
         registry.config_for_hub(config.model, model_args)
     registry.check_model(config, stages, model_args)
+    check_head_dim(stages, model_args.rotary_dim)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         check_tensor_parallel(model_args, stage.tp)
