@@ -192,7 +192,8 @@ def write_tokenizer(
         own = {"tokenizer_class": ANY_TOKENIZER, "eos_token": tokenizer.eos_token}
         own |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
         write_json(out / CONFIG_FILE, own)
-        if settings.path:
+        # A file that was trained here, or a tokenizer.json by itself, leaves transformers no choice.
+        if settings.path and (settings.kind, own["tokenizer_class"]) != ("huggingface", ANY_TOKENIZER):
             try:
                 _match_tokenizer(tokenizer, own["tokenizer_class"], out)
             except Exception as error:  # transformers raises what it likes
@@ -202,12 +203,21 @@ def write_tokenizer(
 def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path) -> None:
     """Warn if transformers, by the class of this name, splits text otherwise than training."""
     transformers = import_extra("transformers", extra="hub", needed_by="a look at the exported tokenizer")
-    theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+
+    def load() -> Any:
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # it reads config.json too, and warns of some
+        try:
+            return transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+
+    theirs = load()
     if isinstance(tokenizer, SentencePieceTokenizer) and name == ANY_TOKENIZER and not (out / TOKENIZER_JSON).exists():
         # Of the model it reads everything except what becomes of spaces.
         _set_spaces(theirs.backend_tokenizer, tokenizer.spaces)
         theirs.backend_tokenizer.save(str(out / TOKENIZER_JSON))
-        theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+        theirs = load()
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
         if theirs(text, add_special_tokens=False)["input_ids"] != ids.tolist():
             logger.warning(
