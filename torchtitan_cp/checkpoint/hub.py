@@ -31,8 +31,8 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Of one safetensors file; a larger tensor has one of its own.
 MAX_FILE_BYTES = 5 * 2**30
 
-# Of the text model in files with images or sound, newer and older.
-TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
+# Of the text model in files with images or sound: newer, older, and of Idefics and SmolVLM.
+TEXT_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
 
 # The last number of a hub name that has two: the first is the layer's.
 ENTRY = re.compile(r"(\.\d+\..*)\.\d+\.")

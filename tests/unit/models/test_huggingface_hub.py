@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.huggingface import ARCHITECTURE, HUB
 from models.huggingface.args import args_from_config, transformers_config
@@ -157,16 +158,25 @@ def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, cap
     assert "1 stored tensors that this model does not use are left out, as model.layers.2.eh_proj" in caplog.text
 
 
-@pytest.mark.deep
-def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path) -> None:
-    text = FAMILIES["Gemma 3"]
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    described = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
-    model = Gemma3ForConditionalGeneration(described)
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+WITH_IMAGES: dict[str, tuple[str, str, str]] = {
+    "gemma3": ("Gemma 3", "Gemma3ForConditionalGeneration", "language_model"),
+    "idefics2": ("Mistral", "Idefics2ForConditionalGeneration", "text_model"),
+    "idefics3": ("Llama", "Idefics3ForConditionalGeneration", "text_model"),
+    "smolvlm": ("Llama", "SmolVLMForConditionalGeneration", "text_model"),
+}
+
+
+@deep_rows("model_type", WITH_IMAGES, default=["idefics3"])
+def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path, model_type: str) -> None:
+    family, name, part = WITH_IMAGES[model_type]
+    described = AutoConfig.for_model(model_type, text_config=FAMILIES[family], vision_config=VISION)
+    model = getattr(transformers, name)(described)
     model.save_pretrained(tmp_path)
     ours = empty_model(json.loads((tmp_path / "config.json").read_text()))
     start_from_hub(tmp_path, [SimpleNamespace(causal=ours)], (), HUB, None, 16)  # type: ignore[list-item]
-    theirs = model.model.language_model.state_dict()
+    theirs = getattr(model.model, part).state_dict()
     for name, values in ours.model.state_dict().items():
         assert torch.equal(values, theirs[name]), name
 
