@@ -4,13 +4,15 @@ The launcher waits for it, so nothing that only training needs is imported.
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.checkpoint.hub import hub_rope
+from torchtitan_cp.checkpoint.hub import files_by_tensor, hub_rope
 from torchtitan_cp.config import Config, ConfigError
-from torchtitan_cp.config.check import check_config, check_dump_folder, check_stages
+from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
 from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
@@ -178,7 +180,7 @@ def examined_config(config: Config, ranks: int) -> Config:
 
 
 def check_files(config: Config) -> None:
-    """Check what a run reads and writes on this machine: corpus, chat template and the run's folder.
+    """Check what a run reads and writes on this machine: corpus, chat template, first weights and the run's folder.
 
     Raises:
         UserError: one of them cannot be used.
@@ -187,4 +189,8 @@ def check_files(config: Config) -> None:
     for source in config.data.by_name().values():
         if source.conversations:
             find_chat_template(source, config.tokenizer, registry.start_folder(config.model))
+    folder = Path(os.path.expanduser(config.model.hub_checkpoint))
+    resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
+    if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
+        files_by_tensor(folder)
     check_dump_folder(config.job.dump_folder)
