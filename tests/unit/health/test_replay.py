@@ -1,5 +1,6 @@
 """Bundles of bad steps that cannot be replayed."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,15 @@ def test_a_bundle_that_is_none_and_one_without_a_module_are_messages(
     (tmp_path / "tensors.safetensors").write_bytes(b"cut")
     assert main([str(tmp_path)]) == 2
     assert "does not hold the bundle of a bad step" in capsys.readouterr().err
+
+
+def test_the_tensors_of_a_bundle_may_be_read_by_those_who_may_read_the_folder(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        Bundle({}, {"tokens": torch.ones(1)}).write(tmp_path / "step-1")
+    finally:
+        os.umask(old)
+    assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "step-1").iterdir()} == {
+        "report.json": 0o640,
+        "tensors.safetensors": 0o640,
+    }

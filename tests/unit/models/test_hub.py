@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchtitan_cp.checkpoint.hub import (
     INDEX_FILE,
     hub_rope,
     rope_parameters,
+    save_hub_weights,
     start_from_hub,
 )
 from torchtitan_cp.cli.check import preflight
@@ -288,6 +290,16 @@ def test_a_pipeline_stage_is_filled_from_the_whole_models_files(tmp_path: Path) 
     model.keep(1, 3)
     start_from_hub(tmp_path, [model], names, HUB, None, 12)
     assert torch.equal(model.get_parameter("layers.2.ffn_norm.weight"), whole[THIRD_NORM])
+
+
+def test_exported_files_may_be_read_by_those_who_may_read_the_folder(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        (tmp_path / "out").mkdir()
+    finally:
+        os.umask(old)
+    save_hub_weights(tmp_path / "out", {"w": 4}, lambda names: dict.fromkeys(names, torch.ones(1)))
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_options_that_no_family_has_are_not_exported() -> None:
