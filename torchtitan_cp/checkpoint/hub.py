@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.load import build
-from torchtitan_cp.config.permissions import share_as_folder
 from torchtitan_cp.config.rope import TAKES
 from torchtitan_cp.config.sections import Rope
 
@@ -195,7 +194,7 @@ def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[lis
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for file, names in zip(files, groups, strict=True):
         save_file(read(names), folder / file, metadata={"format": "pt"})
-        share_as_folder(folder / file)
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
 
 
 def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.config import UserError
-from torchtitan_cp.config.permissions import share_as_folder
 from torchtitan_cp.config.sections import Inject
 from torchtitan_cp.health.diagnosis import (
     BACKWARD,
@@ -57,7 +56,7 @@ class Bundle:
         """Write both files; the folder is made."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}, folder / TENSORS)
-        share_as_folder(folder / TENSORS)
+        (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
         (folder / REPORT).write_text(json.dumps(self.report, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
