@@ -233,22 +233,22 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
         ConfigError: the first rule that is broken, with its fix.
     """
     known = set(data.by_name())
-    tables = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture, "data.max_epochs": data.max_epochs}
-    for name, epochs in data.max_epochs.items():
-        if not 0 < epochs < math.inf:
-            raise ConfigError(
-                f"data.max_epochs needs a finite number above 0, and that of {name!r} is {epochs:g}",
-                fix="leave a source that is never to be read out of the mixture",
-            )
-    for dotted, named in tables.items():
+    mixtures = {f"{where}.mixture": own.mixture or {}, "data.mixture": data.mixture}
+    for dotted, named in {**mixtures, "data.max_epochs": data.max_epochs}.items():
         unknown = sorted(set(named) - known)
         if unknown:
             raise ConfigError(
                 f"{dotted} names {', '.join(map(repr, unknown))}, and the sources are {', '.join(sorted(known))}",
                 fix="use the names of [[data.sources]]; the one that [data] itself describes is 'corpus'",
             )
-        if named and not 0 < sum(named.values()) < math.inf:
+    for dotted, mixture in mixtures.items():
+        if mixture and not 0 < sum(mixture.values()) < math.inf:
             raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
+    for name, epochs in data.max_epochs.items():
+        if not math.isfinite(epochs) or (epochs == 0 and known == {name}):
+            raise ConfigError(
+                f"data.max_epochs of {name!r} is {epochs:g}", fix="give a finite number, above 0 for the only source"
+            )
     for length, other in (("short_seq_len", "short_share"), ("growth_from", "growth_steps")):
         tokens, value = getattr(own, length), getattr(own, other)
         if bool(tokens) != bool(value) or tokens >= seq_len:

@@ -71,7 +71,7 @@ def _parts(groups: list[dict[str, Any]]) -> list[Part]:
 
 
 def _map_plain(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A tensor with the plain tensors inside it, of a DTensor or a quantised tensor, replaced."""
+    """A tensor with the plain tensors inside it, of a DTensor or a quantized tensor, replaced."""
     if is_traceable_wrapper_subclass(value):
         # Since torch 2.13 a DTensor's parts are not only tensors: its mesh is one.
         return transform_subclass(value, lambda _, part: _map_plain(part, function))

@@ -119,7 +119,7 @@ def model_args_of(model: Model) -> Any:
 
     Raises:
         ConfigError: an unknown flavor or override, an override of the wrong type, sizes that do not fit each other or
-            are not those of config.json, or weights that are quantised.
+            are not those of config.json, or weights that are quantized.
     """
     if model.hub_checkpoint and model.config:
         raise ConfigError(
@@ -130,7 +130,7 @@ def model_args_of(model: Model) -> Any:
         config = hub_config(model)
         if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, *config.values())):
             fix = "use a checkpoint in bfloat16 or float32, or model.load_weights = false for fresh weights"
-            raise _config_error(model, ": its weights are quantised (quantization_config)", fix)
+            raise _config_error(model, ": its weights are quantized (quantization_config)", fix)
     if architecture(model).args_of:
         return _args_of_config(model)
     flavors, flavor = architecture(model).flavors, model.flavor or DEFAULT_FLAVOR

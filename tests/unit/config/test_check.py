@@ -185,7 +185,7 @@ def test_a_run_without_a_folder_is_refused() -> None:
 
 
 def test_a_source_that_may_never_be_read_is_refused() -> None:
-    wanted = "data.max_epochs needs a finite number above 0, and that of 'corpus' is 0\n  fix: leave a source"
+    wanted = "data.max_epochs of 'corpus' is 0\n  fix: give a finite number, above 0 for the only source"
     assert wanted in refuse(config_with(data=Data(max_epochs={"corpus": 0.0})), 1)
 
 

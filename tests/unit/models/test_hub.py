@@ -223,21 +223,21 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "huggingface"])
-def test_quantised_weights_are_refused_and_a_model_of_their_sizes_is_not_quantised(
+def test_quantized_weights_are_refused_and_a_model_of_their_sizes_is_not_quantized(
     tmp_path: Path, architecture: str
 ) -> None:
     path, chosen = write_start(tmp_path, "llama"), (*PLAIN, f"--model.architecture={architecture}")
     plain = model_args_of(load_config(path, chosen).model)
     change_config(tmp_path / "hub", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     message = hub_problem(path, *chosen)
-    assert "its weights are quantised (quantization_config)" in message
+    assert "its weights are quantized (quantization_config)" in message
     assert "fix: use a checkpoint in bfloat16 or float32, or model.load_weights = false" in message
     fresh = ["--model.load_weights=false"], ["--model.hub_checkpoint=", f"--model.config={tmp_path / 'hub'}"]
     for overrides in fresh:
         assert model_args_of(load_config(path, [*chosen, *overrides]).model) == plain
     config = (tmp_path / "hub" / "config.json").read_text()
     (tmp_path / "hub" / "config.json").write_text(f'{{"model_type": "mistral3", "text_config": {config}}}')
-    assert "its weights are quantised" in hub_problem(path, *chosen)
+    assert "its weights are quantized" in hub_problem(path, *chosen)
 
 
 def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
