@@ -5,7 +5,13 @@ from torchtitan_cp.cli.options import at_least, config_parser
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
-from torchtitan_cp.training.resolve import check_files, examined_config, fit_vocabulary, resolve_run
+from torchtitan_cp.training.resolve import (
+    check_files,
+    check_first_weights,
+    examined_config,
+    fit_vocabulary,
+    resolve_run,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -17,26 +23,32 @@ def main(arguments: list[str]) -> int:
         "--nodes", type=at_least(1), metavar="N", help="a rank per GPU of this machine (2 without) on each of N nodes"
     )
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
+    parser.add_argument("--parity", action="store_true", help="check the config as --verify-parity runs it")
     options, overrides = parser.parse_known_args(arguments)
 
     def check() -> int:
         ranks = default_ranks() * options.nodes if options.nodes else options.ranks
         config = load_config(options.config, overrides)
         config = examined_config(config, ranks) if options.doctor else config
-        print(f"{options.config}: {preflight(config, ranks)}")
+        print(f"{options.config}: {preflight(config, ranks, trains=not (options.doctor or options.parity))}")
         return 0
 
     return run_command(check, options.config)
 
 
-def preflight(config: Config, ranks: int) -> str:
+def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     """A line that says what would run.
+
+    Args:
+        trains: from the weights of a checkpoint if the config says so; comparisons take fresh ones.
 
     Raises:
         UserError, ContextParallelError: the first thing found wrong.
     """
     run = resolve_run(config, ranks)
     check_files(config)
+    if trains:
+        check_first_weights(config)
     fit_vocabulary(run, vocabulary_size(config.tokenizer))
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     return f"{sum(stage.steps for stage in run.stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"

@@ -87,6 +87,8 @@ def write_result(out: Path, saved: SavedModel, result: EvaluationResult) -> None
     curve = {saved.path.name: (result.position_starts, result.position_losses)}
     imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
     for variant, found in result.retrieval.items():
+        if not found.by_length():
+            continue
         imsave(out / f"{variant}.png", draw_retrieval_map(*found, trained_length=saved.stage.seq_len, title=variant))
 
 

@@ -115,6 +115,7 @@ def main(arguments: list[str]) -> int:
         check.append("--doctor")
         program += ["--doctor", str(options.doctor)]
     if options.verify_parity is not None:
+        check.append("--parity")
         program += ["--verify-parity", str(options.verify_parity)]
     launcher = load_launcher([sys.executable, *check])
     ranks = options.nproc or default_ranks()

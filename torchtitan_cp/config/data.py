@@ -244,11 +244,13 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
     for dotted, mixture in mixtures.items():
         if mixture and not 0 < sum(mixture.values()) < math.inf:
             raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
-    for name, epochs in data.max_epochs.items():
-        if not math.isfinite(epochs) or (epochs == 0 and known == {name}):
-            raise ConfigError(
-                f"data.max_epochs of {name!r} is {epochs:g}", fix="give a finite number, above 0 for the only source"
-            )
+    if not all(map(math.isfinite, data.max_epochs.values())):
+        raise ConfigError("data.max_epochs has a number that is not finite", fix="leave out a source without a limit")
+    mixture = own.mixture or data.mixture or dict.fromkeys(known, 1.0)
+    if not any(data.max_epochs.get(name) != 0 for name, weight in mixture.items() if weight):
+        raise ConfigError(
+            f"data.max_epochs is 0 for every source that {where} reads", fix="give one of them a number above 0"
+        )
     for length, other in (("short_seq_len", "short_share"), ("growth_from", "growth_steps")):
         tokens, value = getattr(own, length), getattr(own, other)
         if bool(tokens) != bool(value) or tokens >= seq_len:

@@ -82,19 +82,16 @@ def resolve_degrees(parallel: Parallel, ranks: int, stage: Stage | None = None) 
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if ranks % known or (not open_axes and known != ranks):
         fits = f"start a multiple of {known} ranks" if open_axes else f"start {known} ranks"
-        problem = f"asks for {text} and the job has {ranks} ranks: {known} " + (
-            "does not divide them" if open_axes else "are needed"
-        )
+        fix = f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
+        fix += "or change a degree" if open_axes else "change a degree, or set one to -1"
+        of_stage = ""
         if own:  # other stages may need another number
-            raise ConfigError(
-                f"[parallel] with {' and '.join(f'{name} = {degree}' for name, degree in own.items())} of a stage "
-                + problem,
-                fix="set parallel.dp_shard = -1, or change the stage's tp or pp",
-            )
+            of_stage = f" with {' and '.join(f'{name} = {degree}' for name, degree in own.items())} of a stage"
+            fix = "set parallel.dp_shard = -1, or " * (not open_axes) + "change the stage's tp or pp"
         raise ConfigError(
-            f"[parallel] {problem}",
-            fix=f"{fits} in the job (on one node: NPROC={known} ./run_train.sh), "
-            + ("or change a degree" if open_axes else "change a degree, or set one to -1"),
+            f"[parallel]{of_stage} asks for {text} and the job has {ranks} ranks: {known} "
+            + ("does not divide them" if open_axes else "are needed"),
+            fix=fix,
         )
     if open_axes:
         degrees[open_axes[0]] = ranks // known

@@ -79,7 +79,7 @@ class ConsoleSink:
 
     def print_stages(self, rows: Iterable[Mapping[str, str | float | None]]) -> None:
         """Print a table with a row for each stage, with the entries of COLUMNS; None prints as a dash."""
-        since = f" that ended after step {self.done_before}" * bool(self.done_before)
+        since = f" that ended since the resume at step {self.done_before}" * bool(self.done_before)
         title = f"Stages{since}: first and last loss, loss at the far end of the context"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
         for header in COLUMNS:

@@ -145,9 +145,13 @@ class DataPipeline:
             DataError: naming the first of them.
         """
         for stage in stages[progress.stage :] if self.config.data.max_epochs else ():
-            self.start_stage(stage, progress)
-            taken = self.samples.tokens_after(stage.steps + progress.skipped_steps(stage.index))
-            progress = replace(progress, stage_step=0, source_tokens=progress.source_tokens | taken)
+            over = progress.stage_done or progress.stage_step >= stage.steps
+            taken = progress.read_tokens if over else {}  # whatever the config says of the stage by now
+            if not taken:
+                self.start_stage(stage, progress)
+                taken = self.samples.tokens_after(stage.steps + progress.skipped_steps(stage.index))
+            tokens = progress.source_tokens | taken
+            progress = replace(progress, stage_step=0, stage_done=False, source_tokens=tokens, read_tokens={})
             if stage.until:
                 return
 

@@ -146,9 +146,10 @@ def _write_settings(
 ) -> None:
     """config.json with the trained length and rotary embedding, the files of the tokenizer, and the chat template.
 
-    A run that started from model.hub_checkpoint keeps the other keys and files of that checkpoint.
+    A run that started from the weights of model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
-    start = start_folder(saved.config.model)
+    folder = start_folder(saved.config.model)
+    start = folder if saved.config.model.load_weights else None
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     if hub.load:
@@ -171,7 +172,7 @@ def _write_settings(
     if start:
         generation = read_json(start / "generation_config.json") or generation
     template = chat_template_of(saved.config)
-    write_tokenizer(saved.config.tokenizer, tokenizer, template, start, out)
+    write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, out)
     if template:
         own_ends = generation.get("eos_token_id") or []
         ends = end_tokens(template, tokenizer).union(own_ends if isinstance(own_ends, list) else [own_ends])
@@ -192,7 +193,7 @@ def write_tokenizer(
         own = {"tokenizer_class": ANY_TOKENIZER, "eos_token": tokenizer.eos_token}
         own |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
         write_json(out / CONFIG_FILE, own)
-        # A file that was trained here, or a tokenizer.json by itself, leaves transformers no choice.
+        # A tokenizer.json by itself leaves transformers no choice.
         if settings.path and (settings.kind, own["tokenizer_class"]) != ("huggingface", ANY_TOKENIZER):
             try:
                 _match_tokenizer(tokenizer, own["tokenizer_class"], out)

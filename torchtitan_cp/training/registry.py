@@ -93,7 +93,7 @@ def check_length(args: Any, what: str, tokens: int) -> None:
     if 0 < args.longest < tokens:
         raise ConfigError(
             f"{what} = {tokens} is longer than this model's table of {args.longest} learned positions",
-            fix="take a model with a rotary embedding, or start from fresh weights with "
+            fix=f"give at most {args.longest}, take a model with a rotary embedding, or train fresh weights with "
             f"model.overrides = {{max_position_embeddings = {tokens}}}",
         )
 
@@ -141,7 +141,7 @@ def model_args_of(model: Model) -> Any:
     args = args_from(model, sizes_of(args) | model.overrides)
     if problem := args.problem():
         raise ConfigError(f"model {flavor} with its overrides: {problem}", fix="change model.overrides")
-    if hub_sizes and not args.vocab_size:
+    if hub_sizes and not args.vocab_size and (model.load_weights or "vocab_size" not in model.overrides):
         args = dataclasses.replace(args, vocab_size=hub_sizes["vocab_size"])
     if model.hub_checkpoint and model.load_weights:
         _check_hub_sizes(model, args, hub_sizes)

@@ -180,7 +180,7 @@ def examined_config(config: Config, ranks: int) -> Config:
 
 
 def check_files(config: Config) -> None:
-    """Check what a run reads and writes on this machine: corpus, chat template, first weights and the run's folder.
+    """Check what a run reads and writes on this machine: corpus, chat template and the run's folder.
 
     Raises:
         UserError: one of them cannot be used.
@@ -189,8 +189,16 @@ def check_files(config: Config) -> None:
     for source in config.data.by_name().values():
         if source.conversations:
             find_chat_template(source, config.tokenizer, registry.start_folder(config.model))
+    check_dump_folder(config.job.dump_folder)
+
+
+def check_first_weights(config: Config) -> None:
+    """Check that the folder a run starts from has weights, unless it resumes.
+
+    Raises:
+        ConfigError: it has none.
+    """
     folder = Path(os.path.expanduser(config.model.hub_checkpoint))
     resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
     if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
         files_by_tensor(folder)
-    check_dump_folder(config.job.dump_folder)

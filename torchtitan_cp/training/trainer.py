@@ -214,11 +214,13 @@ class Trainer:
         self.watchdog_timeout_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
+        left = 0 if self._stage_over() else stage.steps - self.progress.stage_step
         ropes = self.progress.ropes | {str(stage.index): stage.rope_recipe}
-        self._set_progress(text_recipe=stage.text_recipe, ropes=ropes)
+        # A finished stage that was lengthened goes on.
+        read_tokens = {} if left else self.progress.read_tokens
+        self._set_progress(text_recipe=stage.text_recipe, ropes=ropes, read_tokens=read_tokens)
         if stage.resets_optimizer and self.progress.stage_step == 0:
             self.model.reset_optimizers()
-        left = 0 if self._stage_over() else stage.steps - self.progress.stage_step
         pin = self.device.device.type == "cuda"
         first_step = self.progress.text_step if left else self.progress.text_step - 1
         batches = self.data_pipeline.steps(first_step, max(1, left), batch_layout, pin=pin)
@@ -254,11 +256,12 @@ class Trainer:
 
     def _leave_stage(self) -> None:
         """Move to the next stage, which reads on where this one stopped, whatever the config says of it by now."""
-        progress = self.progress
-        self.data_pipeline.start_stage(self.stage, progress)  # after a resume it may not have been entered
-        source_tokens = progress.read_tokens or self._read_tokens()
+        progress, read_tokens = self.progress, self.progress.read_tokens
+        if not read_tokens:  # of a checkpoint that does not have them
+            self.data_pipeline.start_stage(self.stage, progress)
+            read_tokens = self._read_tokens()
         self._set_progress(
-            stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=source_tokens, read_tokens={}
+            stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=read_tokens, read_tokens={}
         )
         self.steps.start_stage([])  # another length has other numbers
 
@@ -395,7 +398,7 @@ class Trainer:
         job = self.config.job
         # A stage's first evaluation may compile, as its first step may.
         first = self.evaluated_stage != stage.index
-        self.watchdog_timeout_seconds = job.startup_timeout_seconds if first else job.timeout_seconds
+        self.watchdog_timeout_seconds = max(job.timeout_seconds, first * job.startup_timeout_seconds)
         found = self.evaluator.evaluate(
             stage, batch_layout, at_end=self._stage_over(), short_loss=self.progress.short_loss
         )

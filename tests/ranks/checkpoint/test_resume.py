@@ -163,6 +163,18 @@ def test_a_finished_stage_that_is_changed_moves_no_text(
     assert ranks(2)(end_of_first_stage, run_toml, *overrides)[0] == {"corpus": 8 * 512}
 
 
+def test_a_finished_stage_that_is_lengthened_and_shortened_again_counts_what_it_read(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "lengthened", 8)
+    longer = (f"--job.dump_folder={folder}", "--curriculum.stages[0].steps=12", "--checkpoint.interval=10")
+    ranks(2)(train, run_toml, *longer)
+    for path in (folder / "checkpoints").iterdir():
+        if path.name != "step-10":
+            shutil.rmtree(path)
+    assert ranks(2)(end_of_first_stage, run_toml, *longer[:1], "--curriculum.stages[0].steps=9")[0] == {"corpus": 5120}
+
+
 def test_a_run_without_checkpoints_does_not_begin_anew_in_the_folder_of_one_that_has_some(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:

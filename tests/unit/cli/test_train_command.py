@@ -126,13 +126,13 @@ def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(
 
 
 @pytest.mark.parametrize(("given", "length"), [([], "0"), (["512"], "512")])
-def test_parity_is_asked_of_the_ranks_and_not_of_the_check(
+def test_parity_is_asked_of_the_ranks_and_the_check_knows_that_no_weights_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str], length: str
 ) -> None:
     config = str(write_run(tmp_path))
     check, job = started(monkeypatch, [config, "--nproc", "2", "--training.seed=3", "--verify-parity", *given])
     assert job[0] == [str(command.TRAIN), config, "--training.seed=3", "--verify-parity", length]
-    assert check[-1] == "--training.seed=3"
+    assert check[-2:] == ["--training.seed=3", "--parity"]
 
 
 def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(

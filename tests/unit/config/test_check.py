@@ -185,8 +185,12 @@ def test_a_run_without_a_folder_is_refused() -> None:
 
 
 def test_a_source_that_may_never_be_read_is_refused() -> None:
-    wanted = "data.max_epochs of 'corpus' is 0\n  fix: give a finite number, above 0 for the only source"
+    wanted = "data.max_epochs is 0 for every source that curriculum.stages[0].data reads\n  fix: give one of them"
     assert wanted in refuse(config_with(data=Data(max_epochs={"corpus": 0.0})), 1)
+    sources = (BOOKS, dataclasses.replace(BOOKS, name="code"))
+    check_config(config_with(data=Data(sources=sources, max_epochs={"code": 0.0})), 1)
+    mixture = {"books": 0.0, "code": 1.0}
+    assert wanted in refuse(config_with(data=Data(sources=sources, mixture=mixture, max_epochs={"code": 0.0})), 1)
 
 
 def test_no_stage_is_refused() -> None:

@@ -244,7 +244,7 @@ def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:
 
 
 def test_the_table_of_a_resumed_run_says_which_stages_it_has() -> None:
-    for done, title in ((0, "Stages: first"), (75, "Stages that ended after step 75: first")):
+    for done, title in ((0, "Stages: first"), (75, "Stages that ended since the resume at step 75")):
         console = ConsoleSink(100, done, enabled=True)
         text = printed(console, 80)
         console.print_stages([dict(zip(COLUMNS, ("8K", 8192, 2, 40, *[None] * 7), strict=True))])

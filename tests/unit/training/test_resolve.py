@@ -16,7 +16,14 @@ from torchtitan_cp.config.degrees import Degrees
 from torchtitan_cp.data.corpus.cache import CacheBuilder
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.registry import register, start_folder
-from torchtitan_cp.training.resolve import ResolvedRun, check_files, examined_config, fit_vocabulary, resolve_run
+from torchtitan_cp.training.resolve import (
+    ResolvedRun,
+    check_files,
+    check_first_weights,
+    examined_config,
+    fit_vocabulary,
+    resolve_run,
+)
 
 
 def resolve(path: Path, ranks: int, *overrides: str) -> ResolvedRun:
@@ -157,11 +164,12 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
     hub.mkdir()
     (tmp_path / "chat.jinja").rename(hub / "chat_template.jinja")
     config = load_config(path, ["--data.chat_template=", f"--model.hub_checkpoint={hub}"])
+    check_files(config)
     with pytest.raises(ConfigError, match=r"hub has neither model.safetensors nor .*\n  fix: give a folder"):
-        check_files(config)
-    check_files(config.with_keys(model={"load_weights": False}))
+        check_first_weights(config)
+    check_first_weights(config.with_keys(model={"load_weights": False}))
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    check_files(config)  # of a run that goes on
+    check_first_weights(config)  # of a run that goes on
     assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
     trained = config.with_keys(tokenizer={"kind": "sentencepiece", "vocab_size": 320})
     assert tokenizer_of(trained).vocab_size == 320, "generate and export train it again where the run's copy is gone"
@@ -188,3 +196,15 @@ def test_ids_that_tokenizer_or_model_lack_are_refused_before_the_corpus_is_read(
 def test_a_run_on_conversations_without_a_template_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data holds conversations, and there is no chat template"):
         check_files(resolve(write_run(tmp_path), 1, *CHAT).config)
+
+
+def test_a_comparison_needs_no_weights_to_start_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "hub" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(FAMILIES["Qwen3"] | {"vocab_size": 300}))
+    model = ["--model.architecture=huggingface", "--model.flavor=", "--model.overrides={}"]
+    arguments = [str(write_run(tmp_path)), *model, f"--model.hub_checkpoint={config.parent}"]
+    register(ARCHITECTURES)
+    assert check_config(arguments) == 2
+    assert "has neither model.safetensors nor" in capsys.readouterr().err
+    assert check_config([*arguments, "--doctor"]) == check_config([*arguments, "--parity"]) == 0
