@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import add, ge, sub
 from pathlib import Path
@@ -194,7 +195,8 @@ def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[lis
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for file, names in zip(files, groups, strict=True):
         save_file(read(names), folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+        with suppress(OSError):  # some file systems have no permissions
+            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
 
 
 def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:

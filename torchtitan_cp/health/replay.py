@@ -4,14 +4,13 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -56,7 +55,8 @@ class Bundle:
         """Write both files; the folder is made."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}, folder / TENSORS)
-        (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+        with suppress(OSError):  # some file systems have no permissions
+            (folder / TENSORS).chmod(folder.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
         (folder / REPORT).write_text(json.dumps(self.report, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -128,7 +128,7 @@ def save_bundle(
     if dist.get_rank() == (found.ranks[0] if found.ranks else 0):
         try:
             Bundle(report, tensors).write(folder)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # the other ranks wait
             logger.error("the tensors of step %d cannot be written to %s: %s", step, folder, error)
             written.zero_()
     dist.all_reduce(written, dist.ReduceOp.MIN)

@@ -3,6 +3,7 @@
 Forwards are replaced, not modules, so that parameters keep their names.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,45 +62,62 @@ def _saving_contexts(
     """For `checkpoint(context_fn=...)`: outputs of some operators are kept, and not computed again.
 
     Models write to them in place, and write again when they are recomputed. torch's own contexts keep what was
-    written, or fail.
+    written, or fail. A write to what another operator saved for its backward goes unnoticed, as under `full`.
     """
-    outputs: list[Any] = []
+    outputs = deque[tuple[Any, Any]]()
+    by_storage: dict[int, list[_KeptOutput]] = {}
 
     def save(function: Any, *args: Any, **named: Any) -> Any:
         for tensor in _written(function, args, named):
-            for kept in tree_leaves(outputs):
+            for kept in by_storage.pop(storage_of(tensor)._cdata, ()):
                 kept.before_write(tensor)
         result = function(*args, **named)
         if is_kept(function):
-            outputs.append(tree_map(partial(_KeptOutput, host), result))
+            outputs.append((function, tree_map(keep, result)))
         return result
 
+    def keep(tensor: Tensor) -> _KeptOutput:
+        kept = _KeptOutput(host, tensor)
+        by_storage.setdefault(storage_of(tensor)._cdata, []).append(kept)
+        return kept
+
     def reuse(function: Any, *args: Any, **named: Any) -> Any:
-        return tree_map(_KeptOutput.restore, outputs.pop(0)) if is_kept(function) else function(*args, **named)
+        if not is_kept(function):
+            return function(*args, **named)
+        kept_of, kept = outputs.popleft() if outputs else (None, None)
+        if kept_of is not function:
+            raise RuntimeError(
+                "backward runs twice, or a block runs otherwise when it is recomputed than in its forward"
+            )
+        return tree_map(_KeptOutput.restore, kept)
 
     return _Intercept(save), _Intercept(reuse)
 
 
 class _KeptOutput:
-    """What an operator gave, on the device or in host memory, whatever is written to it later."""
+    """What an operator gave, on the device or in host memory, whatever the block writes to it later."""
 
     def __init__(self, host: HostMemory | None, tensor: Tensor) -> None:
-        self.host, self.storage = host, StorageWeakRef(storage_of(tensor))
-        tensor = tensor.detach()  # the graph's own would hold the graph
+        self.host, self.storage = host, StorageWeakRef(storage_of(tensor))  # while held, no other has its number
+        # The graph's own would hold the graph. With this key it shares the version, which a dispatch mode has off.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            tensor = tensor.detach()
         self.value = host.offload(tensor) if host else tensor
-        self.is_apart = False
+        self.version = tensor._version
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy the kept tensor first if it is written to, or wait until it is copied to the host."""
-        if self.is_apart or self.storage != StorageWeakRef(storage_of(tensor)):
-            return
+        """Copy the kept tensor before it is written to, or wait until it is copied to the host."""
         if isinstance(self.value, Tensor):
             self.value = self.value.clone()
+            self.version = self.value._version
         elif self.host:
             self.host.wait_for(tensor)
-        self.is_apart = True
 
     def restore(self) -> Tensor:
+        if isinstance(self.value, Tensor) and self.value._version != self.version:
+            raise RuntimeError(
+                "a product that a block gives, and that is kept for its backward, was written to in place"
+            )
         return restore(self.value)
 
 
@@ -119,6 +137,11 @@ class _Intercept(TorchDispatchMode):
     def __init__(self, handle: Callable[..., Any]) -> None:
         super().__init__()
         self.handle = handle
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions within run compiled, as under torch's own contexts."""
+        return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.handle(function, *args, **(kwargs or {}))

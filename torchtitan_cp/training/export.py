@@ -160,7 +160,6 @@ def _write_settings(
             before = hub_config(saved.config.model)
             before = before.get("text_config", before)  # of a model that sees pictures too
             own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
-            own.pop("quantization_config", None)
         theirs = rope_parameters(rope or Rope(), args.rotary_dim)
         # For readers older than transformers 5.
         scaling = None if theirs["rope_type"] == "default" else theirs

@@ -229,20 +229,35 @@ def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_
 ) -> None:
     path = write_start(tmp_path, "llama")
     (tmp_path / "hub" / "generation_config.json").write_text('{"eos_token_id": 7}')
-    start = json.loads((tmp_path / "hub" / "config.json").read_text())
-    (tmp_path / "hub" / "config.json").write_text(json.dumps(start | {"quantization_config": {"quant_method": "fp8"}}))
-    fresh = "--model.load_weights=false"
-    ranks(1)(train, path, fresh, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
+    ranks(1)(train, path, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 1e6
     assert config["rope_scaling"]["factor"] == 8.0
     assert config["bos_token_id"] == 1, "what the run does not change stays as it was"
-    assert "quantization_config" not in config
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 7}
     assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+
+
+def test_fresh_weights_leave_what_belongs_to_a_checkpoints_weights_out_of_the_export(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path, hub = write_start(tmp_path, "llama"), tmp_path / "hub"
+    (hub / "generation_config.json").write_text('{"eos_token_id": 7}')
+    start = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps(start | {"quantization_config": {"quant_method": "fp8"}}))
+    smaller = ("--model.load_weights=false", "--model.overrides.n_layers=2", "--curriculum.stages[0].steps=1")
+    ranks(1)(train, path, *smaller)
+    export(tmp_path / "run", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["num_hidden_layers"] == 2
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": config["eos_token_id"]
+    }
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_a_run_of_its_own_exports_with_its_tokenizer(
