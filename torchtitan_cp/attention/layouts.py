@@ -143,13 +143,16 @@ def documents(
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
     before, timed = pairs_before(mask, sequence_length), list[tuple[float, Layout]]()
-    even, fair = before[sequence_length] / ranks, ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED
+    even, accepted = (
+        before[sequence_length] / ranks,
+        ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED,
+    )
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
         # Messages are not counted where a rank's pairs alone take longer than another layout.
         if not timed or max(rank_areas(layout, mask, sequence_length)) < timed[0][0] * even:
             timed.append((relative_time(layout, mask, sequence_length, ranks_per_node, row_pairs), layout))
             timed.sort(key=itemgetter(0))
-        if timed[0][0] <= fair:
+        if timed[0][0] <= accepted:
             break
     return timed[0][1]
 

@@ -149,7 +149,7 @@ def files_by_tensor(folder: Path) -> dict[str, str]:
     try:
         if index.is_file():
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: str(Path(file)) for name, file in files.items()}
+            return {name: str(Path(file)) for name, file in files.items()}  # raises where it is no name
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _broken(folder, f"has an index that cannot be read: {error}") from None
     if not (folder / SINGLE_FILE).is_file():

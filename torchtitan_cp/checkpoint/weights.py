@@ -47,6 +47,11 @@ class SavedModel:
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     reader: CheckpointReader
 
+    @property
+    def length_note(self) -> str:
+        """What a command says of more tokens than the checkpoint was trained on."""
+        return f"note: longer than the {self.stage.seq_len} tokens that {self.path} was trained on"
+
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """These parameters, whole, on the host.
 

@@ -124,8 +124,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     world = start_ranks(WAIT_SECONDS)
     saved = open_saved_model(options.checkpoint, collective=True)
     if world.rank == 0 and max(options.lengths or (0,)) > saved.stage.seq_len:
-        message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on"
-        print(message, file=sys.stderr)
+        print(saved.length_note, file=sys.stderr)
     if options.stage is not None:
         stages = saved.config.curriculum.stages
         if not 1 <= options.stage <= len(stages):

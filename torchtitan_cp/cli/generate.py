@@ -273,8 +273,7 @@ def _generate(options: argparse.Namespace) -> int:
         most = min(options.max_tokens, args.longest + 1 - len(prompt)) if args.longest else options.max_tokens
         if len(prompt) + options.max_tokens > saved.stage.seq_len:
             cut = f", and cut at its {args.longest} learned positions" if most < options.max_tokens else ""
-            message = f"note: longer than the {saved.stage.seq_len} tokens that {saved.path} was trained on{cut}"
-            print(message, file=sys.stderr)
+            print(f"{saved.length_note}{cut}", file=sys.stderr)
         tokens = generate(model, prompt, most, options.temperature, generator, ends)
         return print_stream(chain([text], stream_text(tokens, tokenizer, prompt)))
 

@@ -15,6 +15,7 @@ from models.llama import Llama, LlamaArgs
 from models.qwen3_5 import Hybrid, HybridArgs
 from tests.support.chats import TURNS
 from tests.support.huggingface_families import FAMILIES, eager_model
+from torchtitan_cp.checkpoint.weights import SavedModel
 from torchtitan_cp.cli import generate as program
 from torchtitan_cp.cli.generate import (
     attend_cached,
@@ -122,6 +123,7 @@ def test_a_text_ends_with_the_table_of_positions_and_a_longer_prompt_is_refused(
         tensors=state,
         read=lambda names: {name: state[name] for name in names},
     )
+    saved.length_note = SavedModel.length_note.fget(saved)  # type: ignore[attr-defined]
     monkeypatch.setattr(program, "open_saved_model", lambda _: saved)
     monkeypatch.setattr(program, "tokenizer_of", lambda _: tokenizer)
     made: list[int] = []
