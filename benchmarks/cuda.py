@@ -32,19 +32,26 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A process of its own; gpus: it needs so many."""
+    """A process of its own.
+
+    Attributes:
+        gpus: it needs so many.
+        may_share: with --share-gpu its ranks take turns on one.
+    """
 
     name: str
     limit_seconds: int
     about: str
     gpus: int = 1
+    may_share: bool = False
 
 
-# Most telling first. On one GPU the limits sum to at most twenty minutes, and each half fits into ten.
+# Most telling first. Those for one GPU sum to at most twenty minutes, and each half fits into ten.
 PARTS = (
     Part("versions", 50, "driver, torch, cuDNN, NCCL, compiler and packages"),
-    Part("parity", 240, "--verify-parity over all GPUs, for each exchange, on NCCL", gpus=2),
-    Part("conformance", 180, "attention over all GPUs on NCCL against fp64: exchanges, layouts, masks", gpus=2),
+    Part("parity", 240, "--verify-parity on NCCL, by exchange and kind of parallelism; doctor", 2, may_share=True),
+    Part("conformance", 180, "attention on NCCL against fp64: exchanges, layouts, masks", 2, may_share=True),
+    Part("faults", 240, "on NCCL: a rank is killed or stopped and losses are equal; a NaN is found", 2, may_share=True),
     Part("overlap", 120, "a profiled step: keys and values in flight beside compute", gpus=2),
     Part("flash", 40, "tests of the flash kernel"),
     Part("efficient", 40, "tests of the efficient kernel, which fp32 uses"),
@@ -86,6 +93,16 @@ def adopt_orphans() -> None:
     """Become the parent of what a dead child leaves: ranks are in sessions of their own, out of a group's reach."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def find_rank(ancestor: int, rank: int) -> int | None:
+    """Process id of a rank of the job that a process started; None while it does not run."""
+    for pid in _descendants(ancestor):
+        with suppress(OSError):
+            names = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in names and b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
 
 
 def kill_descendants(ancestor: int) -> None:
@@ -239,6 +256,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)} (default: all not yet in OUT)")
     parser.add_argument("--list", action="store_true", help="name the parts")
     parser.add_argument("--summary", action="store_true", help="run nothing, and say what OUT holds")
+    parser.add_argument("--share-gpu", action="store_true", help="parts for two GPUs too, their ranks in turns on one")
     parser.add_argument("--rehearsal", action="store_true", help="on a CPU, in the smallest sizes, kernels emulated")
     parser.add_argument("--within", type=float, metavar="SECONDS", help="start no part whose limit ends later")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="of each part, where it is less than its own")
@@ -246,7 +264,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.list:
         for part in PARTS:
-            print(f"{part.name:<12} {part.limit_seconds:>4} s  {part.about}{', on two GPUs' * (part.gpus > 1)}")
+            gpus = ", on two GPUs" * (part.gpus > 1) + " or one that they share" * part.may_share
+            print(f"{part.name:<12} {part.limit_seconds:>4} s  {part.about}{gpus}")
         return 0
     if options.out is None:
         parser.error("give the folder OUT")
@@ -260,7 +279,8 @@ def main(arguments: Sequence[str]) -> int:
     (out / SUMMARY).write_text(text)
     print("\n" + text)
     ends = outcomes(lines)
-    wanted = options.parts or [part.name for part in PARTS if part.gpus <= max(1, gpus_of(lines))]
+    seen = max(1, gpus_of(lines))
+    wanted = options.parts or [part.name for part in PARTS if gpus_needed(part, options) <= seen]
     return code or int(any(ends.get(name, {}).get("status") != "passed" for name in wanted))
 
 
@@ -274,6 +294,10 @@ def limit_of(part: Part, options: argparse.Namespace) -> float:
     """Seconds; a rehearsal is not about speed, and has other work beside it."""
     own = part.limit_seconds * (REHEARSAL_FACTOR if options.rehearsal else 1)
     return min(own, options.limit or own)
+
+
+def gpus_needed(part: Part, options: argparse.Namespace) -> int:
+    return 1 if options.share_gpu and part.may_share else part.gpus
 
 
 def _run(options: argparse.Namespace, out: Path) -> int:
@@ -295,7 +319,7 @@ def _run(options: argparse.Namespace, out: Path) -> int:
         for part in chosen:
             gpus, limit = gpus_of(read(results)), limit_of(part, options)
             left = (options.within or float("inf")) - (time.monotonic() - begun)
-            if part is not PARTS[0] and gpus < part.gpus:
+            if part is not PARTS[0] and gpus < gpus_needed(part, options):
                 why = f"needs {part.gpus} GPUs, {gpus} seen" if gpus else f"{options.python} sees no CUDA device"
             elif left < limit:
                 why = f"no time was left: its limit is {limit:g} s, {left:.0f} were left"

@@ -5,6 +5,7 @@
 #   benchmarks/cuda.sh OUT PART ...              these parts, again if need be
 #   benchmarks/cuda.sh OUT --within 580          what fits in so many seconds; the same command goes on from there
 #   benchmarks/cuda.sh OUT --summary             what ran, what failed and what did not run, from OUT
+#   benchmarks/cuda.sh OUT --share-gpu           parts for two GPUs too, where there is one: their ranks take turns on it
 #   benchmarks/cuda.sh OUT --rehearsal           every part on a CPU, in its smallest sizes, with emulated kernels
 #   benchmarks/cuda.sh --list                    the parts, with their limits
 #   PYTHON   the interpreter that has torch (default python3)

@@ -6,31 +6,22 @@ CUDA on stand-ins for their operators, and two ranks on gloo take the place of t
 """
 
 import argparse
-import gzip
 import importlib
-import itertools
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cuda_training
-from benchmarks.cuda import CASES_FAILED, ROOT, Line, gpus_of, read
-from benchmarks.cuda_record import Record
-from benchmarks.cuda_training import training_command
+from benchmarks import cuda_ranks, cuda_training
+from benchmarks.cuda import CASES_FAILED, ROOT, Line
+from benchmarks.cuda_record import Record, run_tests
 
-CONFORMANCE_TESTS = "tests/ranks/attention/test_conformance.py"
 KERNEL_TESTS, OFFLOAD_TESTS = "tests/unit/attention/test_kernels.py", "tests/unit/parallel/test_offload.py"
 LINEAR_TESTS = "tests/unit/attention/test_linear_devices.py"
 FAMILY_TESTS = "tests/unit/models/huggingface/test_families.py"
-TRACE_BYTES = 16 << 20  # of a trace that is kept
 
 
 # What there is -------------------------------------------------------------------------------------------------
@@ -64,65 +55,6 @@ def versions(record: Record) -> None:
 
 
 # Tests ---------------------------------------------------------------------------------------------------------
-
-
-class Cases:
-    """A pytest plugin that records each test when it ends.
-
-    After an error of CUDA itself the process is lost, and what follows would fail as well: it stops.
-    """
-
-    def __init__(self, record: Record) -> None:
-        self.record, self.left = record, set[str]()
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """In a rehearsal, tests for a GPU run on the CPU in fp64."""
-        chosen = [item.callspec.params for item in items if self.record.rehearsal and hasattr(item, "callspec")]
-        for parameters in chosen:
-            if parameters.get("device") == "cuda":
-                parameters["device"] = "cpu"
-                if "dtype" in parameters:
-                    parameters["dtype"] = importlib.import_module("torch").float64
-
-    def pytest_collection_finish(self, session: Any) -> None:
-        self.session, self.left = session, {item.nodeid for item in session.items}
-        self.record.case("chosen", bool(self.left), tests=len(self.left))
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.record.case(report.nodeid, False, _last_error(report))
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if not (report.when == "call" or report.failed or report.skipped):
-            return
-        self.left.discard(report.nodeid)
-        status = "not run" if report.skipped else report.outcome
-        self.record.write(report.nodeid.partition("::")[2], status, _last_error(report) if report.failed else "")
-        if report.failed and "CUDA error" in str(report.longrepr):
-            self.session.shouldstop = "an error of CUDA itself"
-
-    def pytest_sessionfinish(self) -> None:
-        if self.left:
-            self.record.write(f"{len(self.left)} tests", "not run", "the tests stopped before them")
-
-
-def _last_error(report: Any) -> str:
-    lines = [line.strip() for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-    return " ".join((lines or str(report.longrepr).splitlines()[-1:])[-2:])[:300]
-
-
-def run_tests(
-    record: Record, file: str, keyword: str, marker: str = "cuda", conftest: Sequence[str] = ("--noconftest",)
-) -> None:
-    """Run the tests of a file that a keyword expression chooses.
-
-    By default without the suite's conftest, which imports all packages of the trainer.
-    """
-    plugin = Cases(record)
-    options = [*conftest, "-p", "no:cacheprovider", "-o", "addopts=", "-q", "-m", marker, "-k", keyword]
-    code = importlib.import_module("pytest").main([file, *options], plugins=[plugin])
-    if code not in (0, 1, 5):  # 5: nothing was chosen, which is recorded
-        record.case(f"pytest {file} -k {keyword!r}", False, f"exit code {int(code)}")
 
 
 def flash(record: Record) -> None:
@@ -224,81 +156,6 @@ def longest_that_fits(length: int, most: int, fits: Callable[[int], bool]) -> in
     return between if found and between <= most and fits(between) else found
 
 
-# Two GPUs or more ----------------------------------------------------------------------------------------------
-
-
-def parity(record: Record) -> None:
-    """The first step of the quickstart's stages over all GPUs beside one."""
-    ranks = gpus_of(read(record.path))
-    for strategy in ("hybrid",) if record.rehearsal else ("ring", "all_gather", "all_to_all", "hybrid"):
-        with tempfile.TemporaryDirectory() as folder:
-            options = ["--verify-parity", f"--context_parallel.strategy={strategy}"]
-            options += ["--context_parallel.all_to_all_ranks=2"] * (strategy == "hybrid")
-            why = record.command(training_command(record, ranks, Path(folder), options))
-            report = Path(folder, "parity.json")
-            differences = _differences(json.loads(report.read_text())) if report.exists() else []
-            record.case(strategy, not why, why, largest=max(differences, default="-"))
-
-
-def _differences(value: Any) -> Iterator[float]:
-    """All that parity.json calls a difference."""
-    if isinstance(value, dict):
-        yield from itertools.chain(*(_differences(each) for each in value.values()))
-        if isinstance(value.get("difference"), float):
-            yield value["difference"]
-    elif isinstance(value, list):
-        yield from itertools.chain(*map(_differences, value))
-
-
-def conformance(record: Record) -> None:
-    """The conformance tests of as many ranks as there are GPUs, on NCCL; in a rehearsal few of two ranks, on gloo."""
-    sizes = [size for size in (2, 3, 4, 8) if size <= gpus_of(read(record.path))]
-    keyword = " or ".join(f"(every_mask and {size}-default) or (bf16_error and -{size}])" for size in sizes)
-    if record.rehearsal:
-        keyword = "every_mask and ring-zigzag-2-default"
-    else:
-        os.environ["TEST_DEVICE"] = "cuda"
-    backend = importlib.import_module("tests.support.rank_pool").backend_of(2)
-    record.case("backend of the ranks", backend == "nccl" or record.rehearsal, backend=backend)
-    run_tests(record, CONFORMANCE_TESTS, keyword, "not jobs", [])
-
-
-def overlap(record: Record) -> None:
-    """A step of the 1B, 32K tokens a rank on a ring, seen by the profiler."""
-    ranks = gpus_of(read(record.path))
-    flavor, own, dtype = ("debug", 512, "float32") if record.rehearsal else ("1B", 32768, "bfloat16")
-    with tempfile.TemporaryDirectory() as folder:
-        stage = f"{{seq_len = {own * ranks}, steps = 3, global_batch_tokens = {own * ranks}, cp = -1}}"
-        options = [f"--model.flavor={flavor}", f"--training.compute_dtype={dtype}", "--activation.checkpoint=full"]
-        options += [f"--curriculum.stages=[{stage}]", "--context_parallel.strategy=ring", "--checkpoint.enable=false"]
-        options += ["--evaluation.passkey.trials=0", "--evaluation.tokens=4096"]
-        options += ["--lr_scheduler.warmup_steps=1", "--profiling.steps=[3]"]
-        why = record.command(training_command(record, ranks, Path(folder), options))
-        traces = list(Path(folder, "profile").glob("*.json.gz"))
-        if why or not traces:
-            record.case("profiled step", False, why or "no trace was written")
-            return
-        if traces[0].stat().st_size < TRACE_BYTES:
-            shutil.copy(traces[0], record.path.parent / "overlap.json.gz")
-        events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
-    seen: dict[str, Any] = beside_compute(events)
-    record.case("keys and values in flight", seen["in_flight_beside_compute"] > 0 or record.rehearsal, **seen)
-
-
-def beside_compute(events: Sequence[Line]) -> dict[str, float]:
-    """Seconds of a trace's kernels; FSDP's collectives are neither compute nor keys and values."""
-    covered = importlib.import_module("torchtitan_cp.metrics.profiling").covered
-    kernels = [
-        (event["name"].lower(), (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
-        for event in events
-        if event.get("cat") == "kernel"
-    ]
-    computing = [span for name, span in kernels if "nccl" not in name]
-    sending = [span for name, span in kernels if "nccl" in name and "sendrecv" in name]
-    both = covered(computing) + covered(sending) - covered(computing + sending)
-    return {"compute": covered(computing), "in_flight": covered(sending), "in_flight_beside_compute": both}
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part")
@@ -308,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     record = Record(options.results, options.part, options.rehearsal)
     if options.rehearsal:
         importlib.import_module("tests.support.emulated_ops").install()
-    {**vars(cuda_training), **globals()}[options.part](record)
+    {**vars(cuda_training), **vars(cuda_ranks), **globals()}[options.part](record)
     return CASES_FAILED if record.failed else 0
 
 

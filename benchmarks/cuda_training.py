@@ -86,8 +86,8 @@ def training_command(record: Record, ranks: int, folder: Path, options: Sequence
 
 def training_arguments(record: Record, folder: Path, options: Sequence[str]) -> list[str]:
     """The quickstart, of whose corpus the parts share the tokens; in a rehearsal the pages of docs/."""
-    options = [f"--job.dump_folder={folder}", f"--data.cache_folder={CORPUS_CACHE}", *options]
-    options.append("--job.max_restarts=0")
+    folders = [f"--job.dump_folder={folder}", f"--data.cache_folder={CORPUS_CACHE}"]
+    options = [*folders, "--job.max_restarts=0", *options]
     if record.rehearsal:
         options += ["--data.source=text", "--data.path=docs/*.md", "--data.document=file"]
         options += ["--data.validation_fraction=0.25", "--tokenizer.kind=bytes", "--evaluation.tokens=2048"]
@@ -124,6 +124,8 @@ OPTIONS = {
     "flex": [BF16, "--context_parallel.kernel=flex"],
     "compiled, reduce-overhead": [BF16, COMPILED, "--compile.mode=reduce-overhead"],
     "selective, compiled": [BF16, COMPILED, "--activation.checkpoint=selective"],
+    "selective": [BF16, "--activation.checkpoint=selective"],
+    "selective, offloaded": [BF16, "--activation.checkpoint=selective", "--activation.offload=true"],
     "attention saved, MLP in 2 tiles": [BF16, "--activation.checkpoint=attention_saved", "--activation.mlp_tiles=2"],
     "activations offloaded": [BF16, "--activation.checkpoint=full", "--activation.offload=true"],
     "optimizer offloaded": [BF16, "--optimizer.offload_state=true"],

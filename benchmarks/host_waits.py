@@ -48,7 +48,7 @@ def noted_waits() -> Iterator[list[str]]:
         return own_gather(own)
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchronizing" in str(message):
+        if "called a synchronizing" in str(message):  # not torch's word about the mode itself
             places.append(place())
 
     patches = patch.object(Trainer, "forward_backward", step), patch.object(monitor, "gather_rows", gather)

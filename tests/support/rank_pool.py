@@ -1,7 +1,7 @@
 """A pool of ranks that outlives a test: started once for each size, and given functions to run.
 
 The ranks are on gloo and see no GPU. With TEST_DEVICE=cuda in the environment and a GPU for each they are on NCCL,
-where the conformance and parity suites run too.
+where the conformance and parity suites run too; with SHARE_GPU=1 as well they may take turns on fewer.
 """
 
 import faulthandler
@@ -32,7 +32,8 @@ MOST_GROUPS = 12  # torch keeps meshes, so groups are never given up
 
 def backend_of(size: int) -> str:
     """What a pool of `size` ranks runs on."""
-    return "nccl" if os.environ.get("TEST_DEVICE") == "cuda" and torch.cuda.device_count() >= size else "gloo"
+    gpus = torch.cuda.device_count() if os.environ.get("TEST_DEVICE") == "cuda" else 0
+    return "nccl" if gpus >= size or (gpus and os.environ.get("SHARE_GPU") == "1") else "gloo"
 
 
 def rank_device() -> torch.device:
@@ -96,7 +97,7 @@ class RankPool:
     def _receive(self, rank: int) -> Any:
         try:
             failed, value, self.groups = pickle.loads(self.pipes[rank].recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.processes[rank].join(10)
             code = self.processes[rank].exitcode
             self.stop()
@@ -108,11 +109,12 @@ class RankPool:
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        store = f"{self.folder.name}/store"
+        store, backend = f"{self.folder.name}/store", backend_of(self.size)
+        # What the fork server imports asks CUDA for its devices, after which no fork of it may use them.
+        context = FORK if backend == "gloo" else multiprocessing.get_context("spawn")
         for rank in range(self.size):
-            here, there = FORK.Pipe()
-            place = (rank, self.size, backend_of(self.size), store)
-            process = FORK.Process(target=_serve, args=(*place, there), daemon=True)
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, backend, store, there), daemon=True)  # type: ignore[attr-defined]
             process.start()
             there.close()
             self.processes.append(process)
@@ -141,9 +143,11 @@ def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> 
     trainer.freeze_long_lived_objects = lambda: None  # type: ignore[attr-defined]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     use_one_thread()
-    device = torch.device("cuda", rank) if backend == "nccl" else None
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else None
     if device:
         torch.cuda.set_device(device)
+        if torch.cuda.device_count() < size:  # NCCL lets ranks share a GPU that it takes for nodes of their own
+            os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     place = {"rank": rank, "world_size": size, "device_id": device}
