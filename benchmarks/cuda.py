@@ -51,7 +51,7 @@ PARTS = (
     Part("versions", 50, "driver, torch, cuDNN, NCCL, compiler and packages"),
     Part("parity", 240, "--verify-parity on NCCL, by exchange and kind of parallelism; doctor", 2, may_share=True),
     Part("conformance", 180, "attention on NCCL against fp64: exchanges, layouts, masks", 2, may_share=True),
-    Part("faults", 240, "on NCCL: a rank is killed or stopped and losses are equal; a NaN is found", 2, may_share=True),
+    Part("faults", 300, "on NCCL: a rank is killed or stopped and losses are equal; a NaN is found", 2, may_share=True),
     Part("overlap", 120, "a profiled step: keys and values in flight beside compute", gpus=2),
     Part("flash", 40, "tests of the flash kernel"),
     Part("efficient", 40, "tests of the efficient kernel, which fp32 uses"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.cuda import PARTS, RESULTS, summarize
-from benchmarks.cuda_parts import beside_compute, longest_that_fits
+from benchmarks.cuda_parts import longest_that_fits
+from benchmarks.cuda_ranks import beside_compute
 from tests.support.forked_python import forked_python
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "cuda.sh"
@@ -120,6 +121,14 @@ def test_an_interrupted_run_says_what_did_not_run_and_goes_on_from_there(tmp_pat
     assert [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"][11:] == ["versions", "steps"]
 
 
+def test_on_one_gpu_parts_for_two_run_where_their_ranks_may_share_it(tmp_path: Path) -> None:
+    done = subprocess.run(**command(interpreter(tmp_path, 1, ()), tmp_path, "--share-gpu"), check=False)
+    assert [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"] == [
+        part.name for part in PARTS if part.gpus == 1 or part.may_share
+    ]
+    assert "Did not run: overlap (needs 2 GPUs, 1 seen)." in done.stdout
+
+
 def test_two_gpus_run_what_needs_them_first_and_no_gpu_runs_nothing(tmp_path: Path) -> None:
     subprocess.run(**command(interpreter(tmp_path, 2, ()), tmp_path), check=False)
     assert [line["part"] for line in lines_of(tmp_path) if line["status"] == "started"] == [x.name for x in PARTS]
@@ -178,8 +187,10 @@ def test_a_summary_of_nothing_names_every_part() -> None:
 def test_every_part_runs_on_a_cpu_with_emulated_kernels(tmp_path: Path) -> None:
     program = tmp_path / "parts"
     with forked_python(tmp_path) as python:
-        # The part that kills its ranks needs them to be its own, as they are below a new Python.
-        program.write_text(f'#!/bin/sh\n[ "$3" = quickstart ] && exec {sys.executable} "$@"\nexec {python} "$@"\n')
+        # The parts that kill ranks need them to be their own, as they are below a new Python.
+        program.write_text(
+            f'#!/bin/sh\ncase "$3" in quickstart|faults) exec {sys.executable} "$@"; esac\nexec {python} "$@"\n'
+        )
         program.chmod(0o755)
         done = subprocess.run(**command(str(program), tmp_path, "--rehearsal"), check=False)
     log = (tmp_path / "out" / "log.txt").read_text()
