@@ -137,6 +137,8 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         result = agent.run()
         if agent.stopping:
             take_relaunch(notes)
+        if result.state == WorkerState.UNHEALTHY:  # stuck in the kernel, where a variable of torch 2.13 asks for that
+            return EndNote(1, "error: a rank is stuck; the launcher's log above says where")
         if not result.is_failed():
             return EndNote(0, "")
         error = ChildFailedError(program[0], result.failures)
