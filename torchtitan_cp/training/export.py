@@ -99,7 +99,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         raise ConfigError(f"{out} exists already", fix="give a new folder")
     saved = open_saved_model(checkpoint)
     args = args_from(saved.config.model, saved.sizes)
-    config = config_for_hub(saved.config.model, args)
+    config = config_for_hub(saved.config.model, args, saved.stage.seq_len, saved.stage.rope)
     tokenizer = tokenizer or tokenizer_of(saved.config)
     hub = hub_of(saved.config.model)
     to_hub = hub.writer(args) if hub.writer else partial(_by_names, args, hub.names)
@@ -153,7 +153,6 @@ def _write_settings(
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     if hub.load:
-        config = config_for_hub(saved.config.model, args, length, rope and rope_parameters(rope, args.rotary_dim))
         values = {**config, **({} if start else own), "dtype": dtype}
     else:
         if start:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from torchtitan_cp.checkpoint.hub import rope_parameters
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.load import build
-from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.sections import Model, Rope
 
 DEFAULT_FLAVOR = "debug"
 _ARCHITECTURES: dict[str, Any] = {}  # of models.architecture.Architecture, which this room does not import
@@ -179,14 +180,19 @@ def hub_of(model: Model) -> Any:
     return hub
 
 
-def config_for_hub(model: Model, args: Any, *trained: Any) -> dict[str, Any]:
-    """ModelArgs with the keys of Hugging Face's config.json; `trained` as `models.architecture.Hub` has it.
+def config_for_hub(model: Model, args: Any, length: int, rope: Rope | None) -> dict[str, Any]:
+    """ModelArgs with the keys of Hugging Face's config.json.
+
+    Args:
+        length, rope: as trained, in that file if the architecture's hub has `load`.
 
     Raises:
         ConfigError: the format cannot express them.
     """
+    hub = hub_of(model)
+    trained = (length, rope and rope_parameters(rope, args.rotary_dim)) if hub.load else ()
     try:
-        return hub_of(model).config(args, *trained)
+        return hub.config(args, *trained)
     except ValueError as error:
         raise ConfigError(
             f"the model cannot be written in Hugging Face's format: {error}",

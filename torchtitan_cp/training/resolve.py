@@ -56,9 +56,9 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `config.check.check_config`: rules between keys. The product of the degrees (`config.degrees.resolve_degrees`),
       lengths and batches that the ranks can share, micro-batches for the pipeline schedule, RoPE, data, gates.
     - `registry.model_args_of`: flavor, overrides and hub checkpoint. `curriculum.check_head_dim`: RoPE on these heads.
-    - `registry.config_for_hub`: whether Hugging Face's format can describe a model that is to be exported.
     - `registry.check_model`: degrees and flags that the architecture lacks, what this model cannot do, and the biases
       that training.router_bias_update changes.
+    - `registry.config_for_hub`: whether Hugging Face's format can describe a model that each stage is to export.
     - `parallel.check_tensor_parallel`: tp divides heads and MLP; `parallel.check_expert_parallel`: ep divides experts.
     - `parallel.plan_pipeline`: there are enough layers for pp and the schedule, and this torch has the schedule.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
@@ -77,10 +77,10 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     check_config(config, ranks)
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
-    if config.checkpoint.export != "no":
-        registry.config_for_hub(config.model, model_args)
     registry.check_model(config, stages, model_args)
     check_head_dim(stages, model_args.rotary_dim)
+    for stage in stages if config.checkpoint.export != "no" else ():
+        registry.config_for_hub(config.model, model_args, stage.seq_len, stage.rope)
     costs = layer_costs(model_args, max(stage.seq_len for stage in stages))
     for stage in stages:
         check_tensor_parallel(model_args, stage.tp)

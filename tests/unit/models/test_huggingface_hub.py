@@ -23,7 +23,7 @@ from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
 from torchtitan_cp.checkpoint.hub import read_shard, start_from_hub
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.config.sections import Model
+from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.training.registry import config_for_hub, register
 
 CPU = torch.device("cpu")
@@ -210,4 +210,4 @@ def test_a_stages_rope_that_an_export_cannot_say_is_refused_with_a_way_out() -> 
     register([ARCHITECTURE])
     args = args_from_config(FAMILIES["Ministral 3"], {})
     with pytest.raises(ConfigError, match=r"from 64 on, so original_seq_len has to be that\n  fix: train one without"):
-        config_for_hub(Model(architecture="huggingface"), args, 4096, YARN)
+        config_for_hub(Model(architecture="huggingface"), args, 4096, Rope(1e6, "yarn", 8.0, original_seq_len=512))

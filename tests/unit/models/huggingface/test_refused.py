@@ -47,6 +47,16 @@ def test_check_refuses_what_a_config_asks_for_and_no_run_could_do(
     assert says in capsys.readouterr().err
 
 
+def test_a_rope_that_an_export_cannot_say_is_refused_before_a_run_that_is_to_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = 'seq_len = 128, steps = 1, global_batch_tokens = 256, rope = {kind = "yarn", factor = 2.0'
+    run = [str(write_config(tmp_path, FAMILIES["Ministral 3"])), "--checkpoint.export=bfloat16"]
+    assert main([*run, f"--curriculum.stages=[{{{stage}, original_seq_len = 128}}}}]"]) == 2
+    assert "original_seq_len has to be that" in capsys.readouterr().err
+    assert main([*run, f"--curriculum.stages=[{{{stage}, original_seq_len = 64}}}}]"]) == 0
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("parallel.tp", 2), ("parallel.pp", 2), ("activation.mlp_tiles", 2), ("model.flavor", "8B")]
 )
