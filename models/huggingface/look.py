@@ -273,7 +273,8 @@ class _Probe:
         self.model, self.names = model, {module: name for name, module in model.named_modules()}
         self.output = model.get_output_embeddings()
         count = getattr(model.config, "num_hidden_layers", 0)
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count > 0]
+        # Where a layer counts as several, as LongCat's does, there is none of so many.
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and count % len(m) == 0 < count]
         if self.output is None or not lists:
             raise _Refusal(f"{type(model).__name__} has no output layer, or no list of its {count} layers")
         self.layers = list(lists[0])

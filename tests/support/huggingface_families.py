@@ -268,11 +268,6 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
         {**HEAD, **EXPERTS, "shared_expert_intermediate_size": 24, "layer_types": ["full_attention"] * 2}
         | {"mlp_layer_types": ["dense", "sparse"]},
     ),
-    "LongCat Flash": (
-        "longcat_flash",
-        {**LATENT, **ROUTED, "head_dim": 8, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 24}
-        | {"moe_topk": 2},
-    ),
     "MiniMax-M3": (
         "minimax_m3_vl_text",
         {**HEAD, **LOCAL, "rotary_dim": 8, "shared_intermediate_size": 24, "layer_types": ["full_attention"] * 2}
@@ -323,6 +318,20 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
     "Llama 4": (
         "llama4_text",
         {**HEAD, **LOCAL, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
+    ),
+    # Two attentions in a layer.
+    "LongCat Flash": (
+        "longcat_flash",
+        {
+            **LATENT,
+            **ROUTED,
+            "head_dim": 8,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 24,
+        }
+        | {"moe_topk": 2},
     ),
     # Convolutions and recurrences.
     "Qwen3-Next": (

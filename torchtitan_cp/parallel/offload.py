@@ -96,7 +96,7 @@ class HostMemory:
         return offloaded
 
     def offload_saved(self, forward: Callable[..., Any], block: nn.Module) -> Callable[..., Any]:
-        """The block's forward (hidden `[B, s, E]`, others; LongCat's by name) that offloads what autograd saves of it.
+        """The block's forward (hidden `[B, s, E]`, others; or by name) that offloads what autograd saves of it.
 
         The block's gathered weights stay on the device; so do the other inputs, which all blocks share. A tensor that
         several operations save, as linear layers beside each other do, is copied once.
