@@ -36,7 +36,8 @@ class Progress:
         identity: what must be the same to resume: the model's sizes, the data.
         block_tokens: block size of the data order; another one reorders the text that is left.
         data_order: keys of [data] that also decide it.
-        short_loss: newest held-out loss at the length of the first stage.
+        short_loss: newest held-out loss at the length of the first stage; short_tokens: evaluation.tokens of it.
+        seconds: of training and of evaluation, by rank 0's clock.
         skipped_ranges: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
         health: what bad steps have led to; see health.recovery.RecoveryState.
         recent: numbers of the last healthy steps; see health.monitor.SpikeDetector.
@@ -57,6 +58,8 @@ class Progress:
     block_tokens: int = 0
     data_order: dict[str, Any] = dataclasses.field(default_factory=dict)
     short_loss: float | None = None
+    short_tokens: int = 0
+    seconds: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     skipped_ranges: list[list[int]] = dataclasses.field(default_factory=list)
     health: dict[str, Any] = dataclasses.field(default_factory=dict)
     recent: list[list[float]] = dataclasses.field(default_factory=list)
@@ -134,8 +137,14 @@ def read_progress(folder: Path) -> Progress:
         raise DamagedError(f"{PROGRESS_FILE} cannot be read ({type(error).__name__}: {error})") from None
 
 
-def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Refuse to resume with another model or other data.
+NEW_RUN = "give the new run a folder of its own: --job.dump_folder=..."
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, otherwise: str = NEW_RUN) -> None:
+    """Refuse to go on with another model or other data.
+
+    Args:
+        otherwise: what else to do than undo the change.
 
     Raises:
         ConfigError: naming what differs.
@@ -146,7 +155,7 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> No
             what = " of the text, the tokenizer or their settings" * name.startswith("data")
             raise ConfigError(
                 f"{path} was written with {name} {was}, and the config now gives {is_now}",
-                fix=f"undo the change{what}, or give the new run a folder of its own: --job.dump_folder=...",
+                fix=f"undo the change{what}, or {otherwise}",
             )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan_cp.checkpoint.load import CheckpointReader, load_state
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import verify_checkpoint
-from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, read_progress
+from torchtitan_cp.checkpoint.progress import PROGRESS_FILE, Progress, read_progress
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import CHECKPOINTS, RUN_CONFIG
 from torchtitan_cp.config.load import build
@@ -32,20 +32,27 @@ class SavedModel:
     Attributes:
         path: the step-N folder.
         config: of the run, with the path of the tokenizer that the run trained and the rope of `stage`.
-        stage: the last that the run had begun.
-        sizes: of the model, see `training.registry.args_from`.
-        short_loss: see Progress.
+        number: of the last stage that the run had begun, from 0.
+        progress: where the run stood.
         tensors: name -> (size, dtype) of each parameter.
         reader: of the checkpoint's files.
     """
 
     path: Path
     config: Config
-    stage: Stage
-    sizes: dict[str, Any]
-    short_loss: float | None
+    number: int
+    progress: Progress
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     reader: CheckpointReader
+
+    @property
+    def stage(self) -> Stage:
+        return self.config.curriculum.stages[self.number]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of the model, see `training.registry.args_from`."""
+        return dict(self.progress.identity["model"])
 
     @property
     def length_note(self) -> str:
@@ -104,7 +111,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
         own_rope = rope and build(Rope, rope, where=f"curriculum.stages[{number}].rope", file=str(path))
         stages[number] = replace(stages[number], rope=own_rope)
         config = config.with_keys(curriculum={"stages": tuple(stages)})
-    return SavedModel(path, config, stages[number], progress.identity["model"], progress.short_loss, tensors, reader)
+    return SavedModel(path, config, number, progress, tensors, reader)
 
 
 def load_weights(saved: SavedModel, parts: Iterable[nn.Module]) -> None:

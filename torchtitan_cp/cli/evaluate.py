@@ -16,6 +16,7 @@ from matplotlib.image import imsave
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from torchtitan_cp.checkpoint.progress import check_identity
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_saved_model
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least
@@ -31,24 +32,29 @@ from torchtitan_cp.training.trainer import Trainer
 WAIT_SECONDS = 3600.0
 
 
-def evaluate(saved: SavedModel, config: Config, world: World) -> EvaluationResult:
+def evaluate(saved: SavedModel, config: Config, world: World, number: int | None = None) -> EvaluationResult:
     """Evaluate a checkpoint. Collective.
 
     Args:
         config: of the run, as `evaluation_config` gives it for these ranks.
+        number: of the stage, from 0, whose length and text are used; None: the checkpoint's own.
 
     Raises:
-        UserError: the config does not fit the ranks, a file cannot be read, or nothing is held out.
+        UserError: the config does not fit the ranks, the text is not that of the run, a file cannot be read, or
+            nothing is held out.
     """
     trainer = Trainer(config, world, args_from(config.model, saved.sizes))
-    stage = trainer.stages[saved.config.curriculum.stages.index(saved.stage)]
+    # Of other text, some that was trained on may be held out now.
+    identity = {name: value for name, value in trainer.progress.identity.items() if name.startswith("data")}
+    check_identity(saved.progress.identity, identity, saved.path, "run this in the folder where training was started")
+    stage = trainer.stages[saved.number if number is None else number]
     load_weights(saved, trainer.model.parts)
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} batches"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=world.rank != 0) as bar:
         task = bar.add_task("evaluating", total=None)
         trainer.evaluator.set_activity = lambda _: bar.update(task, advance=1)
-        batch_layout = trainer.model.configure_stage(stage)
-        result = trainer.evaluator.evaluate(stage, batch_layout, at_end=True, short_loss=saved.short_loss)
+        batch_layout = trainer.model.configure_stage(trainer.stages[saved.number])  # with the rope it was trained with
+        result = trainer.evaluator.evaluate(stage, batch_layout, saved.progress, at_end=True)
     if result is None:
         raise ConfigError(
             "the corpus of this run holds nothing out: data.validation_fraction = 0",
@@ -78,11 +84,11 @@ def evaluation_config(config: Config, ranks: int, options: argparse.Namespace) -
     )
 
 
-def write_result(out: Path, saved: SavedModel, result: EvaluationResult) -> None:
+def write_result(out: Path, saved: SavedModel, stage: Stage, result: EvaluationResult) -> None:
     """Write evaluation.json, and images of loss by position and of each variant of prompts."""
     out.mkdir(parents=True, exist_ok=True)
-    name = saved.stage.name or format_tokens(saved.stage.seq_len)
-    about = {"checkpoint": str(saved.path), "stage": name, "seq_len": saved.stage.seq_len}
+    name = stage.name or format_tokens(stage.seq_len)
+    about = {"checkpoint": str(saved.path), "stage": name, "seq_len": stage.seq_len}
     (out / "evaluation.json").write_text(json.dumps({**about, **result.to_json()}, indent=1) + "\n", encoding="utf-8")
     curve = {saved.path.name: (result.position_starts, result.position_losses)}
     imsave(out / "loss_by_position.png", draw_loss_by_position(curve))
@@ -125,25 +131,24 @@ def _evaluate(options: argparse.Namespace) -> int:
     saved = open_saved_model(options.checkpoint, collective=True)
     if world.rank == 0 and max(options.lengths or (0,)) > saved.stage.seq_len:
         print(saved.length_note, file=sys.stderr)
-    if options.stage is not None:
-        stages = saved.config.curriculum.stages
-        if not 1 <= options.stage <= len(stages):
-            raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
-        saved = replace(saved, stage=stages[options.stage - 1])
+    stages = saved.config.curriculum.stages
+    number = saved.number if options.stage is None else options.stage - 1
+    if not 0 <= number < len(stages):
+        raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
     out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
     try:  # before the work
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", fix="give another folder with --out") from None
-    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
+    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
     if options.lengths and not any(one.by_length() for one in found.retrieval.values()):
         raise ConfigError(
             f"none of --lengths is measured; left out: {'; '.join(found.left_out) or 'all, without --trials'}",
             fix="give lengths that hold a question, with --trials above 0",
         )
     if world.rank == 0:
-        print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), saved.stage.seq_len)))
-        write_result(out, saved, found)
+        print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), stages[number].seq_len)))
+        write_result(out, saved, stages[number], found)
         print(f"written to {out}")
     stop_ranks()
     return 0

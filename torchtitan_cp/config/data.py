@@ -98,7 +98,7 @@ class Data(SourceKeys):
         packing_window: best_fit: sequences packed at once
         document_mask: tokens attend to their own document only, and its last token predicts nothing. Default: true for
             a stage that reads conversations, else false
-        restart_positions: positions begin at 0 in each document. Default: as for document_mask
+        restart_positions: positions begin at 0 in each document. Default: true where conversations are masked
         workers: processes that read sequences and plan their attention; 0: a thread
         cache_folder: where tokens and the trained tokenizer are kept between runs
         prefetch_batches: steps read ahead of the training loop

@@ -18,8 +18,10 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
     values = {name: getattr(data, name) if value is None else value for name, value in own.items()}
     mixture, sources = values["mixture"], data.by_name().items()
     chat = any(source.conversations for name, source in sources if not mixture or mixture.get(name))
-    suited = {"packing": "best_fit" if chat else "concat", "document_mask": chat, "restart_positions": chat}
-    values.update({name: value for name, value in suited.items() if values[name] is None})
+    for name, suited in {"packing": "best_fit" if chat else "concat", "document_mask": chat}.items():
+        values[name] = suited if values[name] is None else values[name]
+    if values["restart_positions"] is None:
+        values["restart_positions"] = chat and values["document_mask"]
     return ResolvedStageData(**values, max_epochs=data.max_epochs)
 
 

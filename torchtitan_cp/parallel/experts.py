@@ -109,7 +109,9 @@ class ExpertDispatch:
         """
         chunks = 2 if self.group and hidden.device.type != "cpu" else self.chunks
         counts = torch.stack([count_choices(part, self.experts) for part in chosen.tensor_split(chunks)])
-        most = math.ceil(self.capacity * chosen.numel() / counts.numel()) if self.capacity else chosen.numel()
+        # An evaluation takes no memory for a backward, and its numbers are the same on any ranks.
+        capacity = self.capacity if torch.is_grad_enabled() else 0.0
+        most = math.ceil(capacity * chosen.numel() / counts.numel()) if capacity else chosen.numel()
         kept = counts.clamp(max=most)
         if torch.is_grad_enabled():
             normalized = shares.detach().double()
@@ -117,7 +119,7 @@ class ExpertDispatch:
             routing = self.layer, counts.sum(0), torch.special.entr(normalized).sum(), (counts - kept).sum()
             # Of what enters: FSDP warns of modules that give a view.
             hidden = _Counted.apply(hidden, self.sums, routing)
-        if self.ranks > 1 or self.capacity:
+        if self.ranks > 1 or capacity:
             return self._dispatch(hidden, chosen, shares, kept, most)
         return self.compute(hidden, chosen, shares)
 

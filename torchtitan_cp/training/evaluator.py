@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
@@ -97,14 +98,14 @@ class Evaluator:
         self.prompts = PromptWriter(lambda text: encode([text])[0], data_pipeline.filler, settings.passkey)
 
     def evaluate(
-        self, stage: StagePlan, batch_layout: BatchLayout, *, at_end: bool, short_loss: float | None
+        self, stage: StagePlan, batch_layout: BatchLayout, progress: Progress, *, at_end: bool
     ) -> EvaluationResult | None:
         """Measure what [evaluation] asks for and there is time for, and what the stage's gate asks for. Collective.
 
         Args:
             batch_layout: which rank reads what of the stage.
+            progress: has the loss at the first stage's length at that stage's end, if it was measured.
             at_end: of the stage. Between steps an evaluation may be left out.
-            short_loss: loss at the first stage's length at that stage's end, if it was measured.
 
         Returns:
             None if nothing is held out, there is no time, or a stop was requested.
@@ -119,7 +120,7 @@ class Evaluator:
             if held_out is None:
                 logger.info("evaluation skipped: no source of the stage holds text out (data.validation_fraction)")
                 return None
-            rise = self._short_loss_rise(stage, layout, short_loss, at_end)
+            rise = self._short_loss_rise(stage, layout, progress, at_end)
             retrieval = self.measure_retrieval(stage, layout)
             gain, by_position = self._context_gain(held_out, layout, stage), held_out
             length = self.settings.position_seq_len or stage.seq_len
@@ -157,16 +158,20 @@ class Evaluator:
 
     # Losses --------------------------------------------------------------------------------------------------
 
-    def held_out_losses(self, batch_layout: BatchLayout, stage: StagePlan, block: int = 0) -> HeldOutLosses | None:
+    def held_out_losses(
+        self, batch_layout: BatchLayout, stage: StagePlan, block: int = 0, tokens: int = 0
+    ) -> HeldOutLosses | None:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
         Args:
             batch_layout: gives the length, and which rank reads what.
             stage: gives the mixture and the mask of documents.
             block: cut documents into blocks of so many tokens, none of which sees another; 0: leave them whole.
+            tokens: of the text; 0: evaluation.tokens.
         """
+        tokens = tokens or self.settings.tokens
         seq_len, device, compared = batch_layout.seq_len, self.model.device, self.settings.context_gain_tokens
-        count, starts = max(1, self.settings.tokens // seq_len), bin_starts(seq_len)
+        count, starts = max(1, tokens // seq_len), bin_starts(seq_len)
         data = self.data_pipeline.stage_data(stage)
         samples = held_out_samples(self.data_pipeline.held_out, seq_len, data, count, block)
         if samples is None:
@@ -174,7 +179,7 @@ class Evaluator:
         sources, layout = list(samples.packed), _fitted(batch_layout, count)
         for name, epochs in samples.epochs_after(1).items():
             if not samples.packed[name].samples:
-                few = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {seq_len:,} tokens"
+                few = f"evaluation.tokens = {tokens} gives it no sequence of {seq_len:,} tokens"
                 self.left_out[f"the loss of {name}: {few}"] = None
             elif epochs > 1:
                 again = f"what it holds out is read {epochs:.1f} times"
@@ -208,20 +213,21 @@ class Evaluator:
         return HeldOutLosses(sources, starts, sums[:-1], sums[-1].sum(1), by_turn.cpu(), label_counts.cpu())
 
     def _short_loss_rise(
-        self, stage: StagePlan, batch_layout: BatchLayout, before: float | None, at_end: bool
+        self, stage: StagePlan, batch_layout: BatchLayout, progress: Progress, at_end: bool
     ) -> float | None:
         """By which fraction the loss at the first stage's length rose; None if it is not measured."""
         for_gate, ranks, first = "short_loss_rise" in stage.until, stage.cp * stage.tp, self.first_stage
         what = "the loss at the first stage's length"
         # A stage with a gate may end with any evaluation.
+        before, tokens = progress.short_loss, progress.short_tokens or self.settings.tokens
         if not (stage.index and before and (at_end or stage.until)):
             return None
         if first.seq_len % length_unit(stage.cp, stage.tp):
             self.left_out[f"{what}, which cp x tp = {ranks} ranks cannot share"] = None
             return None
-        if not self._is_due(what, for_gate, tokens=max(self.settings.tokens, first.seq_len)):
+        if not self._is_due(what, for_gate, tokens=max(tokens, first.seq_len)):
             return None
-        found = self.held_out_losses(resized(batch_layout, first.seq_len), first)
+        found = self.held_out_losses(resized(batch_layout, first.seq_len), first, tokens=tokens)
         return found.loss / before - 1 if found else None
 
     def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: StagePlan) -> float | None:

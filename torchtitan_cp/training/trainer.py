@@ -183,6 +183,7 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest checkpoint, or the weights to start from. Collective."""
         self.progress = resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
+        self.evaluator.budget.trained_seconds, self.evaluator.budget.spent_seconds = self.progress.seconds
         if not self.finished:
             self.data_pipeline.check_epochs(self.stages, self.progress)
 
@@ -399,9 +400,7 @@ class Trainer:
         # A stage's first evaluation may compile, as its first step may.
         first = self.evaluated_stage != stage.index
         self.watchdog_timeout_seconds = max(job.timeout_seconds, first * job.startup_timeout_seconds)
-        found = self.evaluator.evaluate(
-            stage, batch_layout, at_end=self._stage_over(), short_loss=self.progress.short_loss
-        )
+        found = self.evaluator.evaluate(stage, batch_layout, self.progress, at_end=self._stage_over())
         self.watchdog_timeout_seconds = job.timeout_seconds
         reshard(self.model.parts)  # without a backward, gathered weights that are kept would stay their parameters
         self.model.pop_timings()  # those of the evaluation are not the next step's
@@ -412,7 +411,7 @@ class Trainer:
             self.evaluated_stage = stage.index
             self.recorder.record_evaluation(stage, self.progress.step, found)
             if stage.index == 0:
-                self._set_progress(short_loss=found.loss)
+                self._set_progress(short_loss=found.loss, short_tokens=self.config.evaluation.tokens)
             if stage.until:
                 self._judge(stage, found)
         if self._stage_over() and (found or not self.stopping):
@@ -460,6 +459,7 @@ class Trainer:
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return
+        self._set_progress(seconds=[self.evaluator.budget.trained_seconds, self.evaluator.budget.spent_seconds])
         self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:

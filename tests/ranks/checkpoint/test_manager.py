@@ -28,7 +28,7 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter, restore_replaced
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
 from torchtitan_cp.config import Config
-from torchtitan_cp.config.sections import Checkpoint, Optimizer, Stage
+from torchtitan_cp.config.sections import Checkpoint, Optimizer
 from torchtitan_cp.optim.build import build_optimizer
 
 NOBODY = 65534
@@ -198,7 +198,7 @@ def load_a_buffer(folder: Path) -> tuple[bool, list[float]]:
     checkpoints.save(Progress(step=1), [model], [torch.optim.AdamW(model.parameters())])
     checkpoints.close()
     path = folder / "step-1"
-    load_weights(SavedModel(path, Config(), Stage(), {}, None, {}, CheckpointReader(path)), [other])
+    load_weights(SavedModel(path, Config(), 0, Progress(), {}, CheckpointReader(path)), [other])
     return torch.equal(other.weight, model.weight), other.get_buffer("bias_of_router").tolist()
 
 

@@ -223,6 +223,7 @@ STAGES = """
 seq_len = 128
 steps = 2
 global_batch_tokens = 512
+rope = {{theta = 50.0}}
 
 [[curriculum.stages]]
 seq_len = 256
@@ -397,15 +398,15 @@ def too_short(path: Path, question: str) -> dict[str, None]:
     return evaluator.left_out
 
 
-def grid(folder: Path, out: Path) -> dict[str, Any]:
+def grid(folder: Path, out: Path, number: int | None = None, tokens: int | None = None) -> dict[str, Any]:
     """On a rank: what the program finds of a run's newest checkpoint, as it writes it."""
     register(ARCHITECTURES)
     saved = open_saved_model(folder)
-    options = argparse.Namespace(variants=None, lengths=None, depths=None, trials=None, tokens=None)
+    options = argparse.Namespace(variants=None, lengths=None, depths=None, trials=None, tokens=tokens)
     world = start_ranks(60.0)
-    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world)
+    found = evaluate(saved, evaluation_config(saved.config, world.size, options), world, number)
     if world.rank == 0:
-        write_result(out, saved, found)
+        write_result(out, saved, saved.stage, found)
     dist.barrier()
     return json.loads((out / "evaluation.json").read_text())
 
@@ -423,6 +424,11 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
             assert found[name] == pytest.approx(last[name], rel=1e-4, abs=1e-6), name
         pictures = {picture.name for picture in (tmp_path / f"out{size}").glob("*.png")}
         assert pictures == {"passkey.png", "loss_by_position.png"}
+    at_first_length = ranks(2)(grid, folder / "run", tmp_path / "first", 0)[0]
+    assert at_first_length["loss"] / lines[1]["loss"] - 1 == pytest.approx(last["short_loss_rise"], rel=1e-3)
+    of_other_tokens = ranks(2)(grid, folder / "run", tmp_path / "tokens", None, 256)[0]
+    assert of_other_tokens["loss"] != pytest.approx(last["loss"], rel=1e-4)
+    assert of_other_tokens["short_loss_rise"] == pytest.approx(last["short_loss_rise"], rel=1e-3)
     code, said = ranks(1)(refused, str(folder / "run"), "--stage", "9")[0]
     assert code == 2
     assert said.startswith("error: --stage 9 does not exist")
@@ -434,6 +440,20 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     assert not list((folder / "run" / "evaluation").glob("*/*")), "a result that is there stays"
     code, said = ranks(1)(refused, *few, "300", "--stage", "9")[0]
     assert said.startswith("note: longer than the 256 tokens that")
+
+
+def test_the_program_refuses_text_that_is_not_the_runs(
+    ranks: Callable[[int], RankPool], gated: tuple[Path, Evaluated]
+) -> None:
+    file = gated[0] / "corpus" / "uuid.py"
+    text = file.read_text()
+    try:
+        file.write_text(text + "more = True\n")
+        code, said = ranks(1)(refused, str(gated[0] / "run"))[0]
+    finally:
+        file.write_text(text)
+    assert code == 2
+    assert "was written with data by source {'late': " in said
 
 
 def test_the_program_says_in_one_line_what_is_wrong_with_its_input(

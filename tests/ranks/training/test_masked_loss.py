@@ -235,7 +235,7 @@ def held_out(path: Path, *overrides: str) -> tuple[float, list[list[float]], str
     pipeline.held_out = {name: masked(held_out_stream()) for name in pipeline.held_out}
     layout = trainer.enter_stage(stage)
     losses = trainer.evaluator.held_out_losses(resized(layout, S), stage)
-    result = trainer.evaluator.evaluate(stage, layout, at_end=True, short_loss=None)
+    result = trainer.evaluator.evaluate(stage, layout, trainer.progress, at_end=True)
     assert losses
     assert result
     return losses.loss, losses.by_turn.tolist(), "\n".join(result.lines(1, S))

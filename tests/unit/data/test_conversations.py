@@ -465,4 +465,4 @@ def test_a_stage_that_reads_conversations_packs_them_whole_and_apart() -> None:
     assert resolved(StageData(mixture={"text": 1.0})) == ("concat", False, False)
     assert resolved(StageData(), mixture={"text": 1.0, "chat": 0.0}) == ("concat", False, False)
     assert resolved(StageData(mixture={"text": 1.0, "chat": 0.5})) == ("best_fit", True, True)
-    assert resolved(StageData(packing="concat"), document_mask=False) == ("concat", False, True)
+    assert resolved(StageData(packing="concat"), document_mask=False) == ("concat", False, False)
