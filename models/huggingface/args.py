@@ -50,9 +50,11 @@ class HuggingFaceArgs:
         return len(self.look.layers)
 
     @property
-    def shares_keys(self) -> bool:
-        """Whether some layers attend to the keys of others, as in Gemma 3n and 4."""
-        return bool(self.config.get("num_kv_shared_layers"))
+    def never_compiled_and_recomputed(self) -> str:
+        """Why blocks are not compiled where they are recomputed; empty if they may be."""
+        if self.config.get("num_kv_shared_layers"):  # Gemma 3n and 4
+            return "layers of this model hand their keys on to later ones"
+        return "its routers hand their logits on to the balance loss" if self.balance else ""
 
     @cached_property
     def _widest(self) -> LayerLook:

@@ -274,10 +274,11 @@ class _Probe:
         self.output = model.get_output_embeddings()
         count = getattr(model.config, "num_hidden_layers", 0)
         # Where a layer counts as several, as LongCat's does, there is none of so many.
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and count % len(m) == 0 < count]
+        found = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+        lists = [list(layers) for layers in found if len(layers) and count % len(layers) == 0 < count]
         if self.output is None or not lists:
             raise _Refusal(f"{type(model).__name__} has no output layer, or no list of its {count} layers")
-        self.layers = list(lists[0])
+        self.layers = max(lists, key=len)
         self.kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * count
         self.tied = self.output.weight is model.get_input_embeddings().weight
         self.parameters = sum(p.numel() for p in model.parameters())

@@ -29,8 +29,8 @@ class HuggingFaceModel(nn.Module):
     Where config.json has `output_router_logits`, `router_aux_loss_coef` times the balance loss of transformers joins
     the loss, for each sequence by itself: X times the sum over experts of the share of choices and the mean
     probability, both over all tokens and layers. As in models/moe, shares are counted over all ranks that hold the
-    sequence, and the sum over its tokens is divided by what divides the cross-entropy. Source: Switch Transformer
-    (Fedus et al., 2021).
+    sequence, and the sum over its tokens is divided by all tokens of the step. Source: Switch Transformer (Fedus et
+    al., 2021).
 
     Args:
         args: of the model.

@@ -45,7 +45,7 @@ class LlamaArgs:
 
     logit_scale: ClassVar[float] = 1.0  # as the loss has them
     logit_softcap: ClassVar[float] = 0.0
-    shares_keys: ClassVar[bool] = False  # no layer attends to another's keys
+    never_compiled_and_recomputed: ClassVar[str] = ""  # no layer hands more on than its output
     longest: ClassVar[int] = 0  # tokens of a sequence; 0: any number
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import types
@@ -116,6 +117,8 @@ def build(kind: Any, value: Any, *, where: str, file: str) -> Any:
         raise ConfigError(f"{file}: {where} holds a NUL character", fix="leave it out")
     if plain is float and type(value) is int:
         return float(value)
+    if plain is str and type(value) is float and not math.isfinite(value):
+        return str(value)  # TOML takes nan and inf without quotes, as in --health.inject.kind=nan, for numbers
     if type(value) is not plain:
         wanted, fix = TOML_TYPES[plain]
         raise ConfigError(f"{file}: {where} must be {wanted}, got {value!r}", fix=fix)

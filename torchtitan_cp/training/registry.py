@@ -52,10 +52,11 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     for stage in stages:
         _check_lacks(config, stage)
         # torch.compile cannot recompute them.
-        if config.compile.enable and stage.activation.checkpoint != "none" and args.shares_keys:
+        reason = args.never_compiled_and_recomputed
+        if config.compile.enable and stage.activation.checkpoint != "none" and reason:
             raise ConfigError(
                 f"compile.enable and activation.checkpoint = {stage.activation.checkpoint!r} exclude each other here: "
-                "layers of this model hand their keys on to later ones",
+                f"{reason}",
                 fix="leave one of them out",
             )
         check_length(args, f"curriculum.stages[{stage.index}].seq_len", stage.seq_len)

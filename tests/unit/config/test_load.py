@@ -256,3 +256,8 @@ def test_a_home_folder_is_expanded_and_a_byte_order_mark_is_not_read(tmp_path: P
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xef\xbb\xbf[job]\ndump_folder = '~/runs/mine'\n")
     assert load_config(path).job.dump_folder == str(Path.home() / "runs" / "mine")
+
+
+def test_a_word_that_toml_takes_for_a_number_is_a_word_where_one_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    assert load_config(tmp_path / "run.toml", ["--health.inject.kind=nan"]).health.inject.kind == "nan"

@@ -68,10 +68,20 @@ def test_check_refuses_by_name_what_these_models_lack(
     assert key in capsys.readouterr().err
 
 
-def test_check_refuses_to_compile_recomputed_layers_that_hand_keys_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (FAMILIES["Gemma 4"], "hand their keys on to later ones"),
+        ({**FAMILIES["Qwen3-MoE"], "output_router_logits": True, "router_aux_loss_coef": 0.5}, "to the balance loss"),
+    ],
+)
+def test_check_refuses_to_compile_recomputed_layers_that_hand_more_on_than_their_output(
+    config: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_config(tmp_path, FAMILIES["Gemma 4"])
+    path = write_config(tmp_path, config)
     assert main([str(path), "--compile.enable=true", "--activation.checkpoint=full"]) == 2
-    assert "compile.enable and activation.checkpoint = 'full' exclude each other" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "compile.enable and activation.checkpoint = 'full' exclude each other" in said
+    assert says in said
     assert main([str(path), "--activation.checkpoint=full"]) == 0
+    assert main([str(path), "--compile.enable=true", "--activation.checkpoint=none"]) == 0
