@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import tokenizers
 
 FOLDER = Path(__file__).parent / "chat_templates"
@@ -65,6 +66,25 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({**VARIABLES, **config}))
     return folder / "tokenizer.json"
+
+
+def write_llama_model(path: Path, **options: Any) -> Path:
+    """A SentencePiece model with options as Llama 2's, that puts a space before a text. Returns its file."""
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(Path(__file__).read_text("utf-8").splitlines()),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=400,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            minloglevel=2,
+            **options,
+        )
+    return path
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:

@@ -43,12 +43,12 @@ class Frame(NamedTuple):
 
     Attributes:
         opening: `[n]` token ids before it.
-        closing: `[n]` token ids after it, to the beginning of the assistant's turn.
+        closing: text after it, to the beginning of the assistant's turn.
         special: `[n]` token ids that are left out of the filler, since they would end the user's turn.
     """
 
     opening: np.ndarray = np.empty(0, np.int64)
-    closing: np.ndarray = np.empty(0, np.int64)
+    closing: str = ""
     special: np.ndarray = np.empty(0, np.int64)
 
 
@@ -56,7 +56,7 @@ class PromptWriter:
     """Writes prompts from filler text. A prompt depends on its arguments, its number and the frame only.
 
     Args:
-        encode: gives the tokens of a text.
+        encode: gives the tokens of a text, with the special tokens of a frame.
         filler: (number of the prompt, count) -> tokens of real text, `[count]`.
         settings: [evaluation.passkey].
 
@@ -83,10 +83,12 @@ class PromptWriter:
         filler = self.filler(number, length)
         filler = np.resize(filler[~np.isin(filler, special)], length)
         texts, question, answer = VARIANTS[variant](self, draw, filler)
-        needles = [self.encode(text) for text in texts]
+        needles = [self._encode_behind("\n", text) for text in texts]
         # Behind a header, an answer begins without a space.
-        asked, answered = self.encode(question), self.encode(answer.lstrip() if len(closing) else answer)
-        room = length - sum(map(len, (opening, *needles, asked, closing, answered)))
+        question, answer = question + closing, answer.lstrip() if closing else answer
+        asked = self._encode_behind("\n", question + answer)
+        answered = self._encode_behind("\n" + question, answer)
+        room = length - sum(map(len, (opening, *needles, asked)))
         if room < 0:
             return None
         others = draw.random(len(needles) - 1)
@@ -97,7 +99,7 @@ class PromptWriter:
         for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
             pieces += [filler[before:place], needle]
             before = place
-        tokens = np.concatenate([*pieces, filler[before:room], asked, closing, answered]).astype(np.int64)
+        tokens = np.concatenate([*pieces, filler[before:room], asked]).astype(np.int64)
         labels = np.full(length, IGNORED, dtype=np.int64)
         labels[-len(answered) - 1 : -1] = answered
         return Prompt(tokens, labels)
@@ -122,8 +124,14 @@ class PromptWriter:
                 break
         return found
 
+    def _encode_behind(self, before: str, text: str) -> np.ndarray:
+        """The tokens of a text where it follows another; by itself, some tokenizers put a space before it."""
+        both, first = self.encode(before + text), self.encode(before)
+        same = np.append(both[: len(first)] == first[: len(both)], False)
+        return both[same.argmin() :]
+
     def _occurs(self, text: str, filler: np.ndarray) -> bool:
-        tokens = self.encode(text)
+        tokens = self._encode_behind("\n", text)
         if not 0 < len(tokens) <= len(filler):
             return False
         return bool((np.lib.stride_tricks.sliding_window_view(filler, len(tokens)) == tokens).all(1).any())

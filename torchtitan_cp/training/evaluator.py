@@ -92,10 +92,10 @@ class Evaluator:
         self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
         self.set_activity, self.stop_requested = set_activity, stop_requested
         self.budget, self.left_out = Budget(settings.max_share), dict[str, None]()
-        config, encode = data_pipeline.config, data_pipeline.corpus.tokenizer.encode_batch
+        config, encode = data_pipeline.config, data_pipeline.corpus.tokenizer.encode_chat_batch
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
-        self.prompts = PromptWriter(lambda text: encode([text])[0], data_pipeline.filler, settings.passkey)
+        self.prompts = PromptWriter(lambda text: encode([text])[0][0], data_pipeline.filler, settings.passkey)
 
     def evaluate(
         self, stage: StagePlan, batch_layout: BatchLayout, progress: Progress, *, at_end: bool

@@ -2,18 +2,30 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from string import ascii_letters
 
 import numpy as np
 import pytest
+import tokenizers
 
+from tests.support.chats import write_llama_model
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.names import VARIANTS as CONFIG_VARIANTS
 from torchtitan_cp.config.sections import Passkey
+from torchtitan_cp.data.corpus.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    train_sentencepiece,
+)
 from torchtitan_cp.evaluation.prompts import VARIANTS, Frame, Prompt, PromptWriter
 
 PASSKEY = Passkey(
     needle=" The magic number for {name} is: {key}. ", question=" What is the magic number for {name}? It is {key}"
 )
+LINES = ["The magic number for ABCDE is: 7654321. What is it? the grass is green, 0123456789."] * 99
 TERSE = Passkey(needle="{name:.1}{key:.2}", question="{name:.1}{key:.2}", keys=2)
 
 
@@ -126,7 +138,7 @@ def test_a_name_that_the_filler_holds_is_not_taken() -> None:
 def test_a_prompt_within_a_frame_is_a_conversation_whose_answer_follows_the_assistants_header(variant: str) -> None:
     plain, framed = writer(), writer()
     special = np.array([ord("g"), ord("\x02")])
-    framed.frame = Frame(encode("\x01user:"), encode("\x02assistant:"), special)
+    framed.frame = Frame(encode("\x01user:"), "\x02assistant:", special)
     before, prompt = plain.write(variant, 900, 0.3, 1), framed.write(variant, 900, 0.3, 1)
     assert before
     assert prompt
@@ -139,3 +151,55 @@ def test_a_prompt_within_a_frame_is_a_conversation_whose_answer_follows_the_assi
     assert "the rass is reen" in user, "the filler has no special tokens"
 
     assert framed.write(variant, len("\x01user:\x02assistant:"), 0.0, 1) is None
+
+
+def tokenizer_of(kind: str, path: Path) -> Tokenizer:
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind == "our own":
+        train_sentencepiece(LINES, 320, path)
+        return SentencePieceTokenizer(path)
+    if kind == "BPE as Llama 2's":
+        return SentencePieceTokenizer(write_llama_model(path))
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>", "</s>"], initial_alphabet=["\n", *ascii_letters]
+    )
+    made.train_from_iterator(LINES, trainer)
+    if kind == "Prepend":
+        steps = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+        made.normalizer, made.pre_tokenizer = tokenizers.normalizers.Sequence(steps), None
+    made.save(str(path))
+    return HuggingFaceTokenizer(path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "our own", "BPE as Llama 2's", "Metaspace", "Prepend"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_of_a_prompt_are_those_of_its_text_where_a_tokenizer_begins_texts_with_a_space(
+    kind: str, variant: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(kind, tmp_path / "its")
+
+    def tokens_of(text: str) -> list[int]:
+        return tokenizer.encode_batch([text])[0].tolist()
+
+    text = "the grass is green."
+    filler = np.resize(tokens_of(text), 1024).astype(np.int64)
+    settings = Passkey(needle=" The magic number for {name} is: {key}.", question="What is the number for {name}?{key}")
+    written = PromptWriter(
+        lambda text: tokenizer.encode_batch([text])[0], lambda number, count: filler[:count], settings
+    )
+    for number in range(5):
+        needles, question, answer = VARIANTS[variant](written, np.random.default_rng([number, 1024]), filler)
+        prompt = written.write(variant, 1024, 1.0, number)
+        assert prompt
+        assert len(prompt.tokens) == 1024
+        before, whole = tokens_of(text + question), tokens_of(text + question + answer)
+        assert whole[: len(before)] == before
+        assert prompt.labels[prompt.labels != IGNORED].tolist() == whole[len(before) :]
+        asked = whole[len(tokens_of(text)) :]
+        assert prompt.tokens[-len(asked) :].tolist() == asked
+        told = tokens_of(text + needles[0])[len(tokens_of(text)) :]
+        if variant != "variable_tracking":  # else the other needles stand between
+            assert prompt.tokens[-len(told) - len(asked) : -len(asked)].tolist() == told

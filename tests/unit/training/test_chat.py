@@ -41,7 +41,7 @@ def test_the_frame_and_a_text_are_the_tokens_of_the_conversation(tmp_path: Path,
     own = HuggingFaceTokenizer(write_tokenizer(tmp_path)) if kind == "huggingface" else ByteTokenizer()
     template = ChatTemplate(CHATML) if kind == "huggingface" else BYTES_TEMPLATE
     frame, text = prompt_frame(template, own), "What is in the box? \u00e9"
-    tokens = np.concatenate([frame.opening, own.encode_batch([text])[0], frame.closing])
+    tokens = np.concatenate([frame.opening, own.encode_chat_batch([text + frame.closing])[0][0]])
     assert tokens.tolist() == encode_turns(template, own, [{"role": "user", "content": text}])
     assert frame.special.tolist() == ([END, START_TURN, END_TURN] if kind == "huggingface" else [256])
 
