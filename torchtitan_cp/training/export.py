@@ -194,12 +194,12 @@ def write_tokenizer(
         # A tokenizer.json by itself leaves transformers no choice.
         if settings.path and (settings.kind, own["tokenizer_class"]) != ("huggingface", ANY_TOKENIZER):
             try:
-                _match_tokenizer(tokenizer, own["tokenizer_class"], out)
+                _match_tokenizer(tokenizer, own["tokenizer_class"], out, conversations=template is not None)
             except Exception as error:  # transformers raises what it likes
                 logger.warning("the exported tokenizer is not compared with %s: %s", tokenizer.path, error)
 
 
-def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path) -> None:
+def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, conversations: bool) -> None:
     """Warn if transformers, by the class of this name, splits text otherwise than training."""
     transformers = import_extra("transformers", extra="hub", needed_by="a look at the exported tokenizer")
 
@@ -214,7 +214,7 @@ def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path) -> None:
     theirs = load()
     if isinstance(tokenizer, SentencePieceTokenizer) and name == ANY_TOKENIZER and not (out / TOKENIZER_JSON).exists():
         # Of the model it reads everything except what becomes of spaces.
-        _set_spaces(theirs.backend_tokenizer, tokenizer.spaces)
+        _set_spaces(theirs.backend_tokenizer, tokenizer.spaces, conversations)
         theirs.backend_tokenizer.save(str(out / TOKENIZER_JSON))
         theirs = load()
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
@@ -226,14 +226,21 @@ def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path) -> None:
             return
 
 
-def _set_spaces(backend: Any, spaces: str) -> None:
-    """Normalize spaces as the SentencePiece model does that writes "   a" as `spaces`."""
+def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:
+    """Normalize spaces as the SentencePiece model does that writes "   a" as `spaces`.
+
+    Args:
+        conversations: put no space after a special token; then a text that begins with a space gets no other either.
+    """
     library = import_extra("tokenizers", extra="hub", needed_by="a look at the exported tokenizer")
     normalizers, mark = library.normalizers, SPACE_MARK
     steps = list(backend.normalizer)[:-1]
     if spaces in ("a", f"{mark}a"):
         steps += [normalizers.Strip(), normalizers.Replace(library.Regex(" {2,}"), " ")]
     if spaces in (f"{mark}a", f"{4 * mark}a"):
-        steps.append(normalizers.Prepend(mark))
+        if conversations:
+            backend.pre_tokenizer = library.pre_tokenizers.Metaspace(mark, prepend_scheme="first", split=False)
+        else:
+            steps.append(normalizers.Prepend(mark))
         backend.decoder = library.decoders.Sequence([backend.decoder, library.decoders.Strip(" ", 1, 0)])
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", mark)])

@@ -23,6 +23,7 @@ from torchtitan_cp.config.data import check_sources
 from torchtitan_cp.config.sections import Data, DataSource, Stage, StageData
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.curriculum.stages import resolve_stage_data
+from torchtitan_cp.data.corpus import cache
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.corpus.sources import docstring_conversations
 from torchtitan_cp.data.corpus.store import TokenStore, append_documents
@@ -363,6 +364,18 @@ def test_a_damaged_mask_is_made_again_and_masks_are_in_the_fingerprint(
     first, second = (only(prepare(each, BYTES)) for each in (data, last))
     assert contents(first.train) == contents(second.train)
     assert first.fingerprint != second.fingerprint
+
+
+def test_tokens_of_conversations_by_another_version_are_made_again_and_those_of_text_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = data_of(tmp_path, [{**row("a", "b"), "id": "text"}])
+    text = replace(chats, messages_field="", chat_template="", text_field="id")
+    for version, folders in ((cache.CHAT_VERSION, 2), (cache.CHAT_VERSION + 1, 3)):
+        monkeypatch.setattr(cache, "CHAT_VERSION", version)
+        prepare(chats, BYTES)
+        prepare(text, BYTES)
+        assert len(list((tmp_path / "cache").glob("*/manifest.json"))) == folders
 
 
 def test_a_tokenizer_of_the_corpus_is_trained_on_the_text_of_conversations(tmp_path: Path) -> None:

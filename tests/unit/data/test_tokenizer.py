@@ -14,7 +14,9 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaTokenizer
 
+from tests.support.chats import write_llama_model
 from torchtitan_cp.config import UserError
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.tokenizer import (
@@ -117,6 +119,24 @@ def test_a_conversation_has_its_special_tokens_and_says_where_each_token_begins(
         for start, stop in pairwise([*inner, len(text)]):  # every character, and the tokens that hold it
             held = tokenizer.decode(plain[(starts[: len(plain)] == start)])
             assert held == text[start:stop]
+
+
+def test_a_conversation_has_the_tokens_that_transformers_reads_from_the_same_sentencepiece_model(
+    tmp_path: Path,
+) -> None:
+    """As of Llama 2 and Mistral: control pieces are read, and only the beginning of a text gets a space of its own."""
+    path = write_llama_model(tmp_path / "tokenizer.model", control_symbols=["[INST]", "[/INST]"])
+    ours, theirs = SentencePieceTokenizer(path), LlamaTokenizer.from_pretrained(tmp_path)
+    texts = [
+        "<s>[INST]one two[/INST]three</s>[INST] four [/INST]\n5\u2581 6</s>",
+        "<s> [INST] one </s><s>two",
+        "one</s>two",
+    ]
+    for text, (ids, starts) in zip(texts, ours.encode_chat_batch(texts), strict=True):
+        assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+        assert [text[start:].startswith("[INST]") for start in starts] == (ids == ours._special["[INST]"]).tolist()
+    [plain] = ours.encode_batch([texts[0]])
+    assert not set(plain.tolist()) & {token for [token] in ours._special.values()}
 
 
 def test_a_batch_gives_what_each_text_alone_gives(tokenizer: Tokenizer) -> None:

@@ -9,8 +9,9 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from tests.support.chats import write_tokenizer
+from tests.support.chats import write_llama_model, write_tokenizer
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
 from torchtitan_cp.training.export import write_tokenizer as export_tokenizer
 
@@ -65,6 +66,17 @@ def test_transformers_reads_text_as_training_did(kind: str, tmp_path: Path, capl
         assert (theirs.eos_token, theirs.eos_token_id) == (tokenizer.eos_token, tokenizer.eos_id)
         assert theirs.decode(theirs(TEXTS[0])["input_ids"]) == tokenizer.decode(tokenizer.encode_batch(TEXTS)[0])
     assert not caplog.records
+
+
+def test_transformers_reads_conversations_as_training_did(tmp_path: Path) -> None:
+    path = write_llama_model(tmp_path / "its.model", control_symbols=["[INST]", "[/INST]"])
+    settings = TokenizerConfig(kind="sentencepiece", path=str(path))
+    tokenizer, out = load_tokenizer(settings), tmp_path / "out"
+    out.mkdir()
+    export_tokenizer(settings, tokenizer, ChatTemplate("{{ messages }}"), None, out)
+    text = "<s>[INST]one  two[/INST]three</s>[INST] four [/INST]\n5</s>"
+    [(ids, _)] = tokenizer.encode_chat_batch([text])
+    assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == ids.tolist()
 
 
 def test_a_class_that_splits_text_otherwise_is_kept_and_said(

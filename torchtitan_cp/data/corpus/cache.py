@@ -35,7 +35,7 @@ from torchtitan_cp.data.errors import DataError, PreparationStoppedError
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION, RECIPE_VERSION = 2, 1  # of tokens, and of how a tokenizer is trained
+FORMAT_VERSION, CHAT_VERSION, RECIPE_VERSION = 2, 2, 1  # of tokens, of conversations, and of a tokenizer's training
 LOCK_FILE = ".lock"
 PARTIAL = ".partial"
 KEY_CHARACTERS = 24
@@ -189,7 +189,8 @@ class CacheBuilder:
     def _tokenize(self, name: str, corpus: Corpus, tokenizer: Tokenizer) -> Path:
         """The folder of a source's tokens, named for everything that they depend on; made if it is not finished."""
         source = corpus.source
-        lengths: list[Any] = [source.min_document, source.max_document, *[source.too_long] * source.conversations]
+        lengths: list[Any] = [source.min_document, source.max_document]
+        lengths += [source.too_long, CHAT_VERSION] * source.conversations
         folder = self.root / _digest([FORMAT_VERSION, corpus.fingerprint, lengths, tokenizer.fingerprint])
         if not _damage_of(folder):
             return folder

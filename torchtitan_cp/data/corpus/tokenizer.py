@@ -8,6 +8,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ END_NAMES = (
     *("<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>"),
 )
 SPACE_MARK = "\u2581"
+NO_PREFIX = b"\x1a\x02\x18\x00"  # after a SentencePiece model: normalizer_spec { add_dummy_prefix: false }, in protobuf
 SAMPLE_CHARACTERS = 32 << 20
 LINE_CHARACTERS = 1000  # at 4 bytes each below SentencePiece's max_sentence_length; it drops longer lines
 # Files that transformers writes with a tokenizer.
@@ -87,6 +89,17 @@ class SentencePieceTokenizer:
         has_bytes = all(self._processor.is_byte(token) for token in ids)
         return {SPACE_MARK: ids} if has_bytes and not adds_prefix else {}
 
+    @cached_property
+    def _special(self) -> dict[str, list[int]]:
+        """The control pieces, and the end of text if it is none."""
+        control = filter(self._processor.is_control, range(self.vocab_size))
+        return {self._processor.id_to_piece(token): [token] for token in (self.eos_id, *control)}
+
+    @cached_property
+    def _without_prefix(self) -> Any:
+        """The same model without a space of its own before a text."""
+        return sentencepiece.SentencePieceProcessor(model_proto=self._processor.serialized_model_proto() + NO_PREFIX)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, `[tokens]` int32, without special tokens, on all usable cores."""
         rows = self._processor.encode(list(texts), num_threads=self._threads)
@@ -98,15 +111,17 @@ class SentencePieceTokenizer:
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens of conversations as a chat template writes them: special tokens are read from the text.
 
-        Of `sentencepiece` and `bytes`, the only one is eos_token. No token is added. Runs on all usable cores.
+        Of `sentencepiece` these are the control pieces, of `bytes` eos_token. No token is added, nor a space after a
+        special token of `sentencepiece`. Runs on all usable cores.
 
         Returns:
             for each text its token ids, `[n]` int32, and at which character each begins, `[n]` int64.
         """
-        return _encode_parts(texts, {self.eos_token: [self.eos_id], **self._marks}, self._encode_with_starts)
+        return _encode_parts(texts, {**self._special, **self._marks}, self._encode_with_starts)
 
-    def _encode_with_starts(self, parts: list[str]) -> list[tuple[Any, Any]]:
-        rows = self._processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
+    def _encode_with_starts(self, parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
+        processor = self._without_prefix if behind else self._processor
+        rows = processor.encode(parts, return_type="offset_mapping", num_threads=self._threads)
         return [(row["ids"], [start for start, _ in row["offsets"]]) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -127,7 +142,7 @@ class ByteTokenizer:
     def encode_chat_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """See SentencePieceTokenizer."""
 
-        def encode(parts: list[str]) -> list[tuple[Any, Any]]:
+        def encode(parts: list[str], behind: bool) -> list[tuple[Any, Any]]:
             # The other bytes continue a character.
             return [(ids, np.cumsum(ids & 0xC0 != 0x80) - 1) for ids in self.encode_batch(parts)]
 
@@ -196,17 +211,23 @@ class HuggingFaceTokenizer:
 
 
 def _encode_parts(
-    texts: Sequence[str], special: Mapping[str, list[int]], encode: Callable[[list[str]], list[tuple[Any, Any]]]
+    texts: Sequence[str], special: Mapping[str, list[int]], encode: Callable[[list[str], bool], list[tuple[Any, Any]]]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """As encode_chat_batch: `special` has the ids of special tokens, `encode` does the parts of text between them."""
+    """As encode_chat_batch.
+
+    Args:
+        special: ids of special tokens.
+        encode: (parts of text between them, whether they stand behind one) -> ids and starts of each.
+    """
     pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
     split = [pattern.split(text) for text in texts]
-    between = iter(encode([part for parts in split for part in parts[::2]]))
+    first = iter(encode([parts[0] for parts in split], False))
+    later = iter(encode([part for parts in split for part in parts[2::2]], True))
 
     def joined(parts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, starts, start = [], [], 0
         for index, part in enumerate(parts):
-            tokens, begins = (special[part], [0] * len(special[part])) if index % 2 else next(between)
+            tokens, begins = (special[part], [0] * len(special[part])) if index % 2 else next(later if index else first)
             ids.append(np.asarray(tokens, dtype=np.int32))
             starts.append(np.asarray(begins, dtype=np.int64) + start)
             start += len(part)
