@@ -199,6 +199,12 @@ def test_a_template_that_refuses_messages_says_why() -> None:
         ChatTemplate("{% if %}").render(turns("a"))
 
 
+def test_the_date_in_a_template_is_the_same_on_every_day_and_machine() -> None:
+    source = "{{ strftime_now('%d %b %Y') if strftime_now is defined }}{{ strftime_now('|%Y-%m-%d %H:%M') }}"
+    for text in (source, source + "{% generation %}{% endgeneration %}"):
+        assert ChatTemplate(text).render_with_mask(turns("a", "b"), loss_on="all")[0] == "26 Jul 2024|2024-07-26 00:00"
+
+
 def test_special_tokens_of_the_bytes_are_read_and_characters_counted() -> None:
     [(ids, starts)] = ByteTokenizer().encode_chat_batch(["é</s>a"])
     assert (ids.tolist(), starts.tolist()) == ([0xC3, 0xA9, 256, 97], [0, 0, 1, 5])

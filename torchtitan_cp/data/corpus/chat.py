@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchtitan_cp.data.errors import DataError
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+TODAY = datetime(2024, 7, 26)  # for every template, so that tokens depend on no day; the default of Llama 3.1's
 MOST_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
 
 Messages = Sequence[Mapping[str, Any]]
@@ -52,6 +54,8 @@ class ChatTemplate:
         utils = import_extra("transformers.utils.chat_template_utils", extra="hub", needed_by="a chat template")
         settings |= {"chat_template": self.source, **self.variables}
         try:
+            # The template that is rendered, from transformers' cache; it takes no function as a variable.
+            utils._compile_jinja_template(self.source).globals["strftime_now"] = TODAY.strftime
             [text], marks = utils.render_jinja_template([list(messages)], tools=tools or None, **settings)
         except Exception as error:  # a template raises what its author made it
             raise BadRecordError("template error", f"{type(error).__name__}: {error}") from error
