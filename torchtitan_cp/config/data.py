@@ -56,7 +56,7 @@ class SourceKeys:
     too_long: str = key("split", choices=("drop", "truncate_left", "truncate_right", "split"))
     group_field: str = key("", read_by=names.ROW_SOURCES)
     group_depth: int = key(0, least=0, read_by=("python-stdlib", "text", "python-docstrings"))
-    document: str = key("file", choices=("file", "folder"))
+    document: str = key("file", choices=("file", "folder"), read_by=("python-stdlib", "text"))
     min_document: int = key(0, least=0)
     max_document: int = key(0, least=0)
     validation_fraction: float = key(0.02, least=0, below=1)

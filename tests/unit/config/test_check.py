@@ -364,6 +364,7 @@ BOOKS = DataSource(name="books", source="text", path="books")
         (Data(source="text", text_field="t"), "data.text_field does nothing with source = 'text'"),
         (Data(token_field="ids"), "fix: remove it, or use source = 'jsonl' or 'parquet' or 'huggingface'"),
         (Data(source="jsonl", group_depth=1), "data.group_depth does nothing with source = 'jsonl'"),
+        (Data(source="jsonl", document="folder"), "data.document does nothing with source = 'jsonl'"),
         (Data(source="parquet", split="test"), "data.split does nothing with source = 'parquet'"),
         (Data(source="jsonl", token_field="ids", text_field="t"), "data has both text_field and token_field"),
         (Data(source="jsonl", token_field="ids"), "data.token_field = 'ids' holds token ids, and [tokenizer]"),

@@ -77,7 +77,7 @@ class Corpus:
             DataError: at the end, if there was no document; or the template cannot say what is learned.
         """
         kind, empty = SOURCES[self.source.source], first_file == 0
-        joins, fraction = kind.joins and self.source.document == "folder", self.source.validation_fraction
+        joins, fraction = self.source.document == "folder", self.source.validation_fraction
         whole = joins and self.source.min_document > 0
         starts = [0, *accumulate(file.size_bytes for file in self.files)]
 

@@ -28,13 +28,11 @@ class Source:
         find: the files, in an order that depends only on their names; the files of a folder are neighbours.
         read: the documents of a file.
         expects: what `path` should lead to, for messages.
-        joins: whether `document` applies. A row is always a document.
     """
 
     find: Callable[[SourceKeys], Iterator[SourceFile]]
     read: Callable[[SourceFile, SourceKeys, SkippedRecords], Iterator[Document]]
     expects: str
-    joins: bool = False
 
 
 def find_files(source: SourceKeys) -> Iterator[SourceFile]:
@@ -188,8 +186,8 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[ast.FunctionDef |
 TEXT = "a folder of text files, or a glob such as 'corpus/**/*.txt'"
 JSONL = "*.jsonl, *.jsonl.gz or *.jsonl.zst files: a folder, a file or a glob"
 SOURCES = {
-    "python-stdlib": Source(_find_stdlib, _read_text, TEXT, joins=True),
-    "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT, joins=True),
+    "python-stdlib": Source(_find_stdlib, _read_text, TEXT),
+    "text": Source(partial(_find_at_path, suffixes=("",)), _read_text, TEXT),
     "jsonl": Source(partial(_find_at_path, suffixes=rows.JSONL_SUFFIXES), rows.read_jsonl, JSONL),
     "parquet": Source(_find_parquet, rows.read_parquet, "*.parquet files: a folder, a file or a glob"),
     "python-docstrings": Source(_find_stdlib, _read_docstrings, TEXT),
