@@ -77,6 +77,12 @@ def test_conversations_may_be_as_long_as_the_longest_stage_and_are_packed_whole(
     assert run.config.data.max_document == run.longest
     assert (run.stages[0].data.packing, run.stages[0].data.document_mask) == ("best_fit", True)
     assert resolve(path, 1, *CHAT, "--data.max_document=50").config.data.max_document == 50
+    longer = f"--data.min_document={run.longest + 1}"
+    assert resolve(path, 1, longer)
+    limited = rf"min_document = {run.longest + 1} is more than the longest stage, {run.longest} tokens"
+    with pytest.raises(ConfigError, match=limited) as caught:
+        resolve(path, 1, *CHAT, longer)
+    assert caught.value.fix == "lower min_document, or lengthen a stage"
     assert resolve(path, 1).config.data.max_document == 0
     sources = '--data.sources=[{name = "a", source = "jsonl", path = "x", messages_field = "m"}, {name = "b"}]'
     alone = ("--data.source=python-stdlib", "--data.path=", "--data.validation_fraction=0.02")
