@@ -21,7 +21,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.lock import run_dir_lock
 from torchtitan_cp.checkpoint.save import restore_replaced
-from torchtitan_cp.cli.options import at_least
+from torchtitan_cp.cli.options import at_least, parse_with_overrides
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.check import CHECKPOINTS
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         choices=[name for name in ACCELERATORS if name != "cpu"],
         help="with --dry-run: the GPU whose kernels the step is walked with, on any machine (default: the CPU's)",
     )
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parse_with_overrides(parser, arguments)
     if (options.world_size is not None or options.device) and not options.dry_run:
         parser.error("--world-size and --device need --dry-run; set NPROC for the ranks of a node")
     rank = int(os.environ.get("RANK", "0"))

@@ -1,7 +1,7 @@
 """`torchtitan-cp check`: whether a config would run on so many ranks, or what is wrong with it."""
 
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.cli.options import at_least, config_parser
+from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
     parser.add_argument("--parity", action="store_true", help="check the config as --verify-parity runs it")
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parse_with_overrides(parser, arguments)
 
     def check() -> int:
         ranks = default_ranks() * options.nodes if options.nodes else options.ranks

@@ -1,7 +1,7 @@
 """`torchtitan-cp doctor`: whether context parallelism is safe for a config's model, or which layer makes it unsafe."""
 
 from torchtitan_cp.cli import train
-from torchtitan_cp.cli.options import at_least, config_parser
+from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 
 
 def main(arguments: list[str]) -> int:
@@ -16,6 +16,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--length", type=at_least(0), metavar="LENGTH", default=0, help="tokens (default: 256, or past every window)"
     )
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parse_with_overrides(parser, arguments)
     ranks = ["--nproc", str(options.ranks)] if options.ranks else []
     return train.main([options.config, *ranks, "--doctor", str(options.length), *overrides])

@@ -30,6 +30,13 @@ def config_parser(command: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def parse_with_overrides(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the other arguments. Argparse would take an override that holds a space as an option's value."""
+    overrides = [entry for entry in arguments if entry.startswith("--") and "." in entry.partition("=")[0]]
+    options, others = parser.parse_known_args([entry for entry in arguments if entry not in overrides])
+    return options, [*others, *overrides]
+
+
 def import_without_gc(name: str) -> Any:
     """Import a module by name with garbage collection off, which takes a tenth less time."""
     gc.disable()

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_cp.cli.command import run_command
-from torchtitan_cp.cli.options import at_least, config_parser
+from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
 from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--write", type=Path, metavar="TOML", help="with --search: write the config it finds to a new file"
     )
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parse_with_overrides(parser, arguments)
     if options.write and not options.search:
         parser.error("--write writes what --search finds; give both")
     return run_command(lambda: _plan(load_config(options.config, overrides), options), options.config)

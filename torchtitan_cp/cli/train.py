@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchtitan_cp.cli.options import at_least, import_without_gc
+from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides
 from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.load import OVERRIDE
 
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--node-rank", type=int, metavar="N", default=0, help="accepted; nodes number themselves")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of node 0, the same on every node, with --nnodes")
     add_comparison_arguments(parser)
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parse_with_overrides(parser, arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
     if options.doctor is not None and options.verify_parity is not None:

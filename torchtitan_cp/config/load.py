@@ -18,7 +18,7 @@ from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.key import check_range
 from torchtitan_cp.config.sections import Config
 
-OVERRIDE = re.compile(r"--([A-Za-z_][\w.\[\]]*?)=(.*)", re.DOTALL)
+OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
 # What a value must be, and how to write one.
 TOML_TYPES = {
     int: ("an integer", "write digits alone, e.g. 8"),

@@ -135,6 +135,20 @@ def test_parity_is_asked_of_the_ranks_and_the_check_knows_that_no_weights_are_re
     assert check[-2:] == ["--training.seed=3", "--parity"]
 
 
+def test_an_override_with_a_space_is_no_value_of_the_option_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config, override = str(write_run(tmp_path)), "--model.overrides={n_layers = 1}"
+    check, job = started(monkeypatch, [override, config, "--nproc", "2", "--verify-parity", override])
+    assert job[0] == [str(command.TRAIN), config, override, override, "--verify-parity", "0"]
+    assert check[-3:] == [override, override, "--parity"]
+    layers: list[int] = []
+    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
+    monkeypatch.setattr(train, "run_doctor", lambda config, *_: layers.append(config.model.overrides["n_layers"]) or 1)
+    assert train.main([override, config, "--doctor", override]) == 0
+    assert layers == [1]
+
+
 def test_the_doctor_is_asked_of_the_ranks_and_its_config_is_checked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -181,6 +181,7 @@ def test_overrides_win_and_reach_into_stages(tmp_path: Path) -> None:
             "--curriculum.stages.0.rope.theta=5e5",
             "--model.overrides={n_layers = 2}",
             "--checkpoint.enable=false",
+            "--data.mixture.my-web=2",
         ],
     )
     assert config.training.seed == 7
@@ -189,6 +190,7 @@ def test_overrides_win_and_reach_into_stages(tmp_path: Path) -> None:
     assert config.curriculum.stages[0].rope.theta == 5e5
     assert config.model.overrides == {"n_layers": 2}
     assert config.checkpoint.enable is False
+    assert config.data.mixture == {"my-web": 2.0}, "names of sources may hold '-'"
 
 
 @pytest.mark.parametrize(
