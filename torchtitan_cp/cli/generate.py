@@ -281,6 +281,6 @@ def _generate(options: argparse.Namespace) -> int:
         chat(user_lines(), lambda turns: continue_text(encode_turns(template, tokenizer, turns)), options.system)
     else:
         # An empty prompt begins a document, as in training: after the end of another.
-        prompt = tokenizer.encode_batch([options.prompt])[0].tolist() or [tokenizer.eos_id]
+        prompt = [*tokenizer.bos_ids, *tokenizer.encode_batch([options.prompt])[0].tolist()] or [tokenizer.eos_id]
         continue_text(prompt, options.prompt)
     return 0

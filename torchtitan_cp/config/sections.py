@@ -67,11 +67,14 @@ class Tokenizer:
     Attributes:
         kind: which library reads it; bytes: none, each byte is a token (257 with the end token)
         path: model file; empty with sentencepiece: one is trained on the corpus and cached
+        bos: documents of plain text begin with the token that the tokenizer puts before a text, as Gemma's and Llama's
+            do (BOS); false: without it
         vocab_size: pieces of a SentencePiece model trained on the corpus
     """
 
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
     path: str = key("", read_by=("sentencepiece", "huggingface"))
+    bos: bool = True
     vocab_size: int = key(4096, least=LEAST_PIECES)
 
     @property

@@ -290,7 +290,7 @@ class Evaluator:
         """Of the chat template, where the stage reads conversations."""
         config, mixture = self.data_pipeline.config, self.data_pipeline.stage_data(stage).mixture
         if not any(source.conversations and mixture.get(name) for name, source in config.data.by_name().items()):
-            return Frame()
+            return Frame(np.array(self.data_pipeline.corpus.tokenizer.bos_ids, np.int64))
         assert self.chat_template, "the corpus was made with it"
         return prompt_frame(self.chat_template, self.data_pipeline.corpus.tokenizer)
 

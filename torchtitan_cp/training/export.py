@@ -151,7 +151,7 @@ def _write_settings(
     folder = start_folder(saved.config.model)
     start = folder if saved.config.model.load_weights else None
     length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
-    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+    own: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
     if hub.load:
         values = {**config, **({} if start else own), "dtype": dtype}
     else:
@@ -218,7 +218,7 @@ def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, conversation
         theirs.backend_tokenizer.save(str(out / TOKENIZER_JSON))
         theirs = load()
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
-        if theirs(text, add_special_tokens=False)["input_ids"] != ids.tolist():
+        if theirs(text)["input_ids"] != [*tokenizer.bos_ids, *ids.tolist()]:
             logger.warning(
                 "THE EXPORTED TOKENIZER splits text otherwise than %s in training, e.g. %r: it is read as %s",
                 *(tokenizer.path, text, type(theirs).__name__),

@@ -1,7 +1,9 @@
 """Tokenizers: text comes back as it went in, and a file that cannot serve is named."""
 
 import io
+import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,7 +20,11 @@ from transformers import LlamaTokenizer
 
 from tests.support.chats import write_llama_model
 from torchtitan_cp.config import UserError
+from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
+from torchtitan_cp.data.corpus.documents import Corpus
+from torchtitan_cp.data.corpus.records import SkippedRecords
+from torchtitan_cp.data.corpus.tokenization import tokenize
 from torchtitan_cp.data.corpus.tokenizer import (
     LINE_CHARACTERS,
     ByteTokenizer,
@@ -282,3 +288,48 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(
     message = refuse(kind="huggingface", path=str(json_file))
     assert "needs the package `tokenizers`, which is not installed" in message
     assert "fix: pip install 'torchtitan-cp[hub]'" in message
+
+
+def opening(path: Path, **settings: Any) -> list[int]:
+    kind = "sentencepiece" if path.suffix == ".model" else "huggingface"
+    return list(load_tokenizer(TokenizerConfig(kind=kind, path=str(path), **settings)).bos_ids)
+
+
+def test_a_document_begins_with_what_transformers_puts_before_a_text(tmp_path: Path, model: Path) -> None:
+    made, config = byte_level(["<eos>", "<bos>", "<other>"]), tmp_path / "tokenizer_config.json"
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    assert opening(path) == []
+    made.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A <eos>", None, [("<bos>", 1), ("<eos>", 0)])
+    made.save(str(path))
+    assert opening(path) == [1]
+    assert opening(path, bos=False) == []
+    fingerprints = {HuggingFaceTokenizer(path, bos).fingerprint for bos in (True, False)}
+    assert len(fingerprints) == 2
+    for values, ids in (
+        ({"add_bos_token": False, "bos_token": "<bos>"}, []),
+        ({"add_bos_token": True, "bos_token": {"content": "<other>"}}, [2]),
+        ({"bos_token": "<other>"}, [1]),
+    ):
+        config.write_text(json.dumps(values))
+        assert opening(path) == ids
+    piece = Path(shutil.copy(model, tmp_path))
+    config.write_text(json.dumps({"add_bos_token": True, "bos_token": "</s>"}))
+    assert opening(piece) == [SentencePieceTokenizer(piece).eos_id]
+    config.unlink()
+    assert opening(piece) == []
+
+
+def test_text_begins_with_bos_and_ids_of_a_corpus_stay_as_they_are(tmp_path: Path) -> None:
+    made = byte_level(["<eos>", "<bos>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", None, [("<bos>", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one", "ids": [5, 6]}\n{"text": "two", "ids": [7]}\n')
+    of_text, of_ids = (
+        [ids.tolist() for _, ids, _ in tokenize(Corpus(data).documents(SkippedRecords()), tokenizer)]
+        for data in (Data(source="jsonl", path=str(tmp_path), **keys) for keys in ({}, {"token_field": "ids"}))
+    )
+    assert [row[0] for row in of_text] == [1, 1]
+    assert [row.count(1) for row in of_text] == [1, 1]
+    assert of_ids == [[5, 6], [7]]

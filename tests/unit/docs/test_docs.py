@@ -53,7 +53,9 @@ def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         try:
             main(arguments)
         except ParsedError as found:
-            return found
+            # Overrides are taken out before.
+            out = [word for word in arguments if re.match(r"--[^=]*\.", word) and word not in found.rest]
+            return ParsedError(found.options, [*found.rest, *out])
         except SystemExit as left:
             if left.code:
                 raise WrongCommandError(capsys.readouterr().err) from None

@@ -84,8 +84,8 @@ class Tokenization:
 
     Args:
         corpus: what is read.
-        tokenizer: every document ends with its eos_id, each part of a split one too; not a conversation, as its
-            template writes what ends a turn.
+        tokenizer: every document begins with its bos_ids, and ends with its eos_id, each part of a split one too; not a
+            conversation, as its template writes what ends a turn. Ids of the corpus get no bos_ids.
         folder: takes the files; may hold those of a pass that was killed.
         settings: kept in the journal.
         stop_requested: asked after each document, and each file at the end; the pass commits before it stops.
@@ -308,7 +308,7 @@ def tokenize(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
     """Each document with its token ids `[n]` int32, without its end; and a conversation's mask `[n]` bool."""
-    parts: list[np.ndarray] = []
+    parts, bos = list[np.ndarray](), np.array(tokenizer.bos_ids, dtype=np.int32)
     for batch in read_ahead(_batches(documents)):
         contents, first = [content for content, _, _ in batch], batch[0][1]
         if first.learned is not None:  # then all documents are conversations
@@ -317,7 +317,7 @@ def tokenize(
             continue
         rows = tokenizer.encode_batch(contents) if isinstance(first.content, str) else contents
         for (content, document, ends_document), ids in zip(batch, rows, strict=True):
-            parts.append(_checked_ids(ids, document, tokenizer) if ids is content else ids)
+            parts += [_checked_ids(ids, document, tokenizer)] if ids is content else [bos, ids] if not parts else [ids]
             if ends_document:
                 yield document, np.concatenate(parts), None
                 parts = []

@@ -19,7 +19,7 @@ import sentencepiece
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import LEAST_PIECES
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
-from torchtitan_cp.data.corpus.store import replace_file
+from torchtitan_cp.data.corpus.store import read_json, replace_file
 from torchtitan_cp.data.errors import DataError
 
 END_NAME = "</s>"  # where no file says another
@@ -44,9 +44,11 @@ class SentencePieceTokenizer:
 
     Args:
         path: the model.
+        bos: whether documents begin with a token of their own, if a tokenizer_config.json beside the file says so.
 
     Attributes:
         vocab_size: V; every id is below it.
+        bos_ids: ids that begin a document. `encode_batch` never returns them.
         eos_id: the token that ends a document. `encode_batch` never returns it.
         eos_token: how a chat template writes that token.
         fingerprint: different for every tokenizer.
@@ -57,7 +59,7 @@ class SentencePieceTokenizer:
         DataError: the file holds no model, or one without an end-of-text token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, bos: bool = True) -> None:
         model = _read_file(path)
         self.path: Path | None = path
         try:
@@ -75,7 +77,8 @@ class SentencePieceTokenizer:
             )
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         self.spaces: str = self._processor.normalize("   a")
-        self.fingerprint = hashlib.sha256(model).hexdigest()
+        self.bos_ids = _bos_ids(path, self._processor.piece_to_id, []) if bos else []
+        self.fingerprint = _fingerprint(model, self.bos_ids)
         self._threads = usable_cores()
         self._marks = self._find_marks()
 
@@ -134,6 +137,7 @@ class ByteTokenizer:
 
     path: Path | None = None
     vocab_size, eos_id, eos_token, fingerprint = 257, 256, END_NAME, "bytes"
+    bos_ids: Sequence[int] = ()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
@@ -158,12 +162,13 @@ class HuggingFaceTokenizer:
 
     Args:
         path: the tokenizer.json.
+        bos: whether documents begin with what its post-processor puts before a text, or tokenizer_config.json says.
 
     Raises:
         DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, bos: bool = True) -> None:
         content = _read_file(path)
         self.path: Path | None = path
         library = import_extra("tokenizers", extra="hub", needed_by="tokenizer.kind = 'huggingface'")
@@ -186,7 +191,10 @@ class HuggingFaceTokenizer:
                 fix="add one of them to its vocabulary",
             )
         self.eos_id, self.eos_token = ids[found[0]], found[0]
-        self.fingerprint = hashlib.sha256(content + self.eos_token.encode()).hexdigest()
+        whole, text = (self._tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+        before: list[int] = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
+        self.bos_ids = _bos_ids(path, self._tokenizer.token_to_id, before) if bos else []
+        self.fingerprint = _fingerprint(content + self.eos_token.encode(), self.bos_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See SentencePieceTokenizer."""
@@ -208,6 +216,20 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """See SentencePieceTokenizer."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+
+
+def _bos_ids(path: Path, to_id: Callable[[str], int | None], before: list[int]) -> list[int]:
+    """What tokenizer_config.json beside a tokenizer says of BOS, as transformers reads it; else `before`."""
+    settings = read_json(path.parent / "tokenizer_config.json") or {}
+    if not isinstance(add := settings.get("add_bos_token"), bool):
+        return before
+    name = settings.get("bos_token")
+    token = to_id(name.get("content", "") if isinstance(name, dict) else name or "") if add else None
+    return [] if token is None else [token]
+
+
+def _fingerprint(content: bytes, bos_ids: list[int]) -> str:
+    return hashlib.sha256(content + f"bos {bos_ids}".encode() * bool(bos_ids)).hexdigest()
 
 
 def _encode_parts(
@@ -252,7 +274,8 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
         raise DataError(
             f"tokenizer.kind = {settings.kind!r} needs tokenizer.path", fix="set tokenizer.path to a tokenizer.json"
         )
-    return SentencePieceTokenizer(path) if settings.kind == "sentencepiece" else HuggingFaceTokenizer(path)
+    kind = SentencePieceTokenizer if settings.kind == "sentencepiece" else HuggingFaceTokenizer
+    return kind(path, settings.bos)
 
 
 def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path | None) -> dict[str, Path]:
