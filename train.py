@@ -21,7 +21,7 @@ from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.checkpoint.lock import run_dir_lock
 from torchtitan_cp.checkpoint.save import restore_replaced
-from torchtitan_cp.cli.options import at_least, parse_with_overrides
+from torchtitan_cp.cli.options import at_least, escape_unprintable, parse_with_overrides
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.check import CHECKPOINTS
@@ -56,6 +56,7 @@ class StderrHandler(logging.StreamHandler):
 
 
 def main(arguments: list[str]) -> int:
+    escape_unprintable()
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Train a config. Any key can be overridden: --section.key=value",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
+from torchtitan_cp.cli.options import escape_unprintable
 from torchtitan_cp.config import UserError, format_error
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.registry import register
@@ -17,6 +18,7 @@ def run_command(work: Callable[[], int], config: str = "") -> int:
     Args:
         config: path of the command's config as typed, for the message.
     """
+    escape_unprintable()
     register(ARCHITECTURES)
     try:
         return work()

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,11 @@ def parse_with_overrides(parser: argparse.ArgumentParser, arguments: list[str]) 
     overrides = [entry for entry in arguments if entry.startswith("--") and "." in entry.partition("=")[0]]
     options, others = parser.parse_known_args([entry for entry in arguments if entry not in overrides])
     return options, [*others, *overrides]
+
+
+def escape_unprintable() -> None:
+    """Write what the encoding of stdout lacks as escapes, as stderr does."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def import_without_gc(name: str) -> Any:

@@ -91,6 +91,20 @@ def test_a_command_that_is_stopped_ends_without_a_traceback(
     assert capsys.readouterr().err == said
 
 
+def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
+    monkeypatch.setattr(train, "run_doctor", lambda *_: print("\u2265 4K") or True)
+    for work in (
+        lambda: train.main([str(write_run(tmp_path)), "--doctor"]),
+        lambda: run_command(lambda: print("\u2265")),
+    ):
+        output = io.TextIOWrapper(io.BytesIO(), "latin-1")
+        monkeypatch.setattr(sys, "stdout", output)
+        assert not work()
+        output.flush()
+        assert output.buffer.getvalue().startswith(b"\\u2265")
+
+
 class Launcher:
     """Stands in for the module that starts ranks."""
 
