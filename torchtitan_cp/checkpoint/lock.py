@@ -1,9 +1,13 @@
-"""One job at a time on a run's folder."""
+"""One job at a time on a run's folder, which all its nodes share."""
 
 import fcntl
 import logging
+import os
+import socket
+import time
+import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,28 +17,32 @@ from torchtitan_cp.config.check import LOCK_FILE, check_dump_folder
 
 logger = logging.getLogger(__name__)
 
+SHARED_SECONDS = 10.0  # in which a network file system shows a node what another has written
+
 
 @contextmanager
 def run_dir_lock(folder: str | Path) -> Iterator[None]:
     """Lock a run's folder for this job; the system unlocks it when the first rank ends, however it ends. Collective.
 
     Raises:
-        ConfigError: another job has locked it, or it cannot be written.
+        ConfigError: another job has locked it, it cannot be written, or a node has another folder of this name.
     """
     with ExitStack() as stack:
-        refusal: list[ConfigError | None] = [None]
+        locked: list[str | ConfigError] = [""]
         if dist.get_rank() == 0:
             try:
-                _lock(Path(folder), stack)
+                locked = [_lock(Path(folder), stack)]
             except ConfigError as error:
-                refusal = [error]
-        dist.broadcast_object_list(refusal)
-        if refusal[0]:
-            raise refusal[0]
+                locked = [error]
+        dist.broadcast_object_list(locked)
+        if isinstance(locked[0], ConfigError):
+            raise locked[0]
+        _check_shared(Path(folder), locked[0])
         yield
 
 
-def _lock(folder: Path, stack: ExitStack) -> None:
+def _lock(folder: Path, stack: ExitStack) -> str:
+    """Lock the folder until the stack ends. Returns what the lock's file says now, and in no other start."""
     check_dump_folder(str(folder))
     file = stack.enter_context((folder / LOCK_FILE).open("a"))
     try:
@@ -46,3 +54,36 @@ def _lock(folder: Path, stack: ExitStack) -> None:
         ) from None
     except OSError as error:
         logger.warning("%s: this file system has no locks (%s); start no second job on it", file.name, error.strerror)
+    holder = f"{socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex}"
+    file.truncate(0)
+    file.write(holder)
+    file.flush()
+    os.fsync(file.fileno())
+    return holder
+
+
+def _check_shared(folder: Path, holder: str) -> None:
+    """Refuse nodes whose folder is not the one that rank 0 has locked. Collective."""
+    first_of_node = dist.get_rank() > 0 and os.environ.get("LOCAL_RANK", "0") == "0"
+    shared = not first_of_node or _reads(folder / LOCK_FILE, holder)
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, "" if shared else socket.gethostname())
+    if others := ", ".join(sorted(set(hosts) - {""})):
+        raise ConfigError(
+            f"job.dump_folder = {str(folder)!r} is not shared: on {others} it is another folder than on rank 0's node",
+            fix="put it on a file system that all nodes share: --job.dump_folder=...",
+        )
+
+
+def _reads(path: Path, text: str) -> bool:
+    """Whether a file has this text within SHARED_SECONDS."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while True:
+        # "a+" would make the file: so NFS asks the server, and not what it remembers of names.
+        with suppress(OSError), path.open("a+") as file:
+            file.seek(0)
+            if file.read() == text:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
