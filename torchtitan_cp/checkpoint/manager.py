@@ -167,8 +167,11 @@ class CheckpointManager:
             self.newest_step = step
         if dist.get_rank() != 0:
             return
+        assert self._background
+        thread = self._background[1]  # for deletions, which may outlast a step's time limit
         if error:
             self._report_failure(step, describe_failure(error), last)
+            thread.submit(delete_partial, self.folder)
             return
         folder, seconds = pending.writer.final, time.monotonic() - pending.started
         try:
@@ -178,14 +181,13 @@ class CheckpointManager:
         logger.info("%s: training paused %s; %s on disk after %.1f s", folder, pending.paused, written, seconds)
         # The checkpoints before a rollback stay until a healthy step: the next one may have to go back further.
         if pending.writer.progress.settled:
-            self._delete_expired()
+            thread.submit(self._delete_expired)
 
     def _report_failure(self, step: int, reason: str, last_save: bool) -> None:
-        """Log what went wrong, and delete what was written of it."""
+        """Log what went wrong."""
         with suppress(OSError):  # the disk may be what went wrong
             if shutil.disk_usage(self.folder).free < FULL_BYTES:  # of which torch's writer says nothing
                 reason = f"No space left on device ({reason})"
-            delete_partial(self.folder)
         last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
         logger.error(
             "NO CHECKPOINT of step %d was written to %s: %s. %sThe last good one is %s.\n"

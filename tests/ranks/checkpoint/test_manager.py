@@ -25,7 +25,7 @@ from torchtitan_cp.checkpoint.load import CheckpointReader
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
 from torchtitan_cp.checkpoint.progress import Progress
-from torchtitan_cp.checkpoint.save import CheckpointWriter, restore_replaced
+from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, restore_replaced
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Checkpoint, Optimizer
@@ -220,6 +220,26 @@ def test_the_newest_the_multiples_and_the_ends_of_stages_are_kept(
     assert names(tmp_path) == ["step-10", "step-4", "step-5", "step-8", "step-9"]
 
 
+def delete_slowly(folder: Path) -> list[str]:
+    """What there is after a save, while an expired checkpoint is being deleted."""
+    checkpoints, go_on, delete = CheckpointManager(folder, Checkpoint(keep=1)), threading.Event(), delete_checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "delete_checkpoint", lambda path: (go_on.wait(5), delete(path)))
+        for step in (1, 2):
+            save(checkpoints, step)
+        found = names(folder)
+        go_on.set()
+        checkpoints.close()
+    return found
+
+
+def test_training_goes_on_while_an_expired_checkpoint_is_deleted(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(delete_slowly, tmp_path)[0] == ["step-1", "step-2"]
+    assert names(tmp_path) == ["step-2"]
+
+
 # Damage ------------------------------------------------------------------------------------------------------
 
 
@@ -314,8 +334,8 @@ def go_on_before_damage(folder: Path) -> list[list[str]]:
     checkpoints.load(path, [model], [optimizer])
     for step in (2, 3, 4):
         save(checkpoints, step)
+        checkpoints.close()
         found.append(names(folder))
-    checkpoints.close()
     return found
 
 
@@ -369,6 +389,7 @@ def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:
             save(checkpoints, 2)
     else:
         save(checkpoints, 2)
+    checkpoints.close()
     dist.barrier()
     between = names(folder)
     assert {path.name: path.stat().st_mtime_ns for path in (folder / "step-1").iterdir()} == good
