@@ -121,7 +121,9 @@ def main(arguments: list[str]) -> int:
     ranks = options.nproc or default_ranks()
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    place = {"nodes": nodes, "endpoint": options.rdzv_endpoint} if nodes > 1 else {}
+    place: dict[str, Any] = {}
+    if nodes > 1:
+        place = {"nodes": nodes, "endpoint": options.rdzv_endpoint, "join_seconds": config.job.startup_timeout_seconds}
     return int(launcher.launch(program, ranks, max_restarts=config.job.max_restarts, **place))
 
 

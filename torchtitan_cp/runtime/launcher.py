@@ -6,6 +6,7 @@ finish their step, save and leave with exit code 0.
 
 import itertools
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,7 +22,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
@@ -31,6 +37,7 @@ from torchtitan_cp.runtime.signals import STOP
 NOTE_SECONDS = 5.0
 CRASH_SECONDS = 10
 EXPORT_SECONDS = 86_400
+JOIN_SECONDS = 1.0
 LOCALHOST = "localhost:0"
 
 
@@ -99,14 +106,22 @@ class NodeAgent(LocalElasticAgent):
         self.ranks = {}
 
 
-def launch(program: Sequence[str], ranks: int, *, max_restarts: int, nodes: int = 1, endpoint: str = LOCALHOST) -> int:
+def launch(
+    program: Sequence[str],
+    ranks: int,
+    *,
+    max_restarts: int,
+    nodes: int = 1,
+    endpoint: str = LOCALHOST,
+    join_seconds: float = 600.0,
+) -> int:
     """Run a Python program on this node's ranks until the job ends. Returns its exit code.
 
     Args:
         program: its file and arguments.
         ranks: of this node.
         max_restarts: times that all ranks start again after one crashed or hung.
-        nodes: of the job; endpoint: HOST:PORT where they meet.
+        nodes: of the job; endpoint: HOST:PORT where they meet; join_seconds: how long one waits for the others.
     """
     for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
@@ -118,7 +133,9 @@ def launch(program: Sequence[str], ranks: int, *, max_restarts: int, nodes: int 
     with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as folder:
         os.environ[FOLDER_VARIABLE] = folder
         for number in itertools.count():
-            meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
+            meeting = RendezvousParameters(
+                "c10d", endpoint, f"launch-{number}", nodes, nodes, join_timeout=math.ceil(join_seconds)
+            )
             note = _run(program, ranks, max_restarts, meeting, Path(folder))
             if note.message:
                 print(note.message, file=sys.stderr)
@@ -131,7 +148,7 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
     """Run the ranks until the job ends or relaunches."""
     handler: Any = None
     try:
-        handler = get_rendezvous_handler(meeting)
+        handler = _join(meeting)
         spec = WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts)
         agent = NodeAgent(spec, notes)
         result = agent.run()
@@ -158,3 +175,16 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next agent, if there is one
         if handler:
             handler.shutdown()
+
+
+def _join(meeting: RendezvousParameters) -> Any:
+    """Connect to node 0, which may start later than this one. torch tries for two minutes, and hears no signal then."""
+    deadline = time.monotonic() + meeting.get("join_timeout", 0)
+    while True:
+        try:
+            return get_rendezvous_handler(meeting)
+        except RendezvousConnectionError:
+            if time.monotonic() > deadline:
+                raise
+        print(f"node 0 does not answer at {meeting.endpoint} yet; trying again", file=sys.stderr)
+        time.sleep(JOIN_SECONDS)

@@ -135,7 +135,7 @@ def test_a_node_of_several_checks_for_all_ranks_and_starts_its_own(
     check, job = started(monkeypatch, [config, "--nproc", "8", *place, "--optimizer.lr=1e-4"])
     assert check[1:] == ["-m", "torchtitan_cp", "check", config, "--ranks", "32", "--optimizer.lr=1e-4"]
     program = [str(command.TRAIN), config, "--optimizer.lr=1e-4"]
-    assert job == (program, 8, {"max_restarts": 3, "nodes": 4, "endpoint": "node0:29500"})
+    assert job == (program, 8, {"max_restarts": 3, "nodes": 4, "endpoint": "node0:29500", "join_seconds": 1800.0})
     assert command.TRAIN.is_file()
 
 
