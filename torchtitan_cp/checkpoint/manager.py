@@ -90,7 +90,7 @@ class CheckpointManager:
         self.newest_step: int | None = None
         self.lost_contact, self._waited = False, 0.0  # seconds, for saves before the next
         self._pending: PendingSave | None = None
-        # From the first save on: host memory, a thread, and a group apart from training's collectives.
+        # Once connected: host memory, a thread, and a group apart from training's collectives.
         self._background: tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup] | None = None
         self.restart_interval()
 
@@ -116,6 +116,14 @@ class CheckpointManager:
 
     # Saving --------------------------------------------------------------------------------------------------
 
+    def connect(self) -> tuple[StateDictStager, ThreadPoolExecutor, dist.ProcessGroup]:
+        """Make what saves need, if it is not there. Collective. On GPUs it is gloo's first contact, and may fail."""
+        if self._background is None:
+            stager = StateDictStager(pin_memory=torch.accelerator.is_available())
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.settings.timeout_seconds))
+            self._background = stager, ThreadPoolExecutor(1), group
+        return self._background
+
     def save(self, progress: Progress, parts: Parts, optimizers: Optimizers, *, stage_end: bool = False) -> None:
         """Start a checkpoint of this step; all ranks call. A failure is logged, and training goes on.
 
@@ -127,10 +135,7 @@ class CheckpointManager:
         on_gpu = torch.accelerator.is_available()
         self.wait()
         started, waited, self._waited = time.monotonic(), self._waited, 0.0
-        if self._background is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.settings.timeout_seconds))
-            self._background = StateDictStager(pin_memory=on_gpu), ThreadPoolExecutor(1), group
-        stager, thread, group = self._background
+        stager, thread, group = self.connect()
         writer = CheckpointWriter(self.folder / f"step-{progress.step}", progress, stage_end=stage_end)
         state = _state(parts, optimizers)
         can_be_copied = _can_be_copied(state)

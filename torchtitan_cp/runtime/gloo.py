@@ -6,6 +6,7 @@ or of "malloc(): unaligned tcache chunk" (torch 2.13, within seconds in a loop; 
 """
 
 import os
+import socket
 from functools import cache
 from typing import Any
 
@@ -22,11 +23,18 @@ def use_one_thread() -> None:
         """As torch makes its groups, with other options."""
         options = group._Options()
         options._threads, options._timeout = 1, timeout
-        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        chosen = [group.create_device(interface=name) for name in names]
+        chosen = [group.create_device(interface=name) for name in _interfaces()]
         options._devices = chosen or [group.create_default_device()]
         for name, value in others.items():  # enable_reconfigure, from torch 2.15 on
             setattr(options, name, value)
         made_by_torch(self, store, rank, size, options)
 
     group.__init__ = make
+
+
+def _interfaces() -> list[str]:
+    """The network interfaces named for gloo, else the one named for NCCL, which also takes beginnings of names."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return list(filter(None, names.split(",")))
+    name = os.environ.get("NCCL_SOCKET_IFNAME")
+    return [name] if name in [known for _, known in socket.if_nameindex()] else []

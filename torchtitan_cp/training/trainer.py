@@ -162,6 +162,9 @@ class Trainer:
             )
             finish_exports(True)
             return
+        if self.config.checkpoint.enable:
+            self._set_activity("connecting to the other ranks over gloo, for saves")
+            self.checkpoints.connect()
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
         self.steps.start_stage(self.progress.recent)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)

@@ -185,6 +185,27 @@ def test_a_run_without_checkpoints_does_not_begin_anew_in_the_folder_of_one_that
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def connections_of_saves(path: Path, *overrides: str) -> list[bool]:
+    """On a rank: whether they are there before training and after it."""
+    trainer, found = prepared(path, *overrides), list[bool]()
+    train_stages = trainer._train
+
+    def look_and_train() -> None:
+        found.append(trainer.checkpoints._background is not None)
+        train_stages()
+
+    trainer._train = look_and_train  # type: ignore[method-assign]
+    trainer.run()
+    return [*found, trainer.checkpoints._background is not None]
+
+
+def test_the_ranks_connect_for_saves_before_the_first_step(
+    ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
+) -> None:
+    folder = stopped_copy(run_toml, "connected", 10)
+    assert ranks(2)(connections_of_saves, run_toml, f"--job.dump_folder={folder}") == [[True, False]] * 2
+
+
 def test_a_stage_cut_to_fewer_steps_than_it_took_ends_there_and_the_next_goes_on(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float]
 ) -> None:

@@ -1,7 +1,6 @@
 """Random numbers of a step follow from the rank's role, and what gloo's groups do."""
 
 import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.rank_pool import RankPool, backend_of, rank_device
 from tests.support.runs import TINY, prepared, write_run
 from torchtitan_cp.runtime.device import freeze_long_lived_objects
+from torchtitan_cp.runtime.gloo import _interfaces
 from torchtitan_cp.training import trainer
 
 
@@ -70,13 +70,12 @@ def test_many_collectives_in_flight_damage_nothing(ranks: Callable[[int], RankPo
 
 def group_over(interface: str) -> str:
     """On a rank: what a gloo group says of a network interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    try:
-        dist.new_group(backend="gloo")
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("GLOO_SOCKET_IFNAME", interface)
+        try:
+            dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            return str(error)
     return "made"
 
 
@@ -84,6 +83,20 @@ def test_gloo_goes_by_the_interface_that_the_environment_names(ranks: Callable[[
     assert ranks(1)(group_over, "lo") == ["made"]
     assert "nosuch0" in ranks(1)(group_over, "nosuch0")[0]
     assert ranks(1)(group_over, "") == ["made"]
+
+
+@pytest.mark.parametrize(
+    ("for_gloo", "for_nccl", "chosen"),
+    [("a,b", "lo", ["a", "b"]), (None, "lo", ["lo"]), (None, "l", []), (None, "^lo", []), (None, None, [])],
+)
+def test_gloo_goes_by_nccls_interface_if_it_has_none_of_its_own_and_that_is_named_in_full(
+    for_gloo: str | None, for_nccl: str | None, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("GLOO_SOCKET_IFNAME", for_gloo), ("NCCL_SOCKET_IFNAME", for_nccl)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    assert _interfaces() == chosen
 
 
 def device_of_rank() -> tuple[str, str, bool]:
