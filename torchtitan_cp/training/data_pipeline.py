@@ -6,8 +6,10 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from torchtitan_cp.runtime.consistency import check_agreement
 from torchtitan_cp.training.registry import start_folder
 
 POLL_SECONDS = 0.5
+SHARED_SECONDS = 5.0  # in which a network file system shows a node what another has written
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -43,6 +46,8 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> PreparedCorpus:
     """The corpus: one rank of each node lists its files and makes what is missing, the others open it. Collective.
+
+    Nodes that share rank 0's cache folder leave that to it, as locks of a file system may hold on one node alone.
 
     Args:
         stop_requested: whether this rank was asked to stop, which then stops all ranks.
@@ -72,22 +77,39 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             time.sleep(seconds)
             seconds = min(2 * seconds, POLL_SECONDS)
 
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            start = start_folder(config.model)
-            result: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
-        except Exception as error:
-            result = error
-        store.set(node, pickle.dumps(result).hex())
-    else:
-        wait_until(lambda: store.check([node]))
-        result = pickle.loads(bytes.fromhex(store.get(node).decode()))
+    first, probe = dist.get_rank() == 0, Path(os.path.expanduser(config.data.cache_folder), f".shared-{call[0]}")
+    if first:
+        with suppress(OSError):  # of which the builder tells
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        store.set("probe", "")
+    if first or os.environ.get("LOCAL_RANK", "0") == "0":
+        wait_until(lambda: store.check(["probe"]))
+        if not first and _appears(probe):
+            wait_until(lambda: store.check(["of rank 0"]))
+            found = store.get("of rank 0").decode()
+        else:
+            try:
+                start = start_folder(config.model)
+                built: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
+            except Exception as error:
+                built = error
+            found = pickle.dumps(built).hex()
+        store.set(node, found)
+        if first:
+            store.set("of rank 0", found)
+    wait_until(lambda: store.check([node]))
+    result = pickle.loads(bytes.fromhex(store.get(node).decode()))
     stopped = isinstance(result, PreparationStoppedError)
-    if isinstance(result, Exception) and not stopped:
+    failed = isinstance(result, Exception) and not stopped
+    if not failed:
+        store.add("ready", 1)
+        # The collective below has a limit of time, which another node's pass may exceed.
+        wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
+    if first:
+        probe.unlink(missing_ok=True)
+    if failed:
         raise result
-    store.add("ready", 1)
-    # The collective below has a limit of time, which another node's pass may exceed.
-    wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
     any_stopped: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(any_stopped, stopped)
     if any(any_stopped):
@@ -95,6 +117,14 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     corpus = open_cache(result, config.data, config.tokenizer)
     check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
     return corpus
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there within SHARED_SECONDS."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (found := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def _node() -> str:

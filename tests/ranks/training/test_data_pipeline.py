@@ -1,11 +1,13 @@
 """One rank of a node prepares the corpus, the others open it; a stop or an error of one reaches all."""
 
+import fcntl
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +18,7 @@ from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.data.corpus import cache
 from torchtitan_cp.data.errors import PreparationStoppedError
+from torchtitan_cp.training import data_pipeline
 from torchtitan_cp.training.data_pipeline import prepare_corpus
 
 
@@ -53,6 +56,31 @@ def test_one_rank_lists_the_files_at_each_start_and_notices_a_change(
     (Path(data.path) / "part0" / "000.txt").write_text("another text")
     changed = ranks(2)(prepare_and_count_listings, data)
     assert changed[0][0] == changed[1][0] != first[0][0]
+
+
+def prepare_as_a_node_of_its_own(data: Data, shared: bool) -> tuple[str, int]:
+    """On a rank: as prepare_and_count_listings, where each rank is the first of a node, and locks hold on one alone."""
+    place = {name: os.environ.get(name) for name in ("LOCAL_RANK", "GROUP_RANK")}
+    os.environ.update(LOCAL_RANK="0", GROUP_RANK=os.environ["RANK"])
+    if not shared:
+        data = replace(data, cache_folder=f"{data.cache_folder}-{os.environ['RANK']}")
+    try:
+        with patch.object(fcntl, "flock", lambda *_: None), patch.object(data_pipeline, "SHARED_SECONDS", 0.5):
+            return prepare_and_count_listings(data)
+    finally:
+        os.environ.pop("GROUP_RANK")
+        os.environ.update({name: value for name, value in place.items() if value})
+
+
+def test_nodes_that_share_a_cache_leave_it_to_the_first_and_others_make_their_own(
+    ranks: Callable[[int], RankPool], data: Data
+) -> None:
+    shared = ranks(2)(prepare_as_a_node_of_its_own, data, True)
+    apart = ranks(2)(prepare_as_a_node_of_its_own, data, False)
+    assert [listings for _, listings in shared] == [1, 0]
+    assert [listings for _, listings in apart] == [1, 1]
+    assert len({fingerprint for fingerprint, _ in (*shared, *apart)}) == 1
+    assert not list(Path(data.cache_folder).glob(".shared-*"))
 
 
 def stop_on_rank_1(data: Data) -> str:
