@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,8 @@ def parse_with_overrides(parser: argparse.ArgumentParser, arguments: list[str]) 
 
 def escape_unprintable() -> None:
     """Write what the encoding of stdout lacks as escapes, as stderr does."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not a notebook's
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def import_without_gc(name: str) -> Any:

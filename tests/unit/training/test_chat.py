@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.support.chats import SPECIAL, TURNS, VARIABLES, plain, write_tokenizer
+from tests.support.chats import SPECIAL, TURNS, VARIABLES, plain, write_llama_model, write_tokenizer
 from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.labels import IGNORED
+from torchtitan_cp.config.sections import Passkey
 from torchtitan_cp.data.corpus.chat import ChatTemplate
-from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from torchtitan_cp.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from torchtitan_cp.evaluation.prompts import VARIANTS, PromptWriter
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens, prompt_frame
 from torchtitan_cp.training.evaluator import Evaluator
 
@@ -44,6 +47,32 @@ def test_the_frame_and_a_text_are_the_tokens_of_the_conversation(tmp_path: Path,
     tokens = np.concatenate([frame.opening, own.encode_chat_batch([text + frame.closing])[0][0]])
     assert tokens.tolist() == encode_turns(template, own, [{"role": "user", "content": text}])
     assert frame.special.tolist() == ([END, START_TURN, END_TURN] if kind == "huggingface" else [256])
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_a_prompt_in_a_frame_has_the_tokens_of_the_conversation_and_its_answer(tmp_path: Path, kind: str) -> None:
+    own: Tokenizer = HuggingFaceTokenizer(write_tokenizer(tmp_path))
+    if kind == "sentencepiece":
+        own = SentencePieceTokenizer(write_llama_model(tmp_path / "m", control_symbols=["<|im_start|>", "<|im_end|>"]))
+    template, settings = ChatTemplate(CHATML), Passkey(needle="{name}: {key}.", question=" What is {name}? {key}")
+
+    def encode(text: str) -> np.ndarray:
+        return own.encode_chat_batch([text])[0][0]
+
+    def filler(number: int, count: int) -> np.ndarray:
+        return np.zeros(count, np.int64)
+
+    written = PromptWriter(encode, filler, settings)
+    written.frame = prompt_frame(template, own)
+    prompt, length = None, 0
+    while not prompt:  # the shortest, without filler
+        length += 1
+        prompt = written.write("passkey", length, 0.0, 0)
+    draw = np.random.default_rng([0, length])
+    [needle], question, answer = VARIANTS["passkey"](written, draw, filler(0, length))
+    turns = template.render([{"role": "user", "content": needle + question}], add_generation_prompt=True)
+    assert prompt.tokens.tolist() == encode(turns + answer.lstrip()).tolist()
+    assert own.decode(prompt.labels[prompt.labels != IGNORED]) == answer.lstrip()
 
 
 def test_a_template_that_does_not_take_a_question_or_changes_its_text_is_named() -> None:
