@@ -36,8 +36,9 @@ from torchtitan_cp.runtime.signals import STOP
 # Ranks that have no note of their own yet may still be writing to disk what went wrong.
 NOTE_SECONDS = 5.0
 CRASH_SECONDS = 10
-EXPORT_SECONDS = 86_400
-JOIN_SECONDS = 1.0
+# At the end, nodes wait for what rank 0 exports, and then for each other.
+EXPORT_SECONDS, EXIT_SECONDS = 86_400.0, 300.0
+POLL_SECONDS = 1.0
 LOCALHOST = "localhost:0"
 
 
@@ -54,8 +55,7 @@ class NodeAgent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, notes: Path) -> None:
-        # Other nodes wait for what rank 0 exports at the end.
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)), exit_barrier_timeout=EXPORT_SECONDS)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
         self.notes, self.stopping, self.ranks = notes, False, dict[int, int]()
         for number in STOP:
             signal.signal(number, self._stop)
@@ -93,6 +93,20 @@ class NodeAgent(LocalElasticAgent):
             if complete or result.state == WorkerState.FAILED or time.time() - written > NOTE_SECONDS:
                 raise JobEndedError(first)
         return result
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes, as the job's store may be on this one. torch's own barrier hears no signal."""
+        store: Any = self._store
+        group, self.ranks = self._worker_group, {}  # without ranks a signal ends the job at once
+        deadline = time.monotonic() + EXPORT_SECONDS
+        with suppress(RuntimeError):  # the node of the store has left
+            store.add("nodes left", 1)
+            if group.group_rank == 0:
+                store.set("rank 0 left", "")
+            while store.add("nodes left", 0) < group.group_world_size and time.monotonic() < deadline:
+                if store.check(["rank 0 left"]):
+                    deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
+                time.sleep(POLL_SECONDS)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed.
@@ -187,4 +201,4 @@ def _join(meeting: RendezvousParameters) -> Any:
             if time.monotonic() > deadline:
                 raise
         print(f"node 0 does not answer at {meeting.endpoint} yet; trying again", file=sys.stderr)
-        time.sleep(JOIN_SECONDS)
+        time.sleep(POLL_SECONDS)
