@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from torchtitan_cp.config.check import LOCK_FILE, check_dump_folder
 
 logger = logging.getLogger(__name__)
 
+LOST_SECONDS = 150.0  # after a node is lost NFS keeps its lock for 90 s, and a job may start on others
 SHARED_SECONDS = 10.0  # in which a network file system shows a node what another has written
 
 
@@ -44,22 +46,38 @@ def run_dir_lock(folder: str | Path) -> Iterator[None]:
 def _lock(folder: Path, stack: ExitStack) -> str:
     """Lock the folder until the stack ends. Returns what the lock's file says now, and in no other start."""
     check_dump_folder(str(folder))
-    file = stack.enter_context((folder / LOCK_FILE).open("a"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another job is training in job.dump_folder = {str(folder)!r}",
-            fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
-        ) from None
-    except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); start no second job on it", file.name, error.strerror)
-    holder = f"{socket.gethostname()} pid {os.getpid()} {uuid.uuid4().hex}"
+    file = stack.enter_context((folder / LOCK_FILE).open("a+"))
+    several_nodes = dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    deadline, waiting = time.monotonic() + LOST_SECONDS * several_nodes, False
+    while not _try_lock(file):
+        file.seek(0)
+        holder = file.readline().strip() or "pid unknown"
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"another job is training in job.dump_folder = {str(folder)!r} ({holder})",
+                fix="wait for it or end it, or give this run a folder of its own: --job.dump_folder=...",
+            )
+        if not waiting:
+            logger.warning("%s is locked (%s); waiting %.0f s for it", file.name, holder, LOST_SECONDS)
+        waiting = True
+        time.sleep(1.0)
+    holder = f"pid {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}"
     file.truncate(0)
     file.write(holder)
     file.flush()
     os.fsync(file.fileno())
     return holder
+
+
+def _try_lock(file: TextIO) -> bool:
+    """Lock a file if no other process has locked it. Returns whether it is this job's now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s); start no second job on it", file.name, error.strerror)
+    return True
 
 
 def _check_shared(folder: Path, holder: str) -> None:
