@@ -50,6 +50,13 @@ class Device:
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
 
+    def release_memory(self) -> None:
+        """Give back what torch's allocator keeps, as NCCL allocates outside of it."""
+        if self.device.type == "cuda":
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def free_memory_bytes(self) -> int:
         """Memory that is still available on the GPU, or on the machine."""
         if self.device.type == "cuda":

@@ -268,6 +268,7 @@ class Trainer:
             stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=read_tokens, read_tokens={}
         )
         self.steps.start_stage([])  # another length has other numbers
+        self.device.release_memory()  # for its groups
 
     def _read_tokens(self) -> dict[str, int]:
         """Tokens of each source that this stage and those before it have read."""

@@ -5,7 +5,7 @@ import torch
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.parallel.stopwatch import Stopwatch
-from torchtitan_cp.runtime.device import seed_step, start_ranks
+from torchtitan_cp.runtime.device import Device, seed_step, start_ranks
 
 
 def drawn(*step: object) -> float:
@@ -43,6 +43,16 @@ def test_an_interval_that_ends_while_it_is_looked_at_is_counted_once(monkeypatch
     watch.on_cuda = True
     watch.intervals = [(Event(), Event())]
     assert (watch.take(), watch.take(), watch.take()) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("kind", "emptied"), [("cpu", []), ("cuda", [()])])
+def test_a_gpu_gives_memory_back_that_torch_keeps(
+    kind: str, emptied: list[tuple[()]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[()]] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda *arguments: calls.append(arguments))
+    Device(torch.device(kind), "gloo").release_memory()
+    assert calls == emptied
 
 
 def test_more_ranks_than_gpus_are_refused_before_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
