@@ -117,7 +117,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--stage", type=int, help="number of the stage whose length and text are used (default its own)"
     )
-    parser.add_argument("--out", type=Path, help="folder to write (default evaluation/step-N in the run's folder)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder to write (default evaluation/step-N in the run's folder, step-N-stage-M for another stage)",
+    )
     options = parser.parse_args(arguments)
     options.variants, options.lengths = (None if x is None else tuple(x) for x in (options.variants, options.lengths))
     return run_command(lambda: _evaluate(options))
@@ -135,7 +139,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     number = saved.number if options.stage is None else options.stage - 1
     if not 0 <= number < len(stages):
         raise ConfigError(f"--stage {options.stage} does not exist", fix=f"give one of 1 to {len(stages)}")
-    out = options.out or saved.path.parents[1] / "evaluation" / saved.path.name
+    other = f"-stage-{number + 1}" * (number != saved.number)
+    out = options.out or saved.path.parents[1] / "evaluation" / f"{saved.path.name}{other}"
     try:  # before the work
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -438,6 +439,9 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     assert "error: none of --lengths is measured; left out: " in said
     assert "passkey at 3 tokens, too short for its question" in said
     assert not list((folder / "run" / "evaluation").glob("*/*")), "a result that is there stays"
+    code, said = ranks(1)(refused, *few, "128", "--stage", "1")[0]
+    written = [file.parent.name for file in (folder / "run/evaluation").glob("*/evaluation.json")]
+    assert (code, written) == (0, ["step-3-stage-1"]), "the checkpoint's own result stays"
     code, said = ranks(1)(refused, *few, "300", "--stage", "9")[0]
     assert said.startswith("note: longer than the 256 tokens that")
 
@@ -465,5 +469,5 @@ def test_the_program_says_in_one_line_what_is_wrong_with_its_input(
 
 
 def refused(*words: str) -> tuple[int, str]:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said, patch("torchtitan_cp.cli.evaluate.stop_ranks"):
         return main([*words]), said.getvalue()
