@@ -13,7 +13,7 @@ from torchtitan_cp.attention.collectives import gather, open_groups
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import check_kernel
 from torchtitan_cp.attention.kernels.reference import mask_scores
-from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, make_layout
+from torchtitan_cp.attention.layouts import NODE_RANKS, ROW_PAIRS, RowPairs, check_layout, make_layout
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import attention
@@ -200,7 +200,8 @@ class ContextParallel:
         make_plan: `plan` as a function that can be pickled, so that a loader's worker can make plans without a mesh.
 
     Raises:
-        PlanError: an unknown name, or a mesh whose axes do not fit the strategy.
+        LayoutError: an unknown layout.
+        PlanError: another unknown name, or a mesh whose axes do not fit the strategy.
     """
 
     mesh: DeviceMesh
@@ -241,9 +242,9 @@ class ContextParallel:
             rank=mesh.mesh.flatten().tolist().index(mesh.get_rank()),
             strategy=self.strategy,
             kernel=check_kernel(self.kernel),
-            layout=self.layout,
+            layout=check_layout(self.layout),
             all_to_all_ranks=all_to_all_ranks,
-            kv_transfer=self.kv_transfer,
+            kv_transfer=check_name("kv_transfer", self.kv_transfer, CODECS),
             ranks_per_node=self.ranks_per_node,
             row_pairs=self.row_pairs,
             groups=groups,

@@ -226,6 +226,11 @@ LAYOUTS: dict[str, Callable[..., Layout]] = {
 }
 
 
+def check_layout(name: str) -> str:
+    """Return `name`, or raise LayoutError unless it is `auto` or a registered layout."""
+    return check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
+
+
 @lru_cache(maxsize=256)
 def make_layout(
     name: str,
@@ -244,5 +249,4 @@ def make_layout(
     if name == "auto":
         packed = any(len(documents) > 1 for documents in mask.documents(sequence_length))
         name = "documents" if packed else "zigzag"
-    check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
-    return LAYOUTS[name](sequence_length, ranks, mask, ranks_per_node, all_to_all_ranks, row_pairs)
+    return LAYOUTS[check_layout(name)](sequence_length, ranks, mask, ranks_per_node, all_to_all_ranks, row_pairs)

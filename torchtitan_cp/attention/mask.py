@@ -46,7 +46,7 @@ class AttentionMask:
             attends to nothing and is attended to by nothing. None: all of them.
 
     Raises:
-        PlanError: lengths that are not tuples, or a side of the window below -1.
+        PlanError: lengths that are not a tuple for each row, a window that is not a pair, or a side of it below -1.
     """
 
     causal: bool = True
@@ -57,8 +57,10 @@ class AttentionMask:
     def __post_init__(self) -> None:
         try:
             hash(self)
-        except TypeError:
-            fix = "write tuples, e.g. document_lengths = ((10, 54),)"
+            _, _ = self.window
+            _ = [len(row) for rows in (self.document_lengths, self.used_lengths) for row in rows or ()]
+        except (TypeError, ValueError):
+            fix = "give window (left, right), e.g. (31, -1), and a tuple for each row, document_lengths = ((10, 54),)"
             raise PlanError("a mask is made of tuples, as plans are kept by their masks", fix=fix) from None
         if any(side < -1 for side in self.window):
             raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")

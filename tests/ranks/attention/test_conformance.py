@@ -17,7 +17,7 @@ from tests.support.deep import deep_rows
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.oracle import allowed, attention_with_gradients, attention_with_sinks
 from tests.support.rank_pool import RankPool, rank_device
-from torchtitan_cp.attention import AttentionMask, ContextParallel, PlanError
+from torchtitan_cp.attention import AttentionMask, ContextParallel, ContextParallelError, PlanError
 from torchtitan_cp.attention.layouts import LAYOUTS
 from torchtitan_cp.attention.strategies import STRATEGIES
 
@@ -526,13 +526,14 @@ def run_refusals() -> list[str]:
         lambda: ContextParallel(init_device_mesh("cpu", (1, 2)), strategy="ring"),
         lambda: ContextParallel(init_device_mesh("cpu", (2,)), strategy="hybrid"),
         lambda: ContextParallel(DeviceMesh("cpu", [1, 0])),
+        lambda: make_cp("ring", "zig"),
     ]
     messages = []
     for call in calls:
         try:
             call()
             messages.append("")
-        except PlanError as error:
+        except ContextParallelError as error:
             messages.append(str(error))
     return messages
 
@@ -548,6 +549,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "the mesh has 2 axes and the strategy is 'ring'" in messages[6]
     assert "for hybrid a 2-D one" in messages[7]
     assert "ranks do not ascend along an axis of the mesh" in messages[8]
+    assert "layout 'zig' is not available; use one of auto, contiguous" in messages[9]
 
 
 def run_unshard_gradient() -> Tensor:

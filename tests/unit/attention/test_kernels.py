@@ -339,7 +339,7 @@ CASES = {
     "cpu": [(Case("cpu", torch.bfloat16, 64, 128), None), (Case("cuda", torch.float32, 64, 64), "on cpu, not cuda")],
     "flash": [
         (Case("cuda", torch.bfloat16, 256, 64), None),
-        (Case("cuda", torch.float32, 64, 64), "does not take torch.float32"),
+        (Case("cuda", torch.float32, 64, 64), "not torch.float32"),
         (Case("cuda", torch.float16, 60, 64), None),
         (Case("cuda", torch.float16, 60, 60), "from 8 to 256 in steps of 8, not 60"),
         (Case("cpu", torch.bfloat16, 64, 64), "on cuda, not cpu"),
@@ -350,13 +350,16 @@ CASES = {
     ],
     "efficient": [
         (Case("cuda", torch.float32, 192, 128), None),
-        (Case("cuda", torch.float64, 64, 64), "does not take torch.float64"),
+        (Case("cuda", torch.float64, 64, 64), "not torch.float64"),
     ],
     "flex": [
         (Case("cuda", torch.bfloat16, 64, 64), None),
         (Case("cpu", torch.float32, 64, 64), "on cuda, not cpu"),
     ],
-    "reference": [(Case("cuda", torch.float64, 3, 5), None), (Case("cpu", torch.int64, 8, 8), "does not take")],
+    "reference": [
+        (Case("cuda", torch.float64, 3, 5), None),
+        (Case("cpu", torch.int64, 8, 8), "or torch.float16, not torch.int64"),
+    ],
 }
 
 
@@ -374,6 +377,8 @@ def test_a_kernel_asked_for_that_cannot_names_those_that_can() -> None:
     ):
         choose_kernel("cudnn", x, x)
     assert choose_kernel("auto", x, x) is KERNELS["cpu"]
+    with pytest.raises(PlanError, match=r"cannot run this: it takes .* or torch.float16, not torch.int64; change"):
+        choose_kernel("auto", x.long(), x.long())
 
 
 def test_the_log_names_the_kernel_in_one_short_line_and_the_reasons_at_debug_level(

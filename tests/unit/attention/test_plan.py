@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -310,8 +311,14 @@ def test_options_that_exclude_each_other_are_refused() -> None:
         make_plan(64, ranks=4, strategy="hybrid", all_to_all_ranks=3)
     with pytest.raises(PlanError, match=r"window = .* has a side below -1"):
         make_plan(64, mask=AttentionMask(window=(-2, 0)))
-    with pytest.raises(PlanError, match="a mask is made of tuples"):
-        AttentionMask(document_lengths=[[10, 54]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tuples", [{"window": 31}, {"window": (31,)}, {"document_lengths": (10, 54)}, {"document_lengths": [[10, 54]]}]
+)
+def test_a_mask_says_what_its_tuples_are(tuples: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"made of tuples, .*; give window \(left, right\), .* a tuple for each row"):
+        AttentionMask(**tuples)
 
 
 @pytest.mark.parametrize("lengths", [(30, 30), (64, 0), (-1, 65), ()])

@@ -80,8 +80,8 @@ def choose_for_case(name: str, case: Case) -> str:
     if name in able:
         return name
     raise PlanError(
-        f"attention kernel {name!r} cannot run this: {reasons.get(name, 'no kernel can')}",
-        fix=f"use {' or '.join(able)}" if able else "leave out what the message names",
+        f"attention kernel {name!r} cannot run this: {reasons.get(name) or reasons['reference']}",
+        fix=f"use {' or '.join(able)}" if able else "change what the message names",
     )
 
 

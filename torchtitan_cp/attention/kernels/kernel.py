@@ -115,13 +115,14 @@ class Kernel:
         """Why it cannot run a case, or None."""
         dims = [max(case.qk_dim, case.v_dim)] if self.pads_dims else [case.qk_dim, case.v_dim]
         taken = f"from {self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
+        dtypes = " or ".join(map(str, self.dtypes))
         refusals = {
             "its backward is not deterministic": case.deterministic and not self.deterministic,
             "it has no logit soft-cap": case.softcap and not self.any_scores,
             "it has no ALiBi": case.alibi and not self.any_scores,
             "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,
             f"it runs on {self.device}, not {case.device}": self.device not in (None, case.device),
-            f"it does not take {case.dtype}": case.dtype not in self.dtypes,
+            f"it takes {dtypes}, not {case.dtype}": case.dtype not in self.dtypes,
             f"it takes head dims {taken}, not {' and '.join(map(str, dims))}": any(
                 dim not in self.head_dims for dim in dims
             ),
