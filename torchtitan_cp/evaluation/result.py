@@ -47,6 +47,7 @@ class EvaluationResult:
         short_loss_rise: of the loss at the first stage's length since that stage's end, as a fraction.
         retrieval: by variant of prompts.
         passkey_accuracy: of one key, at the stage's length.
+        held_out_epochs: how often each source's held-out text was read for `loss`.
         left_out: what there was no time or no room for.
     """
 
@@ -60,6 +61,7 @@ class EvaluationResult:
     short_loss_rise: float | None = None
     retrieval: dict[str, Retrieval] = field(default_factory=dict)
     passkey_accuracy: float | None = None
+    held_out_epochs: dict[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -112,5 +114,7 @@ class EvaluationResult:
             if means := found.by_length():
                 right = ", ".join(f"{mean:.0%} at {length:,}" for length, mean in means.items())
                 yield f"{name.replace('_', ' ')} right: {right}"
+        if again := [f"{name} {epochs:.1f} times" for name, epochs in self.held_out_epochs.items() if epochs > 1]:
+            yield f"held-out text read more than once: {', '.join(again)} (evaluation.tokens)"
         if self.left_out:
             yield "not measured: " + "; ".join(self.left_out)

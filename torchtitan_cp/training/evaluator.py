@@ -45,6 +45,7 @@ class HeldOutLosses(NamedTuple):
         late: `[2]` fp64, of the tokens that context gain compares.
         by_turn: `[2, TURNS]` fp64, of conversations that are read from their beginning.
         label_counts: `[V]` int64, how often each token of the tokenizer is a label.
+        epochs: how often each source's held-out text was read; 0: it got no sequence.
     """
 
     sources: list[str]
@@ -53,6 +54,7 @@ class HeldOutLosses(NamedTuple):
     late: Tensor
     by_turn: Tensor
     label_counts: Tensor
+    epochs: dict[str, float]
 
     @property
     def loss(self) -> float:
@@ -120,6 +122,10 @@ class Evaluator:
             if held_out is None:
                 logger.info("evaluation skipped: no source of the stage holds text out (data.validation_fraction)")
                 return None
+            for name, epochs in held_out.epochs.items():
+                if not epochs:
+                    few = f"evaluation.tokens = {self.settings.tokens} gives it no sequence of {stage.seq_len:,} tokens"
+                    self.left_out[f"the loss of {name}: {few}"] = None
             rise = self._short_loss_rise(stage, layout, progress, at_end)
             retrieval = self.measure_retrieval(stage, layout)
             gain, by_position = self._context_gain(held_out, layout, stage), held_out
@@ -140,6 +146,7 @@ class Evaluator:
             short_loss_rise=rise,
             retrieval=retrieval,
             passkey_accuracy=retrieval["passkey"].at(stage.seq_len) if "passkey" in retrieval else None,
+            held_out_epochs=held_out.epochs,
             left_out=tuple(self.left_out),
         )
 
@@ -177,13 +184,6 @@ class Evaluator:
         if samples is None:
             return None
         sources, layout = list(samples.packed), _fitted(batch_layout, count)
-        for name, epochs in samples.epochs_after(1).items():
-            if not samples.packed[name].samples:
-                few = f"evaluation.tokens = {tokens} gives it no sequence of {seq_len:,} tokens"
-                self.left_out[f"the loss of {name}: {few}"] = None
-            elif epochs > 1:
-                again = f"what it holds out is read {epochs:.1f} times"
-                self.left_out[f"the loss of {name} on text read once: {again}"] = None
         sums = torch.zeros(len(sources) + 1, 2, len(starts), dtype=torch.float64, device=device)
         by_turn, vocab_size = sums.new_zeros(2, TURNS), self.data_pipeline.corpus.tokenizer.vocab_size
         label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
@@ -210,7 +210,8 @@ class Evaluator:
             for x in (sums, by_turn, label_counts):
                 dist.all_reduce(x)
             sums = sums.cpu()
-        return HeldOutLosses(sources, starts, sums[:-1], sums[-1].sum(1), by_turn.cpu(), label_counts.cpu())
+        late, epochs = sums[-1].sum(1), samples.epochs_after(1)
+        return HeldOutLosses(sources, starts, sums[:-1], late, by_turn.cpu(), label_counts.cpu(), epochs)
 
     def _short_loss_rise(
         self, stage: StagePlan, batch_layout: BatchLayout, progress: Progress, at_end: bool

@@ -429,6 +429,8 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     assert at_first_length["loss"] / lines[1]["loss"] - 1 == pytest.approx(last["short_loss_rise"], rel=1e-3)
     of_other_tokens = ranks(2)(grid, folder / "run", tmp_path / "tokens", None, 256)[0]
     assert of_other_tokens["loss"] != pytest.approx(last["loss"], rel=1e-4)
+    few = "the loss of late: evaluation.tokens = 256 gives it no sequence of 256 tokens"
+    assert (of_other_tokens["left_out"], of_other_tokens["held_out_epochs"]["late"]) == ([few], 0)
     assert of_other_tokens["short_loss_rise"] == pytest.approx(last["short_loss_rise"], rel=1e-3)
     code, said = ranks(1)(refused, str(folder / "run"), "--stage", "9")[0]
     assert code == 2

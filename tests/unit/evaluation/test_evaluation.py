@@ -61,5 +61,10 @@ def test_losses_by_turn_are_said_and_plotted_where_there_are_conversations() -> 
     assert not [line for line in plain.lines(7, 64) if "turn" in line]
 
 
+def test_held_out_text_that_was_read_again_has_a_line_of_its_own() -> None:
+    result = EvaluationResult(2.0, 3.0, {}, [0], [2.0], held_out_epochs={"pq": 2.125, "md": 0.3})
+    assert list(result.lines(7, 64))[-1] == "held-out text read more than once: pq 2.1 times (evaluation.tokens)"
+
+
 def test_a_unigram_model_of_no_labels_has_no_loss() -> None:
     assert math.isnan(unigram_loss(np.array([7, 1, 0]), np.zeros(3, dtype=np.int64)))
