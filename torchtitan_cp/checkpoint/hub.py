@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from operator import add, ge, sub
 from pathlib import Path
@@ -44,6 +45,7 @@ PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 # Keys of a rotary embedding -> theirs; one has another name there.
 ROPE_KEYS = {key: key for keys in TAKES.values() for key in keys}
 ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
+ATTENTION_KEYS = {"attention_factor", "mscale", "mscale_all_dim"}
 
 
 @torch.no_grad()
@@ -216,8 +218,25 @@ def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "default" if rope.kind == "none" else rope.kind, "rope_theta": rope.theta, **values}
 
 
-def hub_rope(config: Mapping[str, Any]) -> Rope:
+def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
+    """A stage's rotary embedding, with a config.json's theta, and keys of its kind, for those that the file leaves out.
+
+    Raises:
+        ConfigError: see `hub_rope`.
+    """
+    theirs, taken = hub_rope(config, rope.kind), set(rope.unnamed)
+    if not taken >= ATTENTION_KEYS:  # they exclude each other
+        taken -= ATTENTION_KEYS
+    elif "factor" not in taken and rope.factor != theirs.factor:  # it may follow from that
+        taken.remove("attention_factor")
+    return replace(rope, **{key: getattr(theirs, key) for key in taken})
+
+
+def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:
     """The rotary embedding of a config.json, as a stage has it.
+
+    Args:
+        wanted: kind of a stage; of another one only theta is returned.
 
     Raises:
         ConfigError: a kind of scaling that a stage cannot have, or values of the wrong type.
@@ -232,6 +251,8 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
             values |= {"mscale": 0.0, "mscale_all_dim": 0.0}
     except (AttributeError, TypeError) as error:
         kind, problem = "", f" that cannot be read: {error}"
+    if wanted and kind not in ("", wanted):
+        kind = "none"
     if kind not in TAKES:
         raise ConfigError(
             f"model.hub_checkpoint: config.json has a rotary embedding{problem or f' of type {kind!r}'}",
@@ -240,6 +261,15 @@ def hub_rope(config: Mapping[str, Any]) -> Rope:
     keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
     table = {"theta": values["rope_theta"], "kind": kind, **keys}
     return build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
+
+
+def rope_changes(config: Mapping[str, Any], rope: Rope, head_dim: int) -> list[str]:
+    """What a stage changes of the rotary embedding of a config.json; head_dim is D."""
+    theirs, ours = _hub_rope_parameters(config), rope_parameters(rope, head_dim)
+    with suppress(ConfigError):  # of a kind that no stage has
+        theirs = rope_parameters(hub_rope(config), head_dim)
+    keys = "rope_type", "rope_theta", *ROPE_KEYS.values()
+    return [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
 
 
 def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,14 +284,19 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_from_hub(
-    folder: Path, parts: Iterable[nn.Module], whole: Iterable[str], hub: Any, rope: Rope | None, rotary_dim: int
+    folder: Path,
+    parts: Iterable[nn.Module],
+    whole: Iterable[str],
+    hub: Any,
+    ropes: Sequence[Rope | None],
+    rotary_dim: int,
 ) -> None:
-    """Fill the parts from a folder, and log where the first stage changes the rotary embedding.
+    """Fill the parts from a folder, and log which stages change the rotary embedding.
 
     Args:
         whole: names of all parameters of the whole model.
         hub: of the architecture, a `models.architecture.Hub`.
-        rope: of the first stage; None: the checkpoint's.
+        ropes: of the stages; None: the checkpoint's.
         rotary_dim: dims of a head that it turns.
     """
     stored = _open_tensors(folder)
@@ -277,9 +312,7 @@ def start_from_hub(
     except ValueError as error:
         raise _broken(folder, str(error)) from None
     logger.info("weights from %s", folder)
-    theirs = _hub_rope_parameters(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    ours = rope_parameters(rope, rotary_dim) if rope else theirs
-    keys = "rope_type", "rope_theta", *ROPE_KEYS.values()
-    changed = [f"{key} {theirs.get(key)} -> {ours.get(key)}" for key in keys if theirs.get(key) != ours.get(key)]
-    if changed:
-        logger.info("the first stage changes the rotary embedding they were trained with: %s", ", ".join(changed))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for number, rope in enumerate(ropes, 1):
+        if rope and (changed := rope_changes(config, rope, rotary_dim)):
+            logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))

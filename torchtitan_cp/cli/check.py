@@ -1,5 +1,7 @@
 """`torchtitan-cp check`: whether a config would run on so many ranks, or what is wrong with it."""
 
+import logging
+
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 from torchtitan_cp.cli.train import default_ranks
@@ -12,6 +14,8 @@ from torchtitan_cp.training.resolve import (
     fit_vocabulary,
     resolve_run,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
@@ -50,5 +54,12 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     if trains:
         check_first_weights(config)
     fit_vocabulary(run, vocabulary_size(config.tokenizer))
+    for stage in run.stages:
+        rope = stage.rope
+        if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:
+            logger.warning(
+                "curriculum.stages[%d].rope: factor x original_seq_len = %.0f is shorter than the stage's seq_len = %d",
+                *(stage.index, reach, stage.seq_len),
+            )
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     return f"{sum(stage.steps for stage in run.stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"

@@ -16,6 +16,7 @@ from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
 from torchtitan_cp.planner.parameters import model_args_of
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
+from torchtitan_cp.training.resolve import with_defaults
 
 HERE = "here"
 
@@ -65,7 +66,7 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
         note = f"# Found by the planner for {cluster.ranks} x {cluster.name}.\n# Ranks: {cluster.ranks}\n"
         try:
             with options.write.open("x", encoding="utf-8") as file:
-                file.write(note + to_toml(config))
+                file.write(note + to_toml(with_defaults(config)))
         except OSError as error:
             problem = f"--write {options.write}: {error.strerror}"
             raise ConfigError(problem, fix="give the path of a new file") from None

@@ -16,7 +16,7 @@ import tomli_w
 
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.key import check_range
-from torchtitan_cp.config.sections import Config
+from torchtitan_cp.config.sections import Config, Rope
 
 OVERRIDE = re.compile(r"--([A-Za-z_]\w*(?:[.\[][\w.\[\]-]*)?)=(.*)", re.DOTALL)
 # What a value must be, and how to write one.
@@ -138,7 +138,10 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
             raise ConfigError(f"{file}: unknown {'key' if where else 'section'} {dotted}", fix=known)
         values[name] = build(hints[name], value, where=dotted, file=file)
         check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
-    return kind(**values)
+    section = kind(**values)
+    if kind is Rope:
+        vars(section)["unnamed"] = tuple(name for name in fields if name not in values)
+    return section
 
 
 def to_toml(config: Config) -> str:

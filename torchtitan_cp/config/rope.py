@@ -1,6 +1,7 @@
 """A stage's rotary embedding, and the checks between its keys."""
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.key import check_read_keys, key
@@ -12,7 +13,7 @@ class Rope:
     """Rotary embedding of a stage.
 
     Attributes:
-        theta: base of the frequencies
+        theta: base of the frequencies; default: that of config.json, if the model has one
         kind: scaling of the frequencies
         factor: every kind but none: how much longer the context becomes
         original_seq_len: llama3, yarn, longrope: context length before scaling, in tokens
@@ -26,8 +27,11 @@ class Rope:
         truncate: yarn: the blend starts and ends at whole dimensions
         long_factor: longrope: divisors of the head_dim / 2 frequencies
         short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
+
+    `unnamed` are the keys that a TOML file leaves out: they come from the config.json that the model has, if any.
     """
 
+    unnamed: ClassVar[tuple[str, ...]] = ()
     theta: float = key(10000.0, least=1)
     kind: str = key("none", choices=ROPE_KINDS)
     factor: float = key(1.0, least=1, read_by=ROPE_KINDS[1:])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.checkpoint.hub import files_by_tensor, hub_rope
+from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
@@ -73,7 +73,7 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     Raises:
         UserError, ContextParallelError: the first rule that is broken, with its fix.
     """
-    config = _with_defaults(config)
+    config = with_defaults(config)
     check_config(config, ranks)
     model_args = model_args or registry.model_args_of(config.model)
     stages = resolve_stages(config, ranks)
@@ -124,19 +124,22 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
     return args if args.vocab_size else replace(args, vocab_size=size)
 
 
-def _with_defaults(config: Config) -> Config:
-    """The config with a flavor and with a RoPE in each stage: as written, else config.json's, else defaults.
+def with_defaults(config: Config) -> Config:
+    """The config with a flavor and with a RoPE in each stage, and each key of it: as written, else config.json's, else
+    the default. Without a RoPE in a stage, an architecture that takes any config.json keeps its own.
 
     Conversations get a limit of their length.
     """
     model, stages = config.model, config.curriculum.stages
     config = replace(config, data=_with_limits(config.data, stages))
-    if registry.architecture(model).args_of:
-        return config
-    if not all(stage.rope for stage in stages):
-        rope = hub_rope(registry.hub_config(model)) if registry.has_hub_config(model) else Rope()
+    own, has_hub = registry.architecture(model).args_of, registry.has_hub_config(model)
+    if has_hub and any(stage.rope for stage in stages):
+        hub = registry.model_args_of(model).config if own else registry.hub_config(model)
+        stages = tuple(replace(stage, rope=stage.rope and fill_rope(stage.rope, hub)) for stage in stages)
+    if not own and not all(stage.rope for stage in stages):
+        rope = hub_rope(registry.hub_config(model)) if has_hub else Rope()
         stages = tuple(replace(stage, rope=stage.rope or rope) for stage in stages)
-    flavor = model.flavor or ("" if registry.has_hub_config(model) else registry.DEFAULT_FLAVOR)
+    flavor = model.flavor or ("" if own or has_hub else registry.DEFAULT_FLAVOR)
     return config.with_keys(model={"flavor": flavor}, curriculum={"stages": stages})
 
 

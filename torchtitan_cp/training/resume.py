@@ -71,7 +71,8 @@ def resume(
         settings = model.config.model
         if settings.hub_checkpoint and settings.load_weights:
             folder, hub = registry.hub_folder(settings, "*.safetensors*"), registry.hub_of(settings)
-            start_from_hub(folder, model.parts, model.parameter_names, hub, stages[0].rope, model.args.rotary_dim)
+            ropes = [stage.rope for stage in stages]
+            start_from_hub(folder, model.parts, model.parameter_names, hub, ropes, model.args.rotary_dim)
         return fresh
     path, before = saved
     check_identity(before.identity, fresh.identity, path)

@@ -385,7 +385,9 @@ def test_another_rotary_embedding_than_the_checkpoint_s_is_said(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     (message,) = ranks(1)(change_of_rope, write_start(tmp_path, "llama"))[0]
-    assert message.endswith("trained with: rope_theta 500000.0 -> 2000000.0")
+    assert message.endswith(
+        "stage 1 changes the rotary embedding they were trained with: rope_theta 500000.0 -> 2000000.0"
+    )
 
 
 def test_a_checkpoint_that_names_no_theta_has_that_of_its_family(

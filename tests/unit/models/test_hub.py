@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torchtitan_cp.checkpoint.hub import (
     start_from_hub,
 )
 from torchtitan_cp.cli.check import preflight
-from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.config import ConfigError, load_config, to_toml
 from torchtitan_cp.config.sections import Rope
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.training.registry import model_args_of, register
@@ -116,6 +117,45 @@ def test_a_stage_without_a_rope_has_the_checkpoints(tmp_path: Path, family: str)
     assert resolve_run(load_config(path, PLAIN), 1).stages[0].rope == written
     own = resolve_run(load_config(path, [*PLAIN, "--curriculum.stages[0].rope={theta = 10000}"]), 1)
     assert own.stages[0].rope == Rope(theta=1e4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "huggingface"])
+def test_keys_that_a_stages_rope_leaves_out_are_the_checkpoints(tmp_path: Path, architecture: str) -> None:
+    register(ARCHITECTURES)
+    path = write_start(tmp_path, "llama")
+    parameters = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 2.0, "original_max_position_embeddings": 64}
+    chosen = (*PLAIN, f"--model.architecture={architecture}")
+
+    def rope(keys: str, **more: object) -> Rope | None:
+        change_config(tmp_path / "hub", rope_parameters=parameters | more)
+        run = resolve_run(load_config(path, [*chosen, f"--curriculum.stages[0].rope={{{keys}}}"]), 1)
+        path.with_name("again.toml").write_text(to_toml(run.config))
+        assert load_config(path.with_name("again.toml")) == run.config
+        return run.stages[0].rope
+
+    yarn = Rope(1.5e5, "yarn", 4.0, original_seq_len=64, truncate=False)
+    for keys in ("factor = 4.0", "factor = 4.0, original_seq_len = 64"):
+        assert rope(f"kind = 'yarn', {keys}", truncate=False) == yarn
+        # Of OLMo 3, as the paper's factor for 2; and of DeepSeek, for any.
+        assert rope(f"kind = 'yarn', {keys}", truncate=False, attention_factor=1.07) == yarn
+        mscale: dict[str, Any] = {"mscale": 0.7, "mscale_all_dim": 0.7}
+        assert rope(f"kind = 'yarn', {keys}", truncate=False, **mscale) == dataclasses.replace(yarn, **mscale)
+    assert rope("kind = 'yarn', attention_factor = 1.2", mscale=1.0, mscale_all_dim=1.0) == Rope(
+        1.5e5, "yarn", 2.0, original_seq_len=64, attention_factor=1.2
+    )
+    assert rope("kind = 'linear', factor = 4.0", truncate=False) == Rope(1.5e5, "linear", 4.0)
+    assert rope("") == Rope(1.5e5)
+    assert rope("theta = 10000", rope_type="dynamic") == Rope(), "what the file says stays"
+
+
+def test_a_yarn_that_is_too_short_for_its_stage_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    register(ARCHITECTURES)
+    path = write_run(tmp_path, TINY)
+    rope = "--curriculum.stages[0].rope={kind = 'yarn', factor = %s, original_seq_len = 32}"
+    preflight(load_config(path, [rope % 4.0]), 1)
+    assert not caplog.records
+    preflight(load_config(path, [rope % 3.0]), 1)
+    assert "stages[0].rope: factor x original_seq_len = 96 is shorter than the stage's seq_len = 128" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -248,7 +288,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
 
     def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            start_from_hub(tmp_path, [model], names, HUB, None, 12)
+            start_from_hub(tmp_path, [model], names, HUB, (), 12)
         return str(caught.value)
 
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, tmp_path / "model.safetensors")
@@ -288,8 +328,26 @@ def test_a_pipeline_stage_is_filled_from_the_whole_models_files(tmp_path: Path) 
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, tie_embeddings=True), lambda *_: torch.zeros(()))
     names = [name for name, _ in model.named_parameters()]
     model.keep(1, 3)
-    start_from_hub(tmp_path, [model], names, HUB, None, 12)
+    start_from_hub(tmp_path, [model], names, HUB, (), 12)
     assert torch.equal(model.get_parameter("layers.2.ffn_norm.weight"), whole[THIRD_NORM])
+
+
+def test_every_stage_that_changes_the_rotary_embedding_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model("llama", tmp_path)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}  # what it leaves out is as we have it
+    change_config(tmp_path, rope_parameters=yarn)
+    own = hub_rope(json.loads((tmp_path / "config.json").read_text()))
+    model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
+    ropes = None, own, dataclasses.replace(own, theta=1e4), dataclasses.replace(own, truncate=False)
+    with caplog.at_level(logging.INFO, "torchtitan_cp.checkpoint.hub"):
+        start_from_hub(tmp_path, [model], [name for name, _ in model.named_parameters()], HUB, ropes, 12)
+    says = "changes the rotary embedding they were trained with:"
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        f"stage 3 {says} rope_theta 1000000.0 -> 10000.0",
+        f"stage 4 {says} truncate True -> False",
+    ]
 
 
 def test_exported_files_may_be_read_by_those_who_may_read_the_folder(tmp_path: Path) -> None:

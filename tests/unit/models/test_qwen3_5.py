@@ -101,7 +101,7 @@ def test_a_checkpoint_that_sees_pictures_gives_its_text_model(tmp_path: Path) ->
     register(ARCHITECTURES)
     assert model_args_of(Model(architecture="qwen3_5", hub_checkpoint=str(tmp_path))) == ARGS
     model = build(ARGS, LayerAttention())
-    start_from_hub(tmp_path, [model], names_of(model), HUB, None, ARGS.rotary_dim)
+    start_from_hub(tmp_path, [model], names_of(model), HUB, (), ARGS.rotary_dim)
     theirs = {name.replace("language_model.", ""): p for name, p in saved.named_parameters()}
     for name, their_name in names_of(model).items():
         if name != "output.weight":
