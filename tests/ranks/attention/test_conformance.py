@@ -704,7 +704,7 @@ def refuse_alibi() -> list[str]:
 def test_linear_biases_that_cannot_be_are_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
     kernel, both, shape, gradient = ranks(2)(refuse_alibi)[0]
     assert "kernel 'cpu' cannot run this: it has no ALiBi; use reference" in kernel
-    assert "it has no ALiBi under a logit soft-cap; leave out what the message names" in both
+    assert "it has no ALiBi under a logit soft-cap; change what the message names" in both
     assert "alibi_slopes have the shape (3,); give one number per query head: 2" in shape
     assert "alibi_slopes have no gradient" in gradient
 

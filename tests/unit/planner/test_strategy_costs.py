@@ -55,8 +55,8 @@ def test_keys_in_8_bits_are_counted_as_they_are_sent() -> None:
 def test_pairs_of_all_ranks_are_those_of_the_mask(case: tuple[int, int, AttentionMask, str], strategy: str) -> None:
     seq_len, ranks, mask, layout = case
     if mask.document_lengths and len(mask.document_lengths) > 1:
-        mask = AttentionMask(mask.causal, mask.window, mask.document_lengths[:1], (mask.used_lengths or (None,))[:1])
-        mask = mask if mask.used_lengths != (None,) else AttentionMask(mask.causal, mask.window, mask.document_lengths)
+        used = mask.used_lengths and mask.used_lengths[:1]
+        mask = AttentionMask(mask.causal, mask.window, mask.document_lengths[:1], used)
     plans = [
         make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, strategy=strategy, layout=layout) for rank in range(ranks)
     ]
