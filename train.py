@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -152,8 +153,9 @@ def worker_main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)  # at once, however many threads still wait for another rank
+    # At once, however many threads still wait for another rank, or export: Python's own end would abort those in torch.
+    if code or threading.active_count() > 1:
+        os._exit(code)
 
 
 if __name__ == "__main__":

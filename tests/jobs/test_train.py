@@ -163,3 +163,25 @@ def test_preparing_a_corpus_is_not_limited_by_the_startup_timeout(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     assert ranks(1)(limits_of_preparing, write_run(tmp_path))[0] == (math.inf, 77.0)
+
+
+ENDS_DURING_AN_EXPORT = """
+import threading, time, torch, train
+def export():
+    while True:
+        torch.ones(1000, 1000).bfloat16().clone()
+def main(arguments):
+    threading.Thread(target=export, daemon=True).start()
+    time.sleep(0.3)
+    return 0
+train.main = main
+train.worker_main()
+"""
+
+
+def test_a_rank_that_ends_during_an_export_ends_well() -> None:
+    """Python stops its threads wherever they are, and torch aborts the process for that."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_DURING_AN_EXPORT], cwd=REPOSITORY, capture_output=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()

@@ -172,7 +172,7 @@ class Trainer:
         try:
             with self.signals:
                 self._train()
-                finish_exports(not self.stopping)
+                finish_exports(not (self.stopping or self.needs_relaunch))
             if self.needs_relaunch and not self.stopping:
                 self.metrics_logger.say(
                     f"stage {self.stage.index + 1} has tp {self.stage.tp} and pp {self.stage.pp}: the job restarts "

@@ -263,9 +263,12 @@ def test_a_gate_ends_a_stage_early_and_the_limit_ends_one_that_does_not_open(
 
 
 def train_to_an_end(path: Path) -> tuple[bool, int]:
-    trainer = prepared(path)
-    trainer.run()
+    trainer, waits = prepared(path), list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchtitan_cp.training.trainer.start_exports", lambda *_: waits.append)
+        trainer.run()
     dist.barrier()
+    assert waits == [not trainer.needs_relaunch], "exports go on after a relaunch"
     return trainer.needs_relaunch, trainer.progress.stage
 
 
