@@ -187,7 +187,7 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
-    degrees.check_divides_fsdp(f"{where}.cp", cp, " or -1 for all, or another number of ranks")
+    degrees.check_divides_fsdp(f"{where}.cp", cp, f" or -1 for all, e.g. '--{where}.cp=-1', or another number of ranks")
     unit = length_unit(cp, tp)
     _check_measured_lengths(config, stage, where, cp * tp, unit)
     if stage.seq_len % unit:

@@ -105,7 +105,8 @@ def _check_original(rope: Rope, seq_len: int, where: str) -> None:
         )
     # Llama 3.1's scaling belongs to its weights, at any length.
     if rope.original_seq_len > seq_len and not rope.short_factor and rope.kind != "llama3":
-        way = "give short_factor for such stages" if rope.kind == "longrope" else "use kind = 'none' in this stage"
+        way = f"give an original_seq_len of at most {seq_len}, or leave the rope out of this stage"
+        way = "give short_factor for such stages" if rope.kind == "longrope" else way
         raise ConfigError(
             f"{where}.original_seq_len = {rope.original_seq_len} is longer than the stage's seq_len = {seq_len}",
             fix=way,

@@ -257,6 +257,7 @@ def hub_config(model: Model) -> dict[str, Any]:
         fix = "give a folder with config.json"
         if model.hub_checkpoint:
             fix += " and *.safetensors, as `huggingface-cli download --local-dir` makes it"
+        fix += f"; a path is relative to the current directory, {Path.cwd()}"
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
 
 

@@ -69,7 +69,7 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
     ("stage", "ranks", "wanted"),
     [
         (dataclasses.replace(STAGE, cp=3), 8, "curriculum.stages[0].cp = 3 does not divide dp_shard x cp = 8"),
-        (dataclasses.replace(STAGE, cp=3), 8, "use 1, 2, 4, 8 or -1"),
+        (dataclasses.replace(STAGE, cp=3), 8, "use 1, 2, 4, 8 or -1 for all, e.g. '--curriculum.stages[0].cp=-1'"),
         (
             dataclasses.replace(STAGE, seq_len=1022, cp=2),
             2,

@@ -199,7 +199,8 @@ def config_of(rope: Rope) -> Config:
         (Rope(kind="llama3", factor=8.0), " has kind = 'llama3' and original_seq_len = 0"),
         (
             dataclasses.replace(YARN, original_seq_len=32768),
-            ".original_seq_len = 32768 is longer than the stage's seq_len = 16384\n  fix: use kind = 'none'",
+            ".original_seq_len = 32768 is longer than the stage's seq_len = 16384\n  fix: give an original_seq_len "
+            "of at most 16384, or leave the rope out of this stage",
         ),
         (
             dataclasses.replace(LONGROPE, original_seq_len=32768),

@@ -203,7 +203,7 @@ def test_a_corpus_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     one = data_of(write_files(tmp_path / "corpus", {"a.txt": "the only one"}), tmp_path / "cache", 1e-9)
     message = refuse(one)
     assert "data.validation_fraction = 1e-09 holds out 0 of 1 documents, and each split needs one" in message
-    assert "fix: split the text into more files, lower data.validation_fraction, or set it to 0" in message
+    assert "fix: give more documents (of text: files), or set data.validation_fraction = 0 to" in message
     assert not finished(one)
 
 

@@ -244,7 +244,9 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert "model.flavor contradicts" in hub_problem(path, "--model.flavor=60M", "--model.overrides={}")
     fresh = load_config(path, ["--model.load_weights=false", "--model.overrides.n_layers=2"])
     assert model_args_of(fresh.model).n_layers == 2
-    assert "cannot be read: No such file" in hub_problem(path, "--model.hub_checkpoint=/none")
+    absent = hub_problem(path, "--model.hub_checkpoint=/none")
+    assert "cannot be read: No such file" in absent
+    assert f"a path is relative to the current directory, {Path.cwd()}" in absent
     change_config(tmp_path / "hub", model_type="gpt2")
     assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)
     change_config(tmp_path / "hub", model_type="llama", attention_bias=True)

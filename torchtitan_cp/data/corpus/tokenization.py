@@ -258,8 +258,9 @@ class Tokenization:
             raise DataError(
                 f"{source.where}.validation_fraction = {source.validation_fraction} holds out {held_out} of {kept} "
                 "documents, and each split needs one",
-                fix=f"split the text into more files, lower {source.where}.validation_fraction, or set it to 0 to "
-                "disable validation",
+                fix="give more documents (of text: files), "
+                + f"lower {source.where}.validation_fraction, " * (held_out > 0)
+                + f"or set {source.where}.validation_fraction = 0 to disable validation",
             )
 
 
