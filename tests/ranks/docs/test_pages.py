@@ -4,8 +4,10 @@ A small run and its config stand in for the reader's. tests/jobs/test_page_runs.
 benchmarks; tests/unit/docs/test_docs.py accounts for each word of all commands.
 """
 
+import contextlib
 import io
 import itertools
+import re
 import runpy
 import shlex
 import subprocess
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -149,3 +152,22 @@ def test_a_command_of_the_pages_does_what_it_says(
     written = list(reader.new.iterdir())
     assert capsys.readouterr().out.strip("\n") or written  # a small model may answer with spaces
     assert bool(written) == bool(set(words) & WRITTEN)
+
+
+def run_example(code: str) -> str:
+    """On a rank, whose process group is there and stays."""
+    with (
+        patch("torch.distributed.init_process_group"),
+        patch("torch.distributed.destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        exec(code, {})
+    return said.getvalue()
+
+
+def test_the_program_of_the_page_on_context_parallelism_runs(ranks: Callable[[int], RankPool]) -> None:
+    page = (REPOSITORY / "docs/context_parallel.md").read_text()
+    [code] = re.findall(r"^```python\n(# example\.py.*?)^```", page, re.MULTILINE | re.DOTALL)
+    first, other = ranks(2)(run_example, code)
+    assert re.fullmatch(r"loss (\S+) on 2 ranks, \1 on one process; their gradients are equal\n", first)
+    assert not other
