@@ -51,6 +51,11 @@ class StageWalk(NamedTuple):
     by_kind: dict[str, int]
     messages: Counter[Message]
 
+    @property
+    def part(self) -> str:
+        """Of the step's micro-batches, how many were walked."""
+        return f"{self.micro_batches} of {self.stage.micro_batches}"
+
 
 class DryModel(ParallelModel):
     """The model of one rank, with fake tensors."""
@@ -185,12 +190,11 @@ def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: 
     memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:
         kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]
-        batches = f"{walk.micro_batches} of {walk.stage.micro_batches}"
-        memory.add_row(walk.stage.name, str(walk.stage.cp), batches, *kinds, f"{walk.peak_bytes / 2**30:.2f}")
+        memory.add_row(walk.stage.name, str(walk.stage.cp), walk.part, *kinds, f"{walk.peak_bytes / 2**30:.2f}")
     console.print(memory)
     for walk in walks:
         table = Table("operation", "group", "times", "MiB each", "GiB in all")
-        table.title = f"messages of stage {walk.stage.name}"
+        table.title = f"messages of stage {walk.stage.name} in {walk.part} micro-batches"
         for message, times in sorted(walk.messages.items(), key=lambda item: -item[0].size_bytes * item[1]):
             sizes = f"{message.size_bytes / 2**20:.3f}", f"{message.size_bytes * times / 2**30:.3f}"
             table.add_row(message.operation, message.group, str(times), *sizes)

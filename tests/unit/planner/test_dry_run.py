@@ -202,7 +202,7 @@ def test_the_command_prints_memory_and_messages(tmp_path: Path, capsys: pytest.C
     assert train.main([str(write_run(tmp_path)), "--dry-run", "--world-size", "4", "--rank", "3"]) == 0
     printed = capsys.readouterr().out
     assert "rank 3 of 4, GiB at the peak" in printed
-    assert "messages of stage 128" in printed
+    assert "messages of stage 128 in 1 of 1 micro-batches" in " ".join(printed.split())
     assert "reduce_scatter" in printed
 
 
