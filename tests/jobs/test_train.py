@@ -83,8 +83,11 @@ def test_a_syntax_error_names_file_and_line(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_check_of_a_good_config_prints_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preflight.main([str(write_run(tmp_path)), "--ranks", "2"]) == 0
+    path = str(write_run(tmp_path))
+    assert preflight.main([path, "--ranks", "2"]) == 0
     assert "20 steps on 2 ranks: 128 (cp 1)" in capsys.readouterr().out
+    assert preflight.main([path, "--ranks", "1", "--curriculum.stages[0].steps=1"]) == 0
+    assert "1 step on 1 rank: 128 (cp 1)" in capsys.readouterr().out
 
 
 def start(path: Path, *overrides: str) -> subprocess.Popen[str]:

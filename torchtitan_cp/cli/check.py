@@ -62,4 +62,5 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
                 *(stage.index, reach, stage.seq_len),
             )
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
-    return f"{sum(stage.steps for stage in run.stages)} steps on {ranks} rank{'s' if ranks > 1 else ''}: {lengths}"
+    steps = sum(stage.steps for stage in run.stages)
+    return f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)}: {lengths}"

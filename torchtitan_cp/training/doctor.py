@@ -101,8 +101,11 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
     if world.rank == 0:
         if look := getattr(trainer.model.args, "look", None):
-            layers, rotaries, routers = len(look.layers), dict(look.rotaries), len(look.routers)
-            logits = f"logits x {look.logit_scale:g}, soft cap {look.logit_softcap:g}"
-            print(f"{look.model_class}: {layers} layers, rotary embeddings {rotaries}, routers {routers}, {logits}")
+            turned = " and ".join(f"{dims} dims of a head by {name}" for name, dims in look.rotaries.items())
+            routers, softcap = len(look.routers) or "no", f"{look.logit_softcap:g}" if look.logit_softcap else "none"
+            print(
+                f"{look.model_class}: {len(look.layers)} layers; rotary embeddings turn {turned or 'nothing'}; "
+                f"{routers} routers of experts; logits x {look.logit_scale:g}, soft cap {softcap}"
+            )
         print(report.text)
     return not report.fault

@@ -273,4 +273,5 @@ def _log_reason(folder: Path, name: str, corpus: Corpus, settings: dict[str, Any
             message = "the %s changed since %s was made; the tokens are made again (that folder is no longer needed)"
             logger.warning(message, what, path.parent)
             break
-    logger.info("preparing %s: %d files, %.0f MB, in %s", name, len(corpus.files), corpus.size_bytes / 1e6, folder)
+    files = f"{len(corpus.files)} file{'s' * (len(corpus.files) != 1)}"
+    logger.info("preparing %s: %s, %.2f MB, in %s", name, files, corpus.size_bytes / 1e6, folder)
