@@ -22,6 +22,8 @@ from models.huggingface.init import on_meta
 
 logger = logging.getLogger(__name__)
 
+LAYER = re.compile(r"layers\.(\d+)\.")
+
 # With these, stored tensors of one shape lie side by side in ours, so that a rank can read its share alone.
 SIDE_BY_SIDE: tuple[list[type], ...] = ([], [loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate])
 
@@ -64,7 +66,7 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
         if not read(tensor, start, whole, compare=tied):
             raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
         counts[whole] += 0 if tied else math.prod(shape)
-    _check_unknown(causal, unknown)
+    _check_unknown(causal, unknown, stored)
     missing = [name for name, tensor in own.items() if counts[tensor] != tensor.numel()]
     if missing:
         raise ValueError(f"has not all of {', '.join(missing[:3])} of the model ({len(missing)} such tensors)")
@@ -87,14 +89,20 @@ def _rules(causal: PreTrainedModel, *, legacy: bool) -> list[Any]:
     return rules
 
 
-def _check_unknown(causal: PreTrainedModel, hub_names: list[str]) -> None:
-    """Drop old buffers and heads that predict further tokens; refuse everything else that the model lacks."""
+def _check_unknown(causal: PreTrainedModel, hub_names: list[str], stored: Mapping[str, Any]) -> None:
+    """Drop old buffers and heads that predict further tokens; refuse everything else that the model lacks.
+
+    Such a head may be stored as a layer behind the others, with tensors that no other has.
+    """
     rest = [name for name in hub_names if not name.endswith("rotary_emb.inv_freq")]
     heads = "|".join([r"(^|\.)mtp\.", *(causal._keys_to_ignore_on_load_unexpected or [])])
+    most = getattr(causal.config, "num_nextn_predict_layers", 1) or 1
+    used = Counter(LAYER.sub("", name) for name in stored)
+    own = {number for name in rest for number in LAYER.findall(name) if used[LAYER.sub("", name)] <= most}
     layers = causal.config.num_hidden_layers
     for name in rest:
-        if not re.search(heads, name) and not any(int(n) >= layers for n in re.findall(r"layers\.(\d+)\.", name)):
-            raise ValueError(f"has {name}, which the model has no place for")
+        if not re.search(heads, name) and not any(int(n) >= layers and n in own for n in LAYER.findall(name)):
+            raise ValueError(f"has {name}, which the model of {layers} layers has no place for")
     if rest:
         logger.warning("%d stored tensors that this model does not use are left out, as %s", len(rest), rest[0])
 

@@ -170,7 +170,8 @@ def _open(path: Path) -> Any:
 def _broken(where: Path, what: str) -> ConfigError:
     return ConfigError(
         f"model.hub_checkpoint: {where} {what}",
-        fix="give a folder with config.json and complete *.safetensors of this model",
+        fix="give a folder with config.json and complete *.safetensors of this model, "
+        "without model.overrides of its sizes",
     )
 
 
@@ -283,6 +284,31 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": values.get("type", "default"), "rope_theta": older["rope_theta"], **values}
 
 
+def load_parts(
+    folder: Path, parts: Iterable[nn.Module], whole: Iterable[str], hub: Any, read: Callable[..., bool]
+) -> None:
+    """Fill the parts from a folder; see `start_from_hub`.
+
+    Args:
+        read: `read_shard`; or of an architecture with `hub.load` another, so that parts on meta are checked alone.
+
+    Raises:
+        ConfigError: it has not the tensors of this model.
+    """
+    stored = _open_tensors(folder)
+    try:
+        for name, tensor in stored.items():
+            if tensor.get_dtype() not in PLAIN:
+                raise ValueError(f"is quantized: {name} is {tensor.get_dtype()}; save it in bfloat16 first")
+        for part in parts:
+            if hub.load:
+                hub.load(part, stored, read)
+            else:
+                _load_by_names(part, whole, stored, hub.names)
+    except ValueError as error:
+        raise _broken(folder, str(error)) from None
+
+
 def start_from_hub(
     folder: Path,
     parts: Iterable[nn.Module],
@@ -299,18 +325,7 @@ def start_from_hub(
         ropes: of the stages; None: the checkpoint's.
         rotary_dim: dims of a head that it turns.
     """
-    stored = _open_tensors(folder)
-    try:
-        for name, tensor in stored.items():
-            if tensor.get_dtype() not in PLAIN:
-                raise ValueError(f"is quantized: {name} is {tensor.get_dtype()}; save it in bfloat16 first")
-        for part in parts:
-            if hub.load:
-                hub.load(part, stored, read_shard)
-            else:
-                _load_by_names(part, whole, stored, hub.names)
-    except ValueError as error:
-        raise _broken(folder, str(error)) from None
+    load_parts(folder, parts, whole, hub, read_shard)
     logger.info("weights from %s", folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for number, rope in enumerate(ropes, 1):

@@ -51,9 +51,9 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     """
     run = resolve_run(config, ranks)
     check_files(config)
+    args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     if trains:
-        check_first_weights(config)
-    fit_vocabulary(run, vocabulary_size(config.tokenizer))
+        check_first_weights(config, args)
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope
+from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope, load_parts
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
@@ -201,13 +203,17 @@ def check_files(config: Config) -> None:
     check_dump_folder(config.job.dump_folder)
 
 
-def check_first_weights(config: Config) -> None:
-    """Check that the folder a run starts from has weights, unless it resumes.
+def check_first_weights(config: Config, args: Any) -> None:
+    """Check that the folder a run starts from has weights, of these ModelArgs where any model goes, unless it resumes.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has none, or those of another model.
     """
     folder = Path(os.path.expanduser(config.model.hub_checkpoint))
     resumes = any(Path(config.job.dump_folder, CHECKPOINTS).glob("step-*"))
     if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
         files_by_tensor(folder)
+        if (found := registry.architecture(config.model)).hub.load:
+            with torch.device("meta"):
+                model = found.build(args, None)
+            load_parts(folder, [model], (), found.hub, lambda *_, **__: True)

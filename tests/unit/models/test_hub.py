@@ -264,6 +264,21 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert "config.json has no 'num_attention_heads'" in hub_problem(path)
 
 
+def test_check_refuses_overrides_that_the_weights_do_not_fit(tmp_path: Path) -> None:
+    register(ARCHITECTURES)
+    path = write_start(tmp_path, "qwen3")
+    chosen = (*PLAIN, "--model.architecture=huggingface")
+    assert "steps on 1 rank" in preflight(load_config(path, [*chosen, "--model.overrides.rms_norm_eps=1e-5"]), 1)
+    for key, says in (
+        ("num_hidden_layers = 3", "has model.layers.3.input_layernorm.weight, which the model of 3 layers"),
+        ("intermediate_size = 64", r"mlp.down_proj.weight is \[48, 64\]"),
+    ):
+        with pytest.raises(ConfigError, match=f"{says}.*\n  fix: .* without model.overrides of its sizes"):
+            preflight(load_config(path, [*chosen, f"--model.overrides={{{key}}}"]), 1)
+    fresh = "--model.load_weights=false", "--model.overrides.num_hidden_layers=3"
+    assert "steps on 1 rank" in preflight(load_config(path, [*chosen, *fresh]), 1)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "huggingface"])
 def test_quantized_weights_are_refused_and_a_model_of_their_sizes_is_not_quantized(
     tmp_path: Path, architecture: str

@@ -107,7 +107,13 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "no place": (
         lambda x: x.update({"model.layers.0.mlp.gate.bias": torch.zeros(6)}),
-        "has model.layers.0.mlp.gate.bias, which the model has no place for",
+        "has model.layers.0.mlp.gate.bias, which the model of 2 layers has no place for",
+    ),
+    "a layer too many": (
+        lambda x: x.update(
+            {name.replace(".1.", ".2.", 1): x[name].clone() for name in list(x) if ".layers.1." in name}
+        ),
+        "has model.layers.2.input_layernorm.weight, which the model of 2 layers has no place for",
     ),
 }
 
@@ -151,11 +157,12 @@ def test_heads_of_further_tokens_are_left_out_with_a_warning(tmp_path: Path, cap
     eager_model(config).save_pretrained(tmp_path)
     more = {
         "model.layers.2.eh_proj.weight": torch.zeros(3),
+        "model.layers.2.input_layernorm.weight": torch.zeros(3),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
     }
     with caplog.at_level(logging.WARNING):
         load_weights(empty_model(config), edited(tmp_path, lambda x: x.update(more)), read_shard)
-    assert "1 stored tensors that this model does not use are left out, as model.layers.2.eh_proj" in caplog.text
+    assert "2 stored tensors that this model does not use are left out, as model.layers.2.eh_proj" in caplog.text
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

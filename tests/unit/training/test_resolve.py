@@ -172,10 +172,10 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
     config = load_config(path, ["--data.chat_template=", f"--model.hub_checkpoint={hub}"])
     check_files(config)
     with pytest.raises(ConfigError, match=r"hub has neither model.safetensors nor .*\n  fix: give a folder"):
-        check_first_weights(config)
-    check_first_weights(config.with_keys(model={"load_weights": False}))
+        check_first_weights(config, None)
+    check_first_weights(config.with_keys(model={"load_weights": False}), None)
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    check_first_weights(config)  # of a run that goes on
+    check_first_weights(config, None)  # of a run that goes on
     assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
     trained = config.with_keys(tokenizer={"kind": "sentencepiece", "vocab_size": 320})
     assert tokenizer_of(trained).vocab_size == 320, "generate and export train it again where the run's copy is gone"
