@@ -250,7 +250,7 @@ def test_a_run_of_the_pages_does_what_it_says(command: str, desk: Path, forked: 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     if command in CHECKED:
-        assert re.search(r"\d steps on \d+ ranks: ", done.stdout), done.stdout
+        assert re.search(r"\d steps? on \d+ ranks: ", done.stdout), done.stdout
     elif "benchmarks" in command:
         assert "--help" in command or re.search(r"^\|-+\|", done.stdout, re.MULTILINE), done.stdout
         assert (desk / "scale.json").exists() == ("scale.json" in command)

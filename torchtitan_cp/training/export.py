@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.checkpoint.hub import hub_names, rope_parameters, save_hub_weights
+from torchtitan_cp.checkpoint.hub import hub_names, rope_changes, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import ConfigError
@@ -99,20 +99,31 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
         raise ConfigError(f"{out} exists already", fix="give a new folder")
     saved = open_saved_model(checkpoint)
     args = args_from(saved.config.model, saved.sizes)
-    config = config_for_hub(saved.config.model, args, saved.stage.seq_len, saved.stage.rope)
-    tokenizer = tokenizer or tokenizer_of(saved.config)
     hub = hub_of(saved.config.model)
+    length = _length(saved, args)
+    config = config_for_hub(saved.config.model, args, length, saved.stage.rope)
+    tokenizer = tokenizer or tokenizer_of(saved.config)
     to_hub = hub.writer(args) if hub.writer else partial(_by_names, args, hub.names)
     unfinished = out.with_name(f"{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
-        _write_settings(saved, config, args, tokenizer, dtype, unfinished)
+        _write_settings(saved, config, args, length, tokenizer, dtype, unfinished)
         unfinished.rename(out)
     finally:
         # After a failure checkpoints may need the space.
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _length(saved: SavedModel, args: Any) -> int:
+    """Tokens of the last stage, or more if the checkpoint it started from has more, by the same rotary embedding."""
+    length, rope, model = saved.stage.seq_len, saved.stage.rope, saved.config.model
+    if not (model.hub_checkpoint and model.load_weights):
+        return length
+    before = args.config if hub_of(model).load else hub_config(model)
+    own = before.get("text_config", before).get("max_position_embeddings") or 0
+    return length if rope and rope_changes(before, rope, args.rotary_dim) else max(length, own)
 
 
 def _by_names(args: Any, names: Mapping[str, str], name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -142,15 +153,15 @@ def _write_weights(saved: SavedModel, to_hub: ToHub, out: Path, dtype: torch.dty
 
 
 def _write_settings(
-    saved: SavedModel, config: dict[str, Any], args: Any, tokenizer: Tokenizer, dtype: str, out: Path
+    saved: SavedModel, config: dict[str, Any], args: Any, length: int, tokenizer: Tokenizer, dtype: str, out: Path
 ) -> None:
-    """config.json with the trained length and rotary embedding, the files of the tokenizer, and the chat template.
+    """config.json with this length and the rotary embedding, the files of the tokenizer, and the chat template.
 
     A run that started from the weights of model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
     folder = start_folder(saved.config.model)
     start = folder if saved.config.model.load_weights else None
-    length, rope, hub = saved.stage.seq_len, saved.stage.rope, hub_of(saved.config.model)
+    rope, hub = saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
     if hub.load:
         values = {**config, **({} if start else own), "dtype": dtype}
@@ -170,7 +181,7 @@ def _write_settings(
     if start:
         generation = read_json(start / "generation_config.json") or generation
     template = chat_template_of(saved.config)
-    write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, out)
+    write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, saved.stage.seq_len, out)
     if template:
         own_ends = generation.get("eos_token_id") or []
         ends = end_tokens(template, tokenizer).union(own_ends if isinstance(own_ends, list) else [own_ends])
@@ -179,17 +190,28 @@ def _write_settings(
 
 
 def write_tokenizer(
-    settings: TokenizerConfig, tokenizer: Tokenizer, template: ChatTemplate | None, start: Path | None, out: Path
+    settings: TokenizerConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    start: Path | None,
+    length: int,
+    out: Path,
 ) -> None:
-    """The tokenizer's files and the chat template, so that transformers' AutoTokenizer reads text as training does."""
+    """The tokenizer's files and the chat template, so that transformers' AutoTokenizer reads text as training does.
+
+    Args:
+        length: tokens that the model was trained with at once; a smaller limit of the tokenizer becomes this.
+    """
     for name, path in tokenizer_files(settings, tokenizer, start).items():
         shutil.copyfile(path, out / name)
     if template:
         (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
     if tokenizer.path:
         # Without a class, transformers makes a tokenizer of the model's family, which may split text otherwise.
-        own = {"tokenizer_class": ANY_TOKENIZER, "eos_token": tokenizer.eos_token}
+        own: dict[str, Any] = {"tokenizer_class": ANY_TOKENIZER, "eos_token": tokenizer.eos_token}
         own |= (template.variables if template else {}) | (read_json(out / CONFIG_FILE) or {})
+        if (own.get("model_max_length") or length) < length:
+            own["model_max_length"] = length
         write_json(out / CONFIG_FILE, own)
         # A tokenizer.json by itself leaves transformers no choice.
         if settings.path and (settings.kind, own["tokenizer_class"]) != ("huggingface", ANY_TOKENIZER):

@@ -51,7 +51,7 @@ def test_a_run_answers_lines_and_its_export_has_the_template(
     path, overrides = write_chat_run(tmp_path), ["--curriculum.stages[0].steps=1", "--evaluation.passkey.trials=1"]
     if place == "tokenizer_config.json":
         end = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "special": True}
-        values = {"chat_template": TEMPLATE, "eos_token": end, "model_max_length": 77}
+        values = {"chat_template": TEMPLATE, "eos_token": end, "model_max_length": 777}
         (tmp_path / "tokenizer" / place).write_text(json.dumps(values))
     elif place == "chat_template.jinja":  # and no tokenizer_config.json
         (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
@@ -83,7 +83,7 @@ def test_a_run_answers_lines_and_its_export_has_the_template(
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [END, END_TURN]
     if place == "tokenizer_config.json":
-        assert theirs.model_max_length == 77
+        assert theirs.model_max_length == 777
 
 
 CHATS = """

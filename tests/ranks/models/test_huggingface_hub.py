@@ -141,7 +141,8 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     assert type(back) is type(theirs)
-    assert back.config.max_position_embeddings == (512 if "longrope" in case else 128)
+    # A shorter stage that changes no rotary embedding takes no positions away.
+    assert back.config.max_position_embeddings == (128 if "rope" in str(overrides) else 512)
     for name, values in back.state_dict().items():
         assert torch.equal(found[0].trained[name], values), name
     for rank in found if "--parallel.cp=2" not in overrides else ():

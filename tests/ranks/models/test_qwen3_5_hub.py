@@ -113,7 +113,7 @@ def test_a_qwen3_5_of_transformers_trains_on_two_ranks_and_goes_back_as_a_text_m
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["architectures"], config["model_type"]) == (["Qwen3_5ForCausalLM"], "qwen3_5_text")
-    assert (config["tie_word_embeddings"], config["eos_token_id"], config["max_position_embeddings"]) == (tied, 5, 128)
+    assert (config["tie_word_embeddings"], config["eos_token_id"], config["max_position_embeddings"]) == (tied, 5, 512)
     assert not {"text_config", "vision_config", "image_token_id"} & config.keys()
     again, first = (
         model_args_of(Model(architecture="qwen3_5", hub_checkpoint=str(tmp_path / part))) for part in ("out", "hub")

@@ -58,7 +58,7 @@ SLOW = ("gemma3_4b_128k_to_512k", "olmo3_7b_65k", "qwen3_8b_1m")
 def test_a_config_that_ships_passes_every_check_and_its_plans_cover_the_causal_mask(name: str, tmp_path: Path) -> None:
     path = next(path for path in FILES if path.stem == name)
     config, ranks = load(path, tmp_path / "run"), ranks_of(path)
-    assert f"steps on {ranks} rank" in preflight(config, ranks)
+    assert f" on {ranks} rank" in preflight(config, ranks)
     for stage in resolve_stages(config, ranks):
         assert stage.steps > 0
         assert planned_pairs(config, stage) == stage.seq_len * (stage.seq_len + 1) // 2
