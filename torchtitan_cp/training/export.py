@@ -177,15 +177,14 @@ def _write_settings(
         trained = {"max_position_embeddings": length, "rope_parameters": theirs, "dtype": dtype}
         values = {**own, **config, **trained, **older}
     write_json(out / "config.json", values)
-    generation = {"eos_token_id": values.get("eos_token_id", tokenizer.eos_id)}
+    generation = {"eos_token_id": values.get("eos_token_id")}
     if start:
         generation = read_json(start / "generation_config.json") or generation
     template = chat_template_of(saved.config)
     write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, saved.stage.seq_len, out)
-    if template:
-        own_ends = generation.get("eos_token_id") or []
-        ends = end_tokens(template, tokenizer).union(own_ends if isinstance(own_ends, list) else [own_ends])
-        generation["eos_token_id"] = sorted(ends)
+    known = generation.get("eos_token_id")
+    ends = end_tokens(template, tokenizer) if template else [tokenizer.eos_id]
+    generation["eos_token_id"] = sorted({*ends, *(known if isinstance(known, list) else [known])} - {None})
     write_json(out / "generation_config.json", generation)
 
 

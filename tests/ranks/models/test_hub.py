@@ -236,7 +236,8 @@ def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 1e6
     assert config["rope_scaling"]["factor"] == 8.0
     assert config["bos_token_id"] == 1, "what the run does not change stays as it was"
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    # Of the checkpoint, and of the tokenizer, with which documents ended.
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [7, 256]}
     assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
 
@@ -255,7 +256,7 @@ def test_fresh_weights_leave_what_belongs_to_a_checkpoints_weights_out_of_the_ex
     assert "quantization_config" not in config
     assert config["num_hidden_layers"] == 2
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
-        "eos_token_id": config["eos_token_id"]
+        "eos_token_id": [config["eos_token_id"]]
     }
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -267,7 +268,7 @@ def test_a_run_of_its_own_exports_with_its_tokenizer(
     ranks(1)(train, path, "--curriculum.stages[0].steps=1")
     export(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.model").stat().st_size > 0
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 1}
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [1]}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings
     own = (tmp_path / "out" / "tokenizer.model").read_bytes()
     # What would be trained now is another; and then there is nothing to train one on.
