@@ -73,7 +73,7 @@ def test_transformers_reads_conversations_as_training_did(tmp_path: Path) -> Non
     settings = TokenizerConfig(kind="sentencepiece", path=str(path))
     tokenizer, out = load_tokenizer(settings), tmp_path / "out"
     out.mkdir()
-    export_tokenizer(settings, tokenizer, ChatTemplate("{{ messages }}"), None, out)
+    export_tokenizer(settings, tokenizer, ChatTemplate("{{ messages }}"), None, 64, out)
     text = "<s>[INST]one  two[/INST]three</s>[INST] four [/INST]\n5</s>"
     [(ids, _)] = tokenizer.encode_chat_batch([text])
     assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == ids.tolist()
