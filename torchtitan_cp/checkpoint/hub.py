@@ -225,6 +225,8 @@ def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
     Raises:
         ConfigError: see `hub_rope`.
     """
+    if not {"theta", *TAKES[rope.kind]}.intersection(rope.unnamed):
+        return rope
     theirs, taken = hub_rope(config, rope.kind), set(rope.unnamed)
     if not taken >= ATTENTION_KEYS:  # they exclude each other
         taken -= ATTENTION_KEYS

@@ -246,6 +246,8 @@ class CheckpointManager:
             ConfigError: there are some, and all are damaged; not where `before` leaves some out.
         """
         intact = False
+        if self._background:
+            self._background[1].submit(int).result()  # what is being deleted is gone
         # Views of a shared folder may differ for a while: all ranks go by the first one's.
         names = [[path.name for step, path in self.complete() if before is None or step < before]]
         dist.broadcast_object_list(names)

@@ -92,6 +92,10 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
             )
         path = complete[-1][1]
     config = load_config(path.parents[1] / RUN_CONFIG)
+    if "\nbos = " not in (path.parents[1] / RUN_CONFIG).read_text(
+        encoding="utf-8"
+    ):  # of a run before there was the key
+        config = config.with_keys(tokenizer={"bos": False})
     own = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.trained and own.is_file():
         config = config.with_keys(tokenizer={"path": str(own)})

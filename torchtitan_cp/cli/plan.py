@@ -63,10 +63,11 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
     estimates = plan_config(config, cluster)
     print_estimates(console, estimates)
     if options.write:
-        note = f"# Found by the planner for {cluster.ranks} x {cluster.name}.\n# Ranks: {cluster.ranks}\n"
+        text = f"# Found by the planner for {cluster.ranks} x {cluster.name}.\n# Ranks: {cluster.ranks}\n"
+        text += to_toml(with_defaults(config))
         try:
             with options.write.open("x", encoding="utf-8") as file:
-                file.write(note + to_toml(with_defaults(config)))
+                file.write(text)
         except OSError as error:
             problem = f"--write {options.write}: {error.strerror}"
             raise ConfigError(problem, fix="give the path of a new file") from None

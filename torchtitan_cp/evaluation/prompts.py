@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a chat template writes around a user's text; empty for plain text.
+    """What a chat template writes around a user's text; for plain text BOS alone, if any.
 
     Attributes:
         opening: `[n]` token ids before it.

@@ -200,5 +200,7 @@ def _join(meeting: RendezvousParameters) -> Any:
         except RendezvousConnectionError:
             if time.monotonic() > deadline:
                 raise
+        if signal.sigpending() & set(STOP):  # blocked between two launches
+            raise JobEndedError(EndNote(0, ""))
         print(f"node 0 does not answer at {meeting.endpoint} yet; trying again", file=sys.stderr)
         time.sleep(POLL_SECONDS)

@@ -75,4 +75,4 @@ def prompt_frame(template: ChatTemplate, tokenizer: Tokenizer) -> Frame:
     around = _write_around(template, [{"role": "user", "content": QUESTION}], QUESTION, asks=True)
     opening, closing = (ids for ids, _ in tokenizer.encode_chat_batch(around))
     special = [token for token in (*opening.tolist(), *closing.tolist()) if not tokenizer.decode([token])]
-    return Frame(opening, around[1], np.array(sorted({*special, *end_tokens(template, tokenizer)})))
+    return Frame(opening, around[1], np.array(sorted({*special, *tokenizer.bos_ids, *end_tokens(template, tokenizer)})))

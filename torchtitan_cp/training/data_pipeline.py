@@ -107,7 +107,8 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
         # The collective below has a limit of time, which another node's pass may exceed.
         wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
     if first:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):  # a complete cache may be read-only
+            probe.unlink()
     if failed:
         raise result
     any_stopped: list[Any] = [None] * dist.get_world_size()

@@ -181,7 +181,8 @@ def _write_settings(
     if start:
         generation = read_json(start / "generation_config.json") or generation
     template = chat_template_of(saved.config)
-    write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, saved.stage.seq_len, out)
+    chats = any(source.conversations for source in saved.config.data.by_name().values())
+    write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, saved.stage.seq_len, out, chats=chats)
     known = generation.get("eos_token_id")
     ends = end_tokens(template, tokenizer) if template else [tokenizer.eos_id]
     generation["eos_token_id"] = sorted({*ends, *(known if isinstance(known, list) else [known])} - {None})
@@ -195,11 +196,14 @@ def write_tokenizer(
     start: Path | None,
     length: int,
     out: Path,
+    *,
+    chats: bool,
 ) -> None:
     """The tokenizer's files and the chat template, so that transformers' AutoTokenizer reads text as training does.
 
     Args:
         length: tokens that the model was trained with at once; a smaller limit of the tokenizer becomes this.
+        chats: it read conversations.
     """
     for name, path in tokenizer_files(settings, tokenizer, start).items():
         shutil.copyfile(path, out / name)
@@ -213,15 +217,16 @@ def write_tokenizer(
             own["model_max_length"] = length
         write_json(out / CONFIG_FILE, own)
         # A tokenizer.json by itself leaves transformers no choice.
-        if settings.path and (settings.kind, own["tokenizer_class"]) != ("huggingface", ANY_TOKENIZER):
+        sure = (settings.kind, own["tokenizer_class"], settings.bos) == ("huggingface", ANY_TOKENIZER, True)
+        if settings.path and not sure:
             try:
-                _match_tokenizer(tokenizer, own["tokenizer_class"], out, conversations=template is not None)
+                _match_tokenizer(tokenizer, own["tokenizer_class"], out, chats=chats)
             except Exception as error:  # transformers raises what it likes
                 logger.warning("the exported tokenizer is not compared with %s: %s", tokenizer.path, error)
 
 
-def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, conversations: bool) -> None:
-    """Warn if transformers, by the class of this name, splits text otherwise than training."""
+def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, chats: bool) -> None:
+    """Warn if transformers, by the class of this name, splits or begins text otherwise than training."""
     transformers = import_extra("transformers", extra="hub", needed_by="a look at the exported tokenizer")
 
     def load() -> Any:
@@ -235,23 +240,26 @@ def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, conversation
     theirs = load()
     if isinstance(tokenizer, SentencePieceTokenizer) and name == ANY_TOKENIZER and not (out / TOKENIZER_JSON).exists():
         # Of the model it reads everything except what becomes of spaces.
-        _set_spaces(theirs.backend_tokenizer, tokenizer.spaces, conversations)
+        _set_spaces(theirs.backend_tokenizer, tokenizer.spaces, chats)
         theirs.backend_tokenizer.save(str(out / TOKENIZER_JSON))
         theirs = load()
     for text, ids in zip(SAMPLES, tokenizer.encode_batch(SAMPLES), strict=True):
-        if theirs(text)["input_ids"] != [*tokenizer.bos_ids, *ids.tolist()]:
+        split, whole = (theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True))
+        own = [*tokenizer.bos_ids, *ids.tolist()]
+        if split != ids.tolist() or whole[: len(own)] != own:
+            does = "begins" if split == ids.tolist() else "splits"
             logger.warning(
-                "THE EXPORTED TOKENIZER splits text otherwise than %s in training, e.g. %r: it is read as %s",
-                *(tokenizer.path, text, type(theirs).__name__),
+                "THE EXPORTED TOKENIZER %s text otherwise than %s in training, e.g. %r: it is read as %s",
+                *(does, tokenizer.path, text, type(theirs).__name__),
             )
             return
 
 
-def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:
+def _set_spaces(backend: Any, spaces: str, chats: bool) -> None:
     """Normalize spaces as the SentencePiece model does that writes "   a" as `spaces`.
 
     Args:
-        conversations: put no space after a special token; then a text that begins with a space gets no other either.
+        chats: put no space after a special token; then a text that begins with a space gets no other either.
     """
     library = import_extra("tokenizers", extra="hub", needed_by="a look at the exported tokenizer")
     normalizers, mark = library.normalizers, SPACE_MARK
@@ -259,7 +267,7 @@ def _set_spaces(backend: Any, spaces: str, conversations: bool) -> None:
     if spaces in ("a", f"{mark}a"):
         steps += [normalizers.Strip(), normalizers.Replace(library.Regex(" {2,}"), " ")]
     if spaces in (f"{mark}a", f"{4 * mark}a"):
-        if conversations:
+        if chats:
             backend.pre_tokenizer = library.pre_tokenizers.Metaspace(mark, prepend_scheme="first", split=False)
         else:
             steps.append(normalizers.Prepend(mark))

@@ -448,6 +448,17 @@ def test_the_program_finds_in_a_checkpoint_what_the_run_found_at_its_end_on_any_
     assert said.startswith("note: longer than the 256 tokens that")
 
 
+def test_a_run_from_before_there_was_a_bos_has_none(gated: tuple[Path, Evaluated]) -> None:
+    written = gated[0] / "run" / "config.toml"
+    text = written.read_text()
+    assert open_saved_model(gated[0] / "run").config.tokenizer.bos
+    try:
+        written.write_text(text.replace("\nbos = true\n", "\n"))
+        assert not open_saved_model(gated[0] / "run").config.tokenizer.bos
+    finally:
+        written.write_text(text)
+
+
 def test_the_program_refuses_text_that_is_not_the_runs(
     ranks: Callable[[int], RankPool], gated: tuple[Path, Evaluated]
 ) -> None:

@@ -16,7 +16,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from tests.support.chats import write_llama_model
 from torchtitan_cp.config import UserError
@@ -306,18 +306,20 @@ def test_a_document_begins_with_what_transformers_puts_before_a_text(tmp_path: P
     assert opening(path, bos=False) == []
     fingerprints = {HuggingFaceTokenizer(path, bos).fingerprint for bos in (True, False)}
     assert len(fingerprints) == 2
-    for values, ids in (
-        ({"add_bos_token": False, "bos_token": "<bos>"}, []),
-        ({"add_bos_token": True, "bos_token": {"content": "<other>"}}, [2]),
-        ({"bos_token": "<other>"}, [1]),
-    ):
-        config.write_text(json.dumps(values))
-        assert opening(path) == ids
+    for values in ({"add_bos_token": False, "bos_token": "<bos>"}, {"add_bos_token": True, "bos_token": "<other>"}):
+        config.write_text(json.dumps({**values, "tokenizer_class": "PreTrainedTokenizerFast"}))
+        assert opening(path) == AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"][:1] == [1]
     piece = Path(shutil.copy(model, tmp_path))
-    config.write_text(json.dumps({"add_bos_token": True, "bos_token": "</s>"}))
-    assert opening(piece) == [SentencePieceTokenizer(piece).eos_id]
     config.unlink()
     assert opening(piece) == []
+    for values, ids in (
+        ({"add_bos_token": True, "bos_token": {"content": "</s>"}}, [SentencePieceTokenizer(piece).eos_id]),
+        ({"add_bos_token": False, "bos_token": "</s>"}, []),
+        ({"add_bos_token": True, "bos_token": "<none>"}, []),
+        ({"add_bos_token": True}, []),
+    ):
+        config.write_text(json.dumps(values))
+        assert opening(piece) == ids
 
 
 def test_text_begins_with_bos_and_ids_of_a_corpus_stay_as_they_are(tmp_path: Path) -> None:

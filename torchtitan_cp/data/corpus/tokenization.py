@@ -84,7 +84,7 @@ class Tokenization:
 
     Args:
         corpus: what is read.
-        tokenizer: every document begins with its bos_ids, and ends with its eos_id, each part of a split one too; not a
+        tokenizer: every document begins with its bos_ids; it, and each part of a split one, ends with its eos_id. Not a
             conversation, as its template writes what ends a turn. Ids of the corpus get no bos_ids.
         folder: takes the files; may hold those of a pass that was killed.
         settings: kept in the journal.

@@ -77,10 +77,17 @@ class SentencePieceTokenizer:
             )
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         self.spaces: str = self._processor.normalize("   a")
-        self.bos_ids = _bos_ids(path, self._processor.piece_to_id, []) if bos else []
+        self.bos_ids = self._find_bos(read_json(path.parent / "tokenizer_config.json") or {}) if bos else []
         self.fingerprint = _fingerprint(model, self.bos_ids)
         self._threads = usable_cores()
         self._marks = self._find_marks()
+
+    def _find_bos(self, settings: Mapping[str, Any]) -> list[int]:
+        """What transformers' LlamaTokenizer puts before a text, by its tokenizer_config.json; nothing without."""
+        name = settings.get("bos_token") or "<s>"
+        name = name.get("content", "") if isinstance(name, dict) else name
+        token = self._processor.piece_to_id(name) if settings.get("add_bos_token") is True else -1
+        return [token] if token >= 0 and self._processor.id_to_piece(token) == name else []
 
     def _find_marks(self) -> dict[str, list[int]]:
         """U+2581 and the byte tokens that spell it; nothing if the model changes text anyway.
@@ -162,7 +169,8 @@ class HuggingFaceTokenizer:
 
     Args:
         path: the tokenizer.json.
-        bos: whether documents begin with what its post-processor puts before a text, or tokenizer_config.json says.
+        bos: whether documents begin with what its post-processor puts before a text. As to transformers, what a
+            tokenizer_config.json says of that does not matter.
 
     Raises:
         DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
@@ -193,7 +201,7 @@ class HuggingFaceTokenizer:
         self.eos_id, self.eos_token = ids[found[0]], found[0]
         whole, text = (self._tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
         before: list[int] = next((whole[:at] for at in range(len(whole)) if whole[at : at + len(text)] == text), [])
-        self.bos_ids = _bos_ids(path, self._tokenizer.token_to_id, before) if bos else []
+        self.bos_ids = before if bos else []
         self.fingerprint = _fingerprint(content + self.eos_token.encode(), self.bos_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -216,16 +224,6 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """See SentencePieceTokenizer."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-
-
-def _bos_ids(path: Path, to_id: Callable[[str], int | None], before: list[int]) -> list[int]:
-    """What tokenizer_config.json beside a tokenizer says of BOS, as transformers reads it; else `before`."""
-    settings = read_json(path.parent / "tokenizer_config.json") or {}
-    if not isinstance(add := settings.get("add_bos_token"), bool):
-        return before
-    name = settings.get("bos_token")
-    token = to_id(name.get("content", "") if isinstance(name, dict) else name or "") if add else None
-    return [] if token is None else [token]
 
 
 def _fingerprint(content: bytes, bos_ids: list[int]) -> str:
