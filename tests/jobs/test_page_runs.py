@@ -37,11 +37,13 @@ PROGRAMS = {
     "bin/sbatch": """
         while [[ "$1" == --* ]]; do case "$1" in *=*) shift ;; *) shift 2 ;; esac; done
         export SLURM_SUBMIT_DIR="$PWD" SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST=localhost NPROC=1 SLURM_JOB_ID=$$
+        export SLURM_CPUS_PER_TASK=1
         exec bash "$@"
     """,
     "bin/scontrol": "echo localhost",
     "bin/srun": """
-        [[ "$1" == --kill-on-bad-exit=1 ]] && shift
+        [[ "$1 $2" == "--cpus-per-task=1 --kill-on-bad-exit=1" ]] || exit 1
+        shift 2
         SLURM_NODEID=1 "$@" & second=$!
         SLURM_NODEID=0 "$@" && wait $second
     """,
