@@ -273,7 +273,7 @@ class _Probe:
         self.model, self.names = model, {module: name for name, module in model.named_modules()}
         self.output = model.get_output_embeddings()
         count = getattr(model.config, "num_hidden_layers", 0)
-        # Where a layer counts as several, as LongCat's does, there is none of so many.
+        # LongCat counts each of its layers twice, so its list of layers has half of that number.
         found = (module for module in model.modules() if isinstance(module, nn.ModuleList))
         lists = [list(layers) for layers in found if len(layers) and count % len(layers) == 0 < count]
         if self.output is None or not lists:

@@ -143,10 +143,8 @@ def documents(
         return documents(sequence_length, ranks // all_to_all_ranks, mask, 1, 1, row_pairs).split(all_to_all_ranks)
     ranks_per_node = math.gcd(ranks, ranks_per_node)
     before, timed = pairs_before(mask, sequence_length), list[tuple[float, Layout]]()
-    even, accepted = (
-        before[sequence_length] / ranks,
-        ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED,
-    )
+    even = before[sequence_length] / ranks
+    accepted = ACCEPTED_OF_MANY if ranks * len(before.borders) > MANY else ACCEPTED
     for layout in _candidates(sequence_length, ranks, mask, ranks_per_node):
         # Messages are not counted where a rank's pairs alone take longer than another layout.
         if not timed or max(rank_areas(layout, mask, sequence_length)) < timed[0][0] * even:

@@ -141,10 +141,10 @@ NEW_RUN = "give the new run a folder of its own: --job.dump_folder=..."
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path, otherwise: str = NEW_RUN) -> None:
-    """Refuse to go on with another model or other data.
+    """Raise if the model or the data differ from those of a checkpoint.
 
     Args:
-        otherwise: what else to do than undo the change.
+        otherwise: the fix, if the change is wanted.
 
     Raises:
         ConfigError: naming what differs.

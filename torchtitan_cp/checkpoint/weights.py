@@ -47,6 +47,7 @@ class SavedModel:
 
     @property
     def stage(self) -> Stage:
+        """The last that the run had begun."""
         return self.config.curriculum.stages[self.number]
 
     @property
@@ -91,10 +92,9 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
                 f"{path} is not a checkpoint and contains none", fix="give a run's folder, or .../checkpoints/step-N"
             )
         path = complete[-1][1]
-    config = load_config(path.parents[1] / RUN_CONFIG)
-    if "\nbos = " not in (path.parents[1] / RUN_CONFIG).read_text(
-        encoding="utf-8"
-    ):  # of a run before there was the key
+    run_config = path.parents[1] / RUN_CONFIG
+    config = load_config(run_config)
+    if "\nbos = " not in run_config.read_text(encoding="utf-8"):  # written before the key existed
         config = config.with_keys(tokenizer={"bos": False})
     own = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.trained and own.is_file():

@@ -318,7 +318,10 @@ def tokenize(
             continue
         rows = tokenizer.encode_batch(contents) if isinstance(first.content, str) else contents
         for (content, document, ends_document), ids in zip(batch, rows, strict=True):
-            parts += [_checked_ids(ids, document, tokenizer)] if ids is content else [bos, ids] if not parts else [ids]
+            if ids is content:
+                parts.append(_checked_ids(ids, document, tokenizer))
+            else:
+                parts += [ids] if parts else [bos, ids]
             if ends_document:
                 yield document, np.concatenate(parts), None
                 parts = []
