@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from benchmarks import cuda_ranks, cuda_training
 from benchmarks.cuda import CASES_FAILED, ROOT, Line
 from benchmarks.cuda_record import Record, run_tests
@@ -38,13 +40,20 @@ def versions(record: Record) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             record.write(name, "not run" if record.rehearsal or name == "commit" else "failed", str(error))
     text = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("\n]")[0]
-    found, missing = [], []
-    for package in [*re.findall(r'^ *"([\w.-]+)', text, re.MULTILINE), "pytest", *["triton"] * (not record.rehearsal)]:
+    found, wrong = [], []
+    for line in [*re.findall(r'^ *"([^"]+)', text, re.MULTILINE), "pytest", *["triton"] * (not record.rehearsal)]:
+        wanted = Requirement(line)
+        if wanted.marker and not wanted.marker.evaluate():
+            continue
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            version = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
-            missing.append(package)
-    record.case("packages", not missing, f"missing: {', '.join(missing)}" * bool(missing), version=", ".join(found))
+            wrong.append(f"no {line}")
+            continue
+        found.append(f"{wanted.name} {version}")
+        if not wanted.specifier.contains(version, prereleases=True):
+            wrong.append(f"{found[-1]}, where {line} is needed")
+    record.case("packages", not wrong, "; ".join(wrong), version=", ".join(found))
     torch = importlib.import_module("torch")
     gpus = torch.cuda.device_count()
     names = [torch.cuda.get_device_name(number) for number in range(gpus)]

@@ -274,10 +274,10 @@ class Activation(StageActivation):
 
 @dataclass(frozen=True)
 class Compile:
-    """torch.compile of the blocks.
+    """torch.compile of the blocks and the loss.
 
     Attributes:
-        enable: compile each block
+        enable: compile each block, and without tensor parallelism what the loss does between its products
         mode: as torch.compile's
     """
 

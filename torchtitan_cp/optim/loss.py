@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_cp.attention.compiling import compile_whole
 from torchtitan_cp.config.labels import IGNORED
 
 
@@ -34,9 +35,9 @@ class VocabularyShard:
 class ChunkedCrossEntropy(nn.Module):
     """Output layer and cross-entropy of the tokens of a rank, as a module so that hooks see it.
 
-    Logits and their gradient are computed chunk by chunk in fp32, both in the forward pass, so that logits are
-    computed once: memory is chunk_tokens x V and one V x E gradient, whatever the length. Source: the fused linear
-    cross-entropy of Liger Kernel (Hsu et al., 2024).
+    The gradient of a chunk's logits is computed beside its losses, so that logits are computed once: memory is
+    chunk_tokens x V and one V x E gradient in fp32, whatever the length. Products are in the dtype of `hidden`, what
+    lies between them in fp32. Source: the fused linear cross-entropy of Liger Kernel (Hsu et al., 2024).
 
     Args:
         chunk_tokens: tokens whose logits exist at one time.
@@ -45,16 +46,25 @@ class ChunkedCrossEntropy(nn.Module):
             (Chowdhery et al., 2022).
         scale, softcap: of the logits: they become softcap tanh(scale logit / softcap), or scale logit without a
             softcap (0). Source: Granite, Cohere; Gemma 2.
+        compiled: fuse what lies between the products, where this rank holds all rows of the output matrix.
 
     Attributes:
         largest_logit: fp32 scalar that forwards with gradients raise in place to the largest logit of this rank's
             rows; None: not measured. It is free: the log-sum-exp needs each token's largest logit.
     """
 
-    def __init__(self, chunk_tokens: int, z_loss: float = 0.0, scale: float = 1.0, softcap: float = 0.0) -> None:
+    def __init__(
+        self,
+        chunk_tokens: int,
+        z_loss: float = 0.0,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()
         self.chunk_tokens, self.z_loss, self.scale, self.softcap = chunk_tokens, z_loss, scale, softcap
         self.largest_logit: Tensor | None = None
+        self._fused_chunk_losses = compile_whole(self._chunk_losses) if compiled else self._chunk_losses
 
     def forward(
         self,
@@ -101,25 +111,48 @@ class ChunkedCrossEntropy(nn.Module):
         z_sum = losses.new_zeros(())
         d_rows: Any = torch.empty_like(rows) if gradients else None
         d_weight: Any = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
+        losses_of = self._chunk_losses if vocabulary else self._fused_chunk_losses
         for start in range(0, len(labels), self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
-            logits = self.finish(_logits(rows[chunk], weight))
-            largest_logit = self.largest_logit if gradients else None
-            losses[chunk], squares, *others = _chunk_loss(logits, labels[chunk], vocabulary, largest_logit)
+            given = labels[chunk], weights[chunk], vocabulary, gradients
+            losses[chunk], squares, largest, d_products = losses_of(rows[chunk] @ weight.t(), *given)
             z_sum += (squares * weights[chunk]).sum()
             if not gradients:
                 continue
-            log_sums, row, is_here = others
-            slope = (1 + 2 * self.z_loss * log_sums) * weights[chunk]
-            capped = logits.clone() if self.softcap else logits
-            d_logits = logits.sub_(log_sums.unsqueeze(-1)).exp_().mul_(slope.unsqueeze(-1))
-            if len(weight):
-                # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
-                d_logits.scatter_(-1, row, d_logits.gather(-1, row) - (is_here * weights[chunk]).unsqueeze(-1))
-            d_logits = self.finish_backward(d_logits, capped).to(rows.dtype)
-            d_rows[chunk] = d_logits @ weight
-            d_weight += d_logits.t() @ rows[chunk]
+            if self.largest_logit is not None:
+                self.largest_logit.copy_(torch.maximum(self.largest_logit, largest))
+            d_rows[chunk] = d_products @ weight
+            _add_product(d_weight, d_products.t(), rows[chunk])
         return (losses * weights).sum() + self.z_loss * z_sum, losses, d_rows, d_weight
+
+    def _chunk_losses(
+        self, products: Tensor, labels: Tensor, weights: Tensor, vocabulary: Any, gradients: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Losses of a chunk, whose products with the output matrix are `[tokens, V_local]`.
+
+        Returns:
+            of each token its loss and its squared logsumexp (0 where ignored); the largest logit of this rank's rows;
+            the gradient of the products, in their dtype.
+        """
+        logits = self.finish(products.float()) if self.softcap or self.scale != 1 else products
+        row = labels - (vocabulary.first if vocabulary else 0)
+        is_here = (row >= 0) & (row < logits.shape[-1])
+        row = (row * is_here).unsqueeze(-1)
+        probabilities, own_log_sums, largest = _softmax(logits)
+        log_sums, targets = own_log_sums, torch.full_like(own_log_sums, -torch.inf)
+        if logits.shape[-1]:
+            targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1).float())
+        if vocabulary:
+            by_rank = vocabulary.gather(torch.stack([log_sums, targets]))
+            log_sums, targets = by_rank[:, 0].logsumexp(0), by_rank[:, 1].amax(0)
+        kept = labels != IGNORED
+        losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
+        if not gradients:
+            return losses, squares, largest, None
+        slope = (1 + 2 * self.z_loss * log_sums) * weights
+        d_logits = probabilities.mul_((slope * (own_log_sums - log_sums).exp()).unsqueeze(-1))
+        d_logits = _subtract_at(d_logits, row, (is_here * weights).unsqueeze(-1))
+        return losses, squares, largest, self.finish_backward(d_logits, logits).to(products.dtype)
 
     def finish(self, products: Tensor) -> Tensor:
         """Logits from the products of hidden states and output matrix, scaled and capped."""
@@ -145,7 +178,7 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
         `[B]` int64, of the tokens here.
     """
     rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
-    logits = _logits(hidden[rows, columns], weight)
+    logits = hidden[rows, columns] @ weight.t()
     best = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=hidden.device)
     token = torch.zeros_like(best)
     if logits.shape[-1]:
@@ -157,41 +190,35 @@ def wrong_answers(hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary: Vo
     return labels.new_zeros(len(labels)).index_add_(0, rows, wrong.long())
 
 
-def _logits(rows: Tensor, weight: Tensor) -> Tensor:
-    return (rows @ weight.t()).float()
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax `[tokens, V_local]` and logsumexp `[tokens]` in fp32 of logits of any dtype, and the largest logit."""
+    probabilities = logits.softmax(-1, dtype=torch.float32)
+    if not logits.shape[-1]:
+        nothing = probabilities.new_full((len(logits),), -torch.inf)
+        return probabilities, nothing, nothing.amax()
+    largest, token = logits.max(-1, keepdim=True)
+    # The likeliest token has at least 1 / V, so its logarithm is exact to rounding.
+    log_sums = largest.float() - probabilities.gather(-1, token).log()
+    return probabilities, log_sums.squeeze(-1), largest.amax()
 
 
-def _chunk_loss(
-    logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None, largest_logit: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Reduce logits `[tokens, V_local]` over the whole vocabulary.
-
-    Returns:
-        Of each token its loss and its squared logsumexp (0 where ignored), its logsumexp, the local row of its label,
-        and whether this rank holds that row.
-    """
-    row = labels - (vocabulary.first if vocabulary else 0)
-    is_here = (row >= 0) & (row < logits.shape[-1])
-    row = (row * is_here).unsqueeze(-1)
-    log_sums = targets = torch.full(labels.shape, -torch.inf, device=logits.device)
-    if logits.shape[-1]:
-        log_sums = _log_sum_exp(logits, largest_logit)
-        targets = targets.where(~is_here, logits.gather(-1, row).squeeze(-1))
-    if vocabulary:
-        by_rank = vocabulary.gather(torch.stack([log_sums, targets]))
-        log_sums, targets = by_rank[:, 0].logsumexp(0), by_rank[:, 1].amax(0)
-    kept = labels != IGNORED
-    losses, squares = (x.where(kept, 0.0) for x in (log_sums - targets, log_sums.square()))
-    return losses, squares, log_sums, row, is_here
+def _subtract_at(d_logits: Tensor, row: Tensor, values: Tensor) -> Tensor:
+    """Subtract `values` at each token's `row`, both `[tokens, 1]`: in place, or if compiled in the kernel before."""
+    if torch.compiler.is_compiling():
+        is_row = torch.arange(d_logits.shape[-1], device=row.device) == row
+        return torch.where(is_row, d_logits - values, d_logits)
+    # Each token has one label, so scatter_ is enough; it is deterministic on CUDA, unlike scatter_add_.
+    return d_logits.scatter_(-1, row, d_logits.gather(-1, row) - values) if d_logits.shape[-1] else d_logits
 
 
-def _log_sum_exp(logits: Tensor, largest_logit: Tensor | None) -> Tensor:
-    """torch.logsumexp over the last dim, in steps that share each token's largest logit with `largest_logit`."""
-    largest = logits.amax(-1, keepdim=True)
-    if largest_logit is not None:
-        largest_logit.copy_(torch.maximum(largest_logit, largest.amax()))
-    shift = largest.masked_fill(largest.abs() == torch.inf, 0.0)
-    return (logits - shift).exp_().sum(-1).log_() + shift.squeeze(-1)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total` in fp32 in place; a bf16 product is not rounded before, where CUDA multiplies."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

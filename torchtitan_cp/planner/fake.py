@@ -67,6 +67,8 @@ class FakeMode(FakeTensorMode):
             return False if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.index_add.default and args[0].dtype == torch.int64:
             return _even_counts(args[2].numel(), args[0].numel())
+        if func is torch.ops.aten.addmm.dtype_out:  # has no fake form
+            return kwargs["out"]
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)

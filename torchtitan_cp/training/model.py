@@ -179,8 +179,9 @@ class ParallelModel:
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
         self.reset_optimizers()
+        chunk, z_loss = config.training.loss_chunk_tokens, config.training.z_loss
         self.token_loss = ChunkedCrossEntropy(
-            config.training.loss_chunk_tokens, config.training.z_loss, args.logit_scale, args.logit_softcap
+            chunk, z_loss, args.logit_scale, args.logit_softcap, compiled=config.compile.enable
         )
         self.observe: Callable[[MicroBatch, Tensor], None] | None = None
         self.watches = {name: Stopwatch(self.device) for name in WATCHED}

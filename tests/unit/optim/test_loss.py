@@ -84,6 +84,26 @@ def test_the_largest_tensor_holds_one_chunks_logits_at_any_length(tokens: int) -
     assert largest_tensor(tokens, torch.randn(1000, 8, requires_grad=True)) == 16 * 1000
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "softcap"),
+    [(torch.bfloat16, 1.0, 0.0), pytest.param(torch.float32, 0.5, 3.0, marks=pytest.mark.deep)],
+)
+def test_compiled_it_gives_the_same(dtype: torch.dtype, scale: float, softcap: float) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        hidden, weight, labels = case(dtype)
+        loss = ChunkedCrossEntropy(37, 0.01, scale, softcap, compiled)
+        loss.largest_logit = torch.tensor(-torch.inf)
+        weights = torch.rand(labels.shape)
+        total, per_token = loss(hidden, weight, labels, token_weights=weights)
+        total.backward()
+        found.append((total, per_token, hidden.grad, weight.grad, loss.largest_logit))
+    for name, got, want in zip(("sum", "tokens", "hidden", "weight", "logit"), *reversed(found), strict=True):
+        off = 2**-8 if got.dtype == torch.bfloat16 else 1e-6  # a value that lies between two may be rounded to either
+        assert ((got - want).norm() / want.norm()).item() < off, name
+
+
 def test_z_loss_is_in_the_sum_and_the_gradients_and_not_in_the_losses_of_tokens() -> None:
     hidden, weight, labels = case(torch.float32)
     total, per_token = ChunkedCrossEntropy(8, z_loss=0.01)(hidden, weight, labels)
