@@ -292,14 +292,21 @@ def scan(
 def _carry(
     gamma: Tensor, left: Tensor, right: Tensor, added: Tensor, starts: Mapping[int, Tensor], back: bool
 ) -> tuple[Tensor, Tensor]:
-    """A scan one chunk after the other, of `[N, b, ..]`."""
-    before, x, numbers = torch.empty_like(added), torch.zeros_like(added[0]), torch.finfo(added.dtype)
-    for chunk in range(len(added))[:: -1 if back else 1]:
-        # Products of what has decayed further would be subnormal, for which many CPUs take a hundred times as long.
-        x = x if added.is_cuda else F.hardshrink(x, numbers.tiny / numbers.eps)
-        before[chunk] = x = starts.get(chunk, x)
-        x = torch.baddbmm(torch.addcmul(added[chunk], gamma[chunk], x), left[chunk].mT, right[chunk] @ x, alpha=-1)
-    return before, x
+    """A scan one chunk after the other, of `[N, b, ..]`. Each S is made where it is kept, as copies cost launches."""
+    states, numbers = added.new_empty(len(added) + 1, *added.shape[1:]), torch.finfo(added.dtype)
+    before, after = (states[1:], states[:-1]) if back else (states[:-1], states[1:])
+    chunks = range(len(added))[:: -1 if back else 1]
+    starts = {chunks[0]: added.new_zeros(()), **starts}
+    for chunk in chunks:
+        x, x_after = before[chunk], after[chunk]
+        if chunk in starts:
+            x.copy_(starts[chunk])
+        elif not added.is_cuda:
+            # Products of what has decayed further would be subnormal, for which many CPUs take a hundred times as long.
+            x.copy_(F.hardshrink(x, numbers.tiny / numbers.eps))
+        torch.addcmul(added[chunk], gamma[chunk], x, out=x_after)
+        x_after.baddbmm_(left[chunk].mT, right[chunk] @ x, alpha=-1)
+    return before, x_after.clone()  # alone, so that its holder does not keep all
 
 
 def _carry_in_groups(
