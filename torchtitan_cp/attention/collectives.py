@@ -84,7 +84,7 @@ class Group:
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Start to gather tensors of one shape: `[..] -> [P, ..]`."""
-        flat = x.flatten()
+        flat = x.contiguous().flatten()
         gathered = flat.new_empty((self.ranks, flat.numel()))
         result = gathered.view(self.ranks, *x.shape)
         if not self.direct:

@@ -558,6 +558,7 @@ def run_unshard_gradient() -> Tensor:
     full = torch.arange(8.0, device=rank_device())[None]
     local = plan.shard(full).requires_grad_()
     assert torch.equal(plan.unshard(local), full)
+    assert torch.equal(plan.unshard(torch.stack([local, local], -1)[..., 0]), full), "rows apart in memory"
     (plan.unshard(local) * full).sum().backward()
     assert local.grad is not None
     return plan.unshard(local.grad)

@@ -36,6 +36,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.recurrence import delta_rule
 from torchtitan_cp.attention import (
     AttentionMask,
+    causal_conv,
     gated_delta_rule,
     make_plan,
 )
@@ -136,6 +137,18 @@ def test_a_convolution_reads_the_preceding_tokens_of_its_document_wherever_they_
         for case, answers in zip(cases, ranks(size)(run_convolutions, layout, cases)[0], strict=True):
             tolerance = 1e-10 if case[-1] == torch.float64 else 1e-5
             check(answers, convolution_answers(case), tolerance, (layout, size, case))
+
+
+def run_channels_first() -> Tensor:
+    """The halo of a convolution of width 2 is one row: here of a tensor that lies in memory as nn.Conv1d takes it."""
+    plan, x = make_cp("contiguous").plan(S), torch.arange(3.0 * S).view(1, 3, S)
+    return plan.unshard(causal_conv(plan.shard(x, dim=2).mT, torch.ones(3, 2), plan))
+
+
+def test_a_halo_of_one_row_travels_whatever_its_stride(ranks: Callable[[int], RankPool]) -> None:
+    x = torch.arange(3.0 * S).view(1, 3, S)
+    for out in ranks(2)(run_channels_first, timeout=60.0):
+        assert torch.equal(out.mT, x + torch.nn.functional.pad(x, (1, 0))[..., :-1])
 
 
 def scattered(drawn: random.Random, length: int, ranks: int) -> Layout:

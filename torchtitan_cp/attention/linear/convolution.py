@@ -85,7 +85,8 @@ def _find_reads(plan: Plan, width: int) -> tuple[list[Spans], list[int], Spans, 
 def _trade(parts: Sequence[Tensor], rows: list[int], plan: Plan) -> list[Tensor]:
     """Give part i `[B, s, C]` to rank i, and get so many rows from it."""
     shapes = [[(len(parts[0]), count, parts[0].shape[2])] for count in rows]
-    return [x for (x,) in find_group(plan.groups, plan.ranks).uneven_all_to_all([x.flatten() for x in parts], shapes)]
+    flat = [x.contiguous().flatten() for x in parts]  # a single row flattens to a view, whatever its stride
+    return [x for (x,) in find_group(plan.groups, plan.ranks).uneven_all_to_all(flat, shapes)]
 
 
 def _hold(x: Tensor, plan: Plan, width: int) -> Tensor:
