@@ -70,7 +70,7 @@ class Layout:
                 local += stop - start
         return tuple(sorted(segments, key=itemgetter(2)))
 
-    def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
 

@@ -32,7 +32,7 @@ def register_plan(plan: Any) -> tuple[Tensor, Any]:
             number += 1
         _find(number)
     with torch.inference_mode(False):  # autograd cannot save a tensor of inference mode
-        return torch.tensor(number), first
+        return torch.tensor(number, device="cpu"), first
 
 
 def find_plan(handle: Tensor) -> Any:

@@ -196,6 +196,16 @@ def test_a_plan_that_was_pickled_is_equal_and_has_the_same_steps() -> None:
     assert find_plan(handle) == plan
 
 
+def test_a_plan_made_where_the_model_is_initialized_without_data_is_as_any_other() -> None:
+    """Its number told the dispatcher to run attention without data, on inputs that have some."""
+    with torch.device("meta"):
+        plan = make_plan(64, mask=AttentionMask(document_lengths=((24, 40),)))
+        assert plan.positions.tolist() == list(range(64))
+    q = torch.randn(1, 64, 2, 8)
+    same = make_plan(64, mask=AttentionMask(document_lengths=((24, 40),)), kernel="cpu")
+    torch.testing.assert_close(attend(q, q, q, plan), attend(q, q, q, same))
+
+
 def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold() -> None:
     mask = AttentionMask(document_lengths=((9, 23, 32),))
     plan = make_plan(64, mask=mask, ranks=8, rank=1)

@@ -49,5 +49,5 @@ def _bytes(value: Any) -> int:
 def to_device(x: Tensor, like: Tensor) -> Tensor:
     """A copy on the device of `like`, for which the host does not wait."""
     real = getattr(like, "fake_mode", None) is None
-    source = x.pin_memory() if like.is_cuda and real else x
+    source = x.pin_memory() if like.is_cuda and real and x.is_cpu else x  # not under torch.set_default_device("cuda")
     return like.new_empty(x.shape, dtype=x.dtype).copy_(source, non_blocking=True)
