@@ -212,9 +212,9 @@ class Plan:
 
 
 def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) -> None:
-    if x.shape[dim] != entries:
+    if dim >= x.ndim or x.shape[dim] != entries:
         raise PlanError(
-            f"{action}: dim {dim} of a tensor {tuple(x.shape)} has {x.shape[dim]} entries",
+            f"{action}: a tensor {tuple(x.shape)} does not have {entries} entries along dim {dim}",
             fix=f"give {wanted}, or another dim",
         )
 

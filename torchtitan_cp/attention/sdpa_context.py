@@ -106,9 +106,10 @@ def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
             f"context_parallel has {len(buffers)} buffers and {len(dims)} sequence dims",
             fix="give at least one buffer, and one dim for each",
         )
-    lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
-    if len(lengths) > 1:
-        raise PlanError(f"the buffers have sequences of {sorted(lengths)} tokens", fix="give dims of one length")
+    shapes = [tuple(buffer.shape) for buffer in buffers]
+    lengths = {shape[dim] if dim < len(shape) else 0 for shape, dim in zip(shapes, dims, strict=True)}
+    if len(lengths) > 1 or 0 in lengths:
+        raise PlanError(f"buffers {shapes} have no one length along dims {[*dims]}", fix="give each its sequence dim")
     if any(buffer.requires_grad for buffer in buffers):
         raise PlanError("a buffer requires grad and cannot be sharded in place", fix="shard it with plan.shard")
     return lengths.pop()

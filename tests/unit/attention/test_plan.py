@@ -339,8 +339,10 @@ def test_documents_that_do_not_fill_the_sequence_are_refused(lengths: tuple[int,
 
 def test_shard_and_unshard_name_a_wrong_length() -> None:
     plan = make_plan(64, ranks=4)
-    with pytest.raises(PlanError, match="has 60 entries; give the full sequence of 64"):
+    with pytest.raises(PlanError, match="have 64 entries along dim 1; give the full sequence of 64, or another dim"):
         plan.shard(torch.zeros(1, 60))
+    with pytest.raises(PlanError, match=r"a tensor \(64,\) does not have 64 entries along dim 1"):
+        plan.shard(torch.zeros(64))
     with pytest.raises(PlanError, match="give this rank's 16 rows"):
         plan.unshard(torch.zeros(1, 64))
     with pytest.raises(PlanError, match="this plan has no process group"):
