@@ -63,10 +63,12 @@ def make_plan(
 
     Raises:
         LayoutError: S does not divide as the layout needs.
-        PlanError: the mask does not fit the sequence, or options exclude each other.
+        PlanError: the mask does not fit the sequence, `rank` is outside the group, or options exclude each other.
     """
     mask = mask or AttentionMask()
     mask.documents(seq_len)  # raises if they do not fit
+    if not 0 <= rank < ranks:
+        raise PlanError(f"rank {rank} is not one of {ranks} ranks", fix="give its place in the context-parallel group")
     check_name("kv_transfer", kv_transfer, CODECS)
     if check_strategy(strategy) == "all_to_all":
         all_to_all_ranks = ranks
@@ -201,7 +203,7 @@ class ContextParallel:
 
     Raises:
         LayoutError: an unknown layout.
-        PlanError: another unknown name, or a mesh whose axes do not fit the strategy.
+        PlanError: another unknown name, or a mesh whose axes do not fit the strategy or that is without this rank.
     """
 
     mesh: DeviceMesh
@@ -231,6 +233,8 @@ class ContextParallel:
                 f"ranks do not ascend along an axis of the mesh, or whole_mesh has others: {mesh}, {self.whole_mesh}",
                 fix="give meshes of the same ranks, in ascending order",
             )
+        if mesh.get_coordinate() is None:
+            raise PlanError(f"this rank is not in the mesh: {mesh}", fix="make it on the ranks of the mesh only")
         process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         # The ring's is first, the inner one last.
         process_groups[1:1] = [self.whole_mesh.get_group()] if self.whole_mesh else []

@@ -527,6 +527,7 @@ def run_refusals() -> list[str]:
         lambda: ContextParallel(init_device_mesh("cpu", (2,)), strategy="hybrid"),
         lambda: ContextParallel(DeviceMesh("cpu", [1, 0])),
         lambda: make_cp("ring", "zig"),
+        lambda: ContextParallel(DeviceMesh("cpu", [1])),
     ]
     messages = []
     for call in calls:
@@ -550,6 +551,7 @@ def test_calls_that_do_not_fit_are_refused_with_what_would(ranks: Callable[[int]
     assert "for hybrid a 2-D one" in messages[7]
     assert "ranks do not ascend along an axis of the mesh" in messages[8]
     assert "layout 'zig' is not available; use one of auto, contiguous" in messages[9]
+    assert "this rank is not in the mesh" in messages[10]
 
 
 def run_unshard_gradient() -> Tensor:
