@@ -276,7 +276,7 @@ def sum_ranks(x: Tensor, plan: Plan) -> Tensor:
     Collective over the plan's group; without gradient.
 
     Returns:
-        a tensor of x's shape and dtype, the same on every rank.
+        a tensor of x's shape, the same on every rank, in x's dtype (int64 for bool and smaller integers).
 
     Raises:
         PlanError: the plan is of several ranks and was made without groups.
