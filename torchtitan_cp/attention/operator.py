@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import KERNELS, Scores, choose_kernel
 from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.merge import accumulation_dtype
@@ -73,6 +75,8 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def run(*arguments: Any) -> Any:
+            if forward_ad._current_level >= 0:  # torch.library would drop the tangents, in silence
+                raise PlanError(f"{name} has no forward-mode derivative", fix="use reverse mode, such as backward()")
             with torch._C._DisableAutocast():
                 return function(*arguments)
 

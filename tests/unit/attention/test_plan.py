@@ -14,7 +14,15 @@ from torch._dynamo.utils import is_frozen_dataclass
 
 from tests.support.oracle import allowed
 from tests.support.plan_cases import cases
-from torchtitan_cp.attention import AttentionMask, LayoutError, PlanError, attend, gated_delta_rule, make_plan
+from torchtitan_cp.attention import (
+    AttentionMask,
+    LayoutError,
+    PlanError,
+    attend,
+    causal_conv,
+    gated_delta_rule,
+    make_plan,
+)
 from torchtitan_cp.attention.layouts import make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.operator import with_strategy
@@ -204,6 +212,17 @@ def test_a_plan_made_where_the_model_is_initialized_without_data_is_as_any_other
     q = torch.randn(1, 64, 2, 8)
     same = make_plan(64, mask=AttentionMask(document_lengths=((24, 40),)), kernel="cpu")
     torch.testing.assert_close(attend(q, q, q, plan), attend(q, q, q, same))
+
+
+def test_a_forward_mode_derivative_is_refused_where_it_would_be_zero() -> None:
+    plan, x = make_plan(8), torch.randn(1, 8, 1, 4)
+    for function in (
+        lambda x: attend(x, x, x, plan),
+        lambda x: gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 1], plan),
+        lambda x: causal_conv(x[:, :, 0], torch.ones(4, 2), plan),
+    ):
+        with pytest.raises(PlanError, match="has no forward-mode derivative; use reverse mode"):
+            torch.func.jvp(function, (x,), (x,))
 
 
 def test_a_plan_whose_strategy_is_chosen_later_keeps_the_steps_that_still_hold() -> None:
