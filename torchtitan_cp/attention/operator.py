@@ -96,7 +96,7 @@ def _new_outputs(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor
     lse = q.new_empty((batch, rows, heads), dtype=lse_dtype)
     if all_to_all_ranks == 1:
         return out, lse, []
-    shares = share_heads(heads, k.shape[2], all_to_all_ranks)
+    shares = share_heads(int(heads), int(k.shape[2]), all_to_all_ranks)
     rows, query_heads, key_heads = rows * all_to_all_ranks, len(shares.queries[0]), len(shares.keys[0])
     q_all, out_all = (q.new_empty((batch, rows, query_heads, x.shape[-1])) for x in (q, v))
     k_all, v_all = (q.new_empty((batch, rows, key_heads, x.shape[-1])) for x in (k, v))

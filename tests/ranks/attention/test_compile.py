@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend
+from torchtitan_cp.attention import AttentionMask, ContextParallel, Plan, attend, gated_delta_rule
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import Strategy
 
@@ -99,6 +99,28 @@ def test_ranks_that_trade_heads_change_in_one_compiled_block(
     for differences, graphs in ranks(4)(run_stages, "all_to_all", recomputed):
         assert max(differences) < 1e-6
         assert graphs <= 7
+
+
+def run_head_counts() -> list[bool]:
+    """Layers of other numbers of heads, which trade them, in one compiled function."""
+    plan = ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),)), "all_to_all").plan(S)
+    torch._dynamo.reset()
+
+    def layer(x: Tensor) -> Tensor:
+        gates = -x.square().sum(-1)
+        return attend(x, x, x, plan) + gated_delta_rule(x, x, x, gates, gates.exp(), plan, strategy="all_to_all")
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    same = []
+    for heads in (4, 2, 6):
+        x = torch.randn(1, plan.local_tokens, heads, 8, requires_grad=True)
+        got, want = (torch.autograd.grad(run(x).square().sum(), x)[0] for run in (compiled, layer))
+        same.append(torch.allclose(got, want, atol=1e-5))
+    return same
+
+
+def test_layers_of_other_numbers_of_heads_run_in_one_compiled_function(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2)(run_head_counts) == [[True] * 3] * 2
 
 
 def run_batches() -> float:

@@ -196,7 +196,7 @@ def _(inputs: list[Tensor], handle: Tensor, *options: Any) -> tuple[Tensor, list
     (batch, rows, heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
     out = v.new_empty(v.shape)
     if trades:
-        shares = share_heads(heads, key_heads, ranks)
+        shares = share_heads(int(heads), int(key_heads), ranks)
         held = [len(shares.keys[0])] * 2 + [len(shares.queries[0])] * 3
         return out, [x.new_empty((batch, rows * ranks, h, x.shape[-1])) for x, h in zip(inputs, held, strict=True)]
     dtype, maps = accumulation_dtype(q.dtype), batch * most_maps(ranks, most_runs, heads)
