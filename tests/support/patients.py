@@ -197,4 +197,4 @@ def intercepted(fault: str) -> str:
     cp = ContextParallel(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), "ring")
     tokens = torch.randint(50, (1, LENGTH))
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": torch.arange(LENGTH)[None]}
-    return doctor(SdpaDecoder(fault), cp, batch).text
+    return doctor(SdpaDecoder(fault), cp, batch, mask=MASK if fault == "documents" else None).text

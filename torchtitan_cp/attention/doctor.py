@@ -186,9 +186,11 @@ class _Comparison:
             return difference(sketch(attend(q, k, v, plan, **(now | options)).flatten(2)), want)
 
         documents = replace(band, document_lengths=self.plan.mask.document_lengths)
+        together = replace(band, document_lengths=None, used_lengths=None)
         tried = [
             (error(), "an exchange that loses keys", "its options are right, and the ranks have other numbers"),
             (error(mask=documents), LEAK, "one process keeps documents apart"),
+            (error(mask=together), LEAK, "the ranks keep documents apart, and one process does not"),
         ]
         for p in self.model.get_submodule(layer).parameters():
             if p.shape == q.shape[2:3]:

@@ -53,6 +53,10 @@ def test_a_healthy_module_is_safe_and_its_layers_are_told(ranks: Callable[[int],
         ("", "safe: nothing differs"),
         ("positions", "NOT SAFE: refused: "),
         ("recurrence", "NOT SAFE: a recurrence or convolution: conv (Conv1d): it moves information between tokens"),
+        (
+            "documents",
+            "NOT SAFE: documents leaking: attention (SdpaAttention): the ranks keep documents apart, and one process",
+        ),
         ("by hand", "NOT SAFE: an attention that never reaches us: attention (SdpaAttention): it moves information"),
     ],
 )
