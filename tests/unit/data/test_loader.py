@@ -180,6 +180,8 @@ if __name__ == "__main__":
     read = [next(steps)]
     started = [*descendants(os.getpid())]
     assert len(started) >= 4, "two workers, the server that forked them, and the resource tracker"
+    files = [Path(f"/proc/{pid}/maps").read_text() for pid in started]
+    assert sum("libtorch" in mapped for mapped in files) == 3, "the server has imported torch, and the workers share it"
     for number in (signal.SIGUSR1, signal.SIGTERM):
         for pid in started:
             os.kill(pid, number)

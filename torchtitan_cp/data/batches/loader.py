@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import active_children, parent_process, resource_tracker
+from multiprocessing import active_children, parent_process, resource_tracker, set_forkserver_preload
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ from torchtitan_cp.attention import AttentionMask, Plan, prepare_plan
 from torchtitan_cp.data.batches.samples import PackedSequence
 
 START_METHOD = "forkserver"  # a fork of a process with threads may hang
+# What a rank imports that takes long: the server imports it once, and the workers share its memory. Nothing of this
+# package, as the server has another search path than a rank and might find another version.
+PRELOADED = [f"torch.{name}" for name in ("distributed.checkpoint", "distributed.fsdp", "distributed.pipelining")]
+PRELOADED += ["torch.utils.tensorboard", "torchdata.nodes"]
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler sends them; ranks answer them
 
 
@@ -271,6 +275,7 @@ def _start_without_stop_signals(loader: DataLoader[Any]) -> Iterator[Any]:
     exits, and waits for them: these are killed before that.
     """
     others = active_children()
+    set_forkserver_preload(PRELOADED)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # where it starts the tracker, it unblocks SIGTERM
