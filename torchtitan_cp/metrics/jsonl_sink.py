@@ -90,20 +90,18 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Rewrite the file through a temporary one, so that a failure leaves it as it was."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    kept = "".join(line + "\n" for line in text.splitlines() if _is_kept(line, step))
-    if kept == text:
-        return
-    temporary = path.with_suffix(".partial")
-    try:
-        temporary.write_text(kept, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Cut off the lines of later steps, which are the last ones. Memory holds one line, however long the run was."""
+    path.touch()
+    with path.open("r+b") as file:
+        position = kept = 0
+        for line in file:
+            position += len(line)
+            if line.endswith(b"\n") and _is_kept(line, step):
+                kept = position
+        file.truncate(kept)
 
 
-def _is_kept(line: str, step: int) -> bool:
+def _is_kept(line: bytes, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
     except ValueError:

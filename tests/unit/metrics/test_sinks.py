@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,18 +172,26 @@ def no_file_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_without_room_to_forget_them_the_start_ends_in_a_message_and_the_lines_stay(tmp_path: Path) -> None:
+def test_forgetting_needs_no_room_on_the_disk_nor_memory_for_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    text = "".join(json.dumps({"step": step}) + "\n" for step in range(20_000))
-    path.write_text(text)
-    with no_file_beyond(100_000), pytest.raises(UserError) as raised:
-        JsonLinesSink(tmp_path, after_step=19_000)
-    assert raised.value.message == f"{path} cannot be written: File too large; it is unchanged"
+    lines = [json.dumps({"step": step}) + "\n" for step in range(20_000)]
+    path.write_text("".join(lines))
+    tracemalloc.start()
+    with no_file_beyond(100_000):
+        JsonLinesSink(tmp_path, after_step=19_000).close()
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.read_text() == "".join(lines[:19_001])
+    assert most_bytes < path.stat().st_size / 2
+
+
+def test_a_file_that_cannot_be_opened_ends_the_start_in_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    with pytest.raises(UserError) as raised:
+        JsonLinesSink(tmp_path, after_step=0)
+    assert raised.value.message == f"{path} cannot be written: Is a directory; it is unchanged"
     assert "free some space" in raised.value.fix
-    assert path.read_text() == text
-    assert list(tmp_path.iterdir()) == [path]
-    with no_file_beyond(100_000):  # nothing to forget, nothing to write
-        JsonLinesSink(tmp_path, after_step=20_000).close()
 
 
 def test_lines_that_find_no_room_are_written_when_there_is_some(
