@@ -29,7 +29,7 @@ from torchtitan_cp.training.registry import args_from, config_for_hub, hub_confi
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 30.0  # a look reads the manifest of every checkpoint, half a second for 200 of 1,024 ranks
 TOKENIZER_JSON = "tokenizer.json"
 ANY_TOKENIZER = "PreTrainedTokenizerFast"  # transformers' class that reads a tokenizer as its file says
 SAMPLES = ("Hello world", "  two\n\n x\t1234", "na\u00efve \u6771\u4eac \U0001f389 ")
