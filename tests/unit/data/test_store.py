@@ -1,5 +1,6 @@
 """Tokens on disk: what is written is read, across files."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,17 @@ def test_an_empty_split_can_be_opened(tmp_path: Path) -> None:
     write(tmp_path, [])
     store = TokenStore(tmp_path, "train", 100)
     assert (store.documents, store.tokens, len(store.document_lengths)) == (0, 0, 0)
+
+
+def test_a_store_keeps_eight_bytes_a_document_in_memory(tmp_path: Path) -> None:
+    documents = 20_000
+    append_documents(tmp_path, "train", 100, [(np.array([1]), 0)] * documents)
+    tracemalloc.start()
+    store = TokenStore(tmp_path, "train", 100)
+    kept_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert store.documents == documents
+    assert kept_bytes < 9 * documents
 
 
 def test_the_digest_follows_tokens_document_ends_and_groups(tmp_path: Path) -> None:

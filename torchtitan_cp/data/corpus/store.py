@@ -96,8 +96,9 @@ class TokenStore:
         self.folder, self.split, self.vocab_size, self.separator = folder, split, vocab_size, separator
         self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE)
         self._shard_tokens, self._offsets = int(self._index[0]), self._index[1:]
-        self._stored_lengths = np.diff(self._offsets)
-        self.document_lengths: np.ndarray = self._stored_lengths + (self._stored_lengths > 0) * (separator >= 0)
+        self.document_lengths = self._stored_lengths = np.diff(self._offsets)
+        if separator >= 0:
+            self.document_lengths = self._stored_lengths + (self._stored_lengths > 0)
         self.documents, self.tokens = len(self.document_lengths), int(self.document_lengths.sum())
         self.groups = _map(folder / f"{split}.groups.bin", INDEX_DTYPE)
         shards = range(-(-int(self._offsets[-1]) // self._shard_tokens))
