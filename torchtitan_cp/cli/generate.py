@@ -27,7 +27,7 @@ from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.model import cast_parameters, set_rope
-from torchtitan_cp.training.registry import architecture, args_from, check_length
+from torchtitan_cp.training.registry import args_from, check_length, empty_model
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
 
@@ -102,8 +102,7 @@ def new_caches(model: nn.Module) -> list[KVCache]:
 def load_model(saved: SavedModel, device: torch.device) -> nn.Module:
     """The checkpoint's model on one device, in the run's compute dtype, with the rotary embedding of its last stage."""
     args = args_from(saved.config.model, saved.sizes)
-    with torch.device("meta"):
-        model: nn.Module = architecture(saved.config.model).build(args, attend_cached)
+    model: nn.Module = empty_model(saved.config.model, args, attend_cached)
     names = [name for name in model.state_dict() if name in saved.tensors]
     # A tied output is not among the names, and assigning unties it.
     model.load_state_dict(saved.read(names), strict=False, assign=True)

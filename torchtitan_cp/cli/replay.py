@@ -11,7 +11,7 @@ from torchtitan_cp.config.sections import Model
 from torchtitan_cp.health.replay import Bundle, replay
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy
 from torchtitan_cp.training.model import LayerAttention, cast_parameters
-from torchtitan_cp.training.registry import architecture, args_from
+from torchtitan_cp.training.registry import args_from, empty_model
 
 
 def build(bundle: Bundle) -> nn.Module:
@@ -21,9 +21,7 @@ def build(bundle: Bundle) -> nn.Module:
         keys = ("loss_chunk_tokens", "z_loss", "logit_scale", "logit_softcap")
         return ChunkedCrossEntropy(*(report[key] for key in keys if key in report))
     model = Model(architecture=report["architecture"])
-    with torch.device("meta"):
-        whole = architecture(model).build(args_from(model, report["sizes"]), LayerAttention())
-    module = whole.get_submodule(name)
+    module = empty_model(model, args_from(model, report["sizes"]), LayerAttention()).get_submodule(name)
     module.load_state_dict(bundle.under("weight."), assign=True, strict=False)
     return cast_parameters(module, getattr(torch, report["compute_dtype"]))
 

@@ -164,17 +164,16 @@ class ParallelModel:
         self.activation = begins.activation
         settings, mesh = config.parallel, meshes.pp
         self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, run.longest))
-        architecture = registry.architecture(config.model)
+        sharding = registry.architecture(config.model).sharding
         self.parts = nn.ModuleList()
         self.attend = LayerAttention(meshes.tp)
         self.routing = RoutingSums(args.n_layers, args.n_experts, self.device)
         experts = meshes.experts if settings.ep > 1 else None
         for number in self.layers.of_rank(mesh.get_local_rank()):
-            with torch.device("meta"):
-                part = architecture.build(args, self.attend)
-                whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
-                part.keep(*self.layers.layers[number])
-            parallelize(part, meshes, architecture.sharding, run.config_of(begins))
+            part = registry.empty_model(config.model, args, self.attend)
+            whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
+            part.keep(*self.layers.layers[number])
+            parallelize(part, meshes, sharding, run.config_of(begins))
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None, settings.expert_capacity)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)

@@ -40,6 +40,12 @@ def architecture(model: Model) -> Any:
     return found
 
 
+def empty_model(model: Model, args: Any, attend: Any = None) -> Any:
+    """The whole model that [model] names, of these ModelArgs, on the meta device."""
+    with torch.device("meta"):
+        return architecture(model).build(args, attend)
+
+
 def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     """Refuse options that the architecture, or the model of these args, does not support.
 
@@ -73,11 +79,8 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
             fix="leave one of them out",
         )
     if config.training.router_bias_update:
-        model = None
-        if args.n_experts:
-            with torch.device("meta"):
-                sizes = dataclasses.replace(args, vocab_size=args.vocab_size or 1)
-                model = architecture(config.model).build(sizes, None)
+        sizes = dataclasses.replace(args, vocab_size=args.vocab_size or 1)
+        model = empty_model(config.model, sizes) if args.n_experts else None
         if not getattr(model, "router_biases", None):
             raise ConfigError(
                 f"training.router_bias_update = {config.training.router_bias_update} is for routers that choose "

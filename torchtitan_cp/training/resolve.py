@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.checkpoint.hub import files_by_tensor, fill_rope, hub_rope, load_parts
 from torchtitan_cp.config import Config, ConfigError
@@ -214,6 +212,4 @@ def check_first_weights(config: Config, args: Any) -> None:
     if config.model.hub_checkpoint and config.model.load_weights and folder.is_dir() and not resumes:
         files_by_tensor(folder)
         if (found := registry.architecture(config.model)).hub.load:
-            with torch.device("meta"):
-                model = found.build(args, None)
-            load_parts(folder, [model], (), found.hub, lambda *_, **__: True)
+            load_parts(folder, [registry.empty_model(config.model, args)], (), found.hub, lambda *_, **__: True)
