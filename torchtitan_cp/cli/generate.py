@@ -27,6 +27,7 @@ from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.training.chat import chat_template_of, encode_turns, end_tokens
 from torchtitan_cp.training.data_pipeline import tokenizer_of
 from torchtitan_cp.training.model import cast_parameters, set_rope
+from torchtitan_cp.training.plain_attention import delta_steps
 from torchtitan_cp.training.registry import args_from, check_length, empty_model
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
@@ -74,19 +75,15 @@ class CachedAttention:
         q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
         if qk_l2norm:
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
-        tokens, key_dim, scale = q.shape[1], q.shape[-1], q.shape[-1] ** -0.5
+        _, tokens, _, key_dim = q.shape
         if cache:
-            assert tokens == 1, "after the prompt, tokens come one at a time"
-            q, k = (x[:, 0].repeat_interleave(v.shape[2] // k.shape[2], 1).unsqueeze(-1) for x in (q, k))
-            state = g[:, 0, :, None, None].exp() * cache[0]
-            state = state + beta[:, 0, :, None, None] * k * (v[:, 0] - (k * state).sum(2)).unsqueeze(2)
-            out = scale * (q * state).sum(2).unsqueeze(1)
+            out, state = delta_steps(q, k, v, g.exp(), beta, cache[0])
         else:
             # Behind the prompt, a query for each row of the state reads it, without a step or a gate that changes it.
             rows = torch.eye(key_dim, dtype=q.dtype, device=q.device)[None, :, None].expand(len(q), -1, q.shape[2], -1)
             k, v, g, beta = (torch.cat([x, x.new_zeros(len(x), key_dim, *x.shape[2:])], 1) for x in (k, v, g, beta))
             out = gated_delta_rule(torch.cat([q, rows], 1), k, v, g, beta, make_plan(tokens + key_dim))
-            out, state = out[:, :tokens], out[:, tokens:].transpose(1, 2) / scale
+            out, state = out[:, :tokens], out[:, tokens:].transpose(1, 2) * key_dim**0.5
         cache[:] = [state]
         return out.to(dtype)
 

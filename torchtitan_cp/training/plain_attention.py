@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
+
 
 class PlainAttention:
     """In place of LayerAttention; instead of plans it is given the number of each token's document, `[B, S]`."""
@@ -52,19 +54,29 @@ class PlainAttention:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor, qk_l2norm: bool = False
     ) -> Tensor:
         """The recurrence, token by token, in fp32 or wider; shapes as of `torchtitan_cp.attention.gated_delta_rule`."""
-        dtype, repeats = torch.promote_types(torch.float32, v.dtype), v.shape[2] // q.shape[2]
-        own = v.dtype
+        dtype, own = torch.promote_types(torch.float32, v.dtype), v.dtype
         q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
         if qk_l2norm:
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        q, k = (x.repeat_interleave(repeats, 2) for x in (q * q.shape[-1] ** -0.5, k))
+            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
         starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-        decay = g.exp() * ~starts.unsqueeze(-1)
-        state, out = v.new_zeros(*v[:, 0].shape[:2], k.shape[-1], v.shape[-1]), []
-        for token in range(v.shape[1]):
-            state = state * decay[:, token, :, None, None]
-            held = torch.einsum("bhk,bhkv->bhv", k[:, token], state)
-            change = (v[:, token] - held) * beta[:, token, :, None]
-            state = state + torch.einsum("bhk,bhv->bhkv", k[:, token], change)
-            out.append(torch.einsum("bhk,bhkv->bhv", q[:, token], state))
-        return torch.stack(out, 1).to(own)
+        state = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1])
+        return delta_steps(q, k, v, g.exp() * ~starts.unsqueeze(-1), beta, state)[0].to(own)
+
+
+def delta_steps(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule token by token: (outputs, the state `[B, Hv, K, V]` after the last one).
+
+    Args:
+        q, k, v, beta: as of `torchtitan_cp.attention.gated_delta_rule`; decay: `[B, S, Hv]`, of the state before a
+            token.
+        state: before the first token.
+    """
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2).unsqueeze(-1) for x in (q * q.shape[-1] ** -0.5, k))
+    decay, beta = (x[..., None, None] for x in (decay, beta))
+    out = []
+    for token in range(v.shape[1]):
+        state = decay[:, token] * state
+        change = v[:, token] - (k[:, token] * state).sum(2)
+        state = state + beta[:, token] * k[:, token] * change.unsqueeze(2)
+        out.append((q[:, token] * state).sum(2))
+    return torch.stack(out, 1), state
