@@ -82,12 +82,13 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
         with suppress(OSError):  # of which the builder tells
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()
-        store.set("probe", "")
+        store.set("first node", node)
     if first or os.environ.get("LOCAL_RANK", "0") == "0":
-        wait_until(lambda: store.check(["probe"]))
+        wait_until(lambda: store.check(["first node"]))
         if not first and _appears(probe):
-            wait_until(lambda: store.check(["of rank 0"]))
-            found = store.get("of rank 0").decode()
+            first_node = store.get("first node").decode()
+            wait_until(lambda: store.check([first_node]))
+            found = store.get(first_node).decode()
         else:
             try:
                 start = start_folder(config.model)
@@ -96,8 +97,6 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
                 built = error
             found = pickle.dumps(built).hex()
         store.set(node, found)
-        if first:
-            store.set("of rank 0", found)
     wait_until(lambda: store.check([node]))
     result = pickle.loads(bytes.fromhex(store.get(node).decode()))
     stopped = isinstance(result, PreparationStoppedError)
