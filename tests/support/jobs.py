@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 import train
 from tests.support.rank_pool import FORK
 from torchtitan_cp.config import load_config
-from torchtitan_cp.runtime.launcher import launch
+from torchtitan_cp.runtime.launcher import LOCALHOST, launch
 
 REPOSITORY = Path(__file__).parents[2]
 # Long, as the machine may be busy.
@@ -95,7 +95,7 @@ def _launch(log: Path, program: list[str], imported: bool) -> None:
     if imported:
         waiting = [ImportedPython() for _ in range(2 * (1 + restarts))]
         subprocess_handler.Popen = lambda **started: waiting.pop(0).run(**started)  # type: ignore[misc, assignment]
-    sys.exit(launch(program, 2, max_restarts=restarts))
+    sys.exit(launch(program, 2, 1, LOCALHOST, join_seconds=600.0, max_restarts=restarts))
 
 
 class ImportedPython:

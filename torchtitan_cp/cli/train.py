@@ -121,10 +121,9 @@ def main(arguments: list[str]) -> int:
     ranks = options.nproc or default_ranks()
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    place: dict[str, Any] = {}
-    if nodes > 1:
-        place = {"nodes": nodes, "endpoint": options.rdzv_endpoint, "join_seconds": config.job.startup_timeout_seconds}
-    return int(launcher.launch(program, ranks, max_restarts=config.job.max_restarts, **place))
+    endpoint = options.rdzv_endpoint if nodes > 1 else launcher.LOCALHOST
+    seconds, restarts = config.job.startup_timeout_seconds, config.job.max_restarts
+    return int(launcher.launch(program, ranks, nodes, endpoint, join_seconds=seconds, max_restarts=restarts))
 
 
 if __name__ == "__main__":

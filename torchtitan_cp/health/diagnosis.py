@@ -112,7 +112,7 @@ class ModuleTrace:
             return
         if name == part[1]:  # the part itself, whose forwards come in the order of the micro-batches
             self._forwards[part] += 1
-        self._see_all(part, name, "input", (*inputs, *named.values()))
+        self._see_all(part, name, "input", (*inputs, *named.values()), keep=False)
         if self.keep == (module, self._forwards[part] - 1):
             self.inputs, self.named = tree_map_only(Tensor, lambda x: x.detach().clone(), (list(inputs), named))
         for own, weight in module.named_parameters(recurse=False):
@@ -126,9 +126,7 @@ class ModuleTrace:
             outputs = output if isinstance(output, tuple) else (output,)
             self._see_all(part, name, "output", outputs, keep=self.keep == (module, self._forwards[part] - 1))
 
-    def _see_all(
-        self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool = False
-    ) -> None:
+    def _see_all(self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool) -> None:
         number, micro_batch = part[0], self._forwards[part] - 1
         for place, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_floating_point():

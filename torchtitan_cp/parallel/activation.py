@@ -24,9 +24,7 @@ Forward = Callable[..., Any]
 PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_grouped_mm")}
 
 
-def apply_activation_checkpointing(
-    model: nn.Module, kind: str, host: HostMemory | None = None, *, compiled: bool = False
-) -> None:
+def apply_activation_checkpointing(model: nn.Module, kind: str, host: HostMemory | None, *, compiled: bool) -> None:
     """Save each block's input, and recompute the block in backward.
 
     Args:

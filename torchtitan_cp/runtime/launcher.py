@@ -121,21 +121,15 @@ class NodeAgent(LocalElasticAgent):
 
 
 def launch(
-    program: Sequence[str],
-    ranks: int,
-    *,
-    max_restarts: int,
-    nodes: int = 1,
-    endpoint: str = LOCALHOST,
-    join_seconds: float = 600.0,
+    program: Sequence[str], ranks: int, nodes: int, endpoint: str, *, join_seconds: float, max_restarts: int
 ) -> int:
     """Run a Python program on this node's ranks until the job ends. Returns its exit code.
 
     Args:
         program: its file and arguments.
         ranks: of this node.
-        max_restarts: times that all ranks start again after one crashed or hung.
         nodes: of the job; endpoint: HOST:PORT where they meet; join_seconds: how long one waits for the others.
+        max_restarts: times that all ranks start again after one crashed or hung.
     """
     for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)

@@ -41,7 +41,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
     """
     if not config.tokenizer.trained:
         return load_tokenizer(config.tokenizer)
-    return prepare(config.data, config.tokenizer, start=start_folder(config.model)).tokenizer
+    return prepare(config.data, config.tokenizer, start_folder(config.model)).tokenizer
 
 
 def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> PreparedCorpus:

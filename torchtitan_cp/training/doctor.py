@@ -85,7 +85,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         return 0.0
 
     def single(plans: Any = None) -> Side:
-        model = parity.single_model(trainer, stage, weights, LayerAttention() if plans else PlainAttention())
+        attention: Any = LayerAttention() if plans else PlainAttention()
+        model = parity.single_model(trainer, stage, weights, attention, torch.float32)
         own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
 
         def step(changed: int | None) -> float:

@@ -200,11 +200,7 @@ def _single_step(
 
 
 def single_model(
-    trainer: Trainer,
-    stage: StagePlan,
-    weights: dict[str, Tensor],
-    attention: Callable[..., Tensor],
-    dtype: torch.dtype = torch.float32,
+    trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor], attention: Callable[..., Tensor], dtype: torch.dtype
 ) -> Any:
     """The whole model on this rank, with these weights and this attention."""
     args, device = trainer.model.args, trainer.device.device

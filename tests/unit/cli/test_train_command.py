@@ -108,11 +108,13 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.Mo
 class Launcher:
     """Stands in for the module that starts ranks."""
 
+    LOCALHOST = launcher.LOCALHOST
+
     def __init__(self) -> None:
         self.jobs: list[tuple[list[str], int, dict[str, object]]] = []
 
-    def launch(self, program: list[str], ranks: int, **place: object) -> int:
-        self.jobs.append((program, ranks, place))
+    def launch(self, program: list[str], ranks: int, nodes: int, endpoint: str, **limits: object) -> int:
+        self.jobs.append((program, ranks, {"nodes": nodes, "endpoint": endpoint, **limits}))
         return 0
 
 
@@ -249,7 +251,7 @@ def _same_signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_same_signals")
 def test_a_config_that_would_not_run_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "launch", lambda *job, **place: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launcher, "launch", lambda *job, **limits: pytest.fail("ranks were started"))
     with pytest.raises(SystemExit) as ended:
         command.main([str(write_run(tmp_path)), "--nproc", "2", "--parallel.tp=3"])
     assert ended.value.code == 2
@@ -264,7 +266,7 @@ def test_under_nohup_a_job_does_not_hear_its_terminal_go(
     monkeypatch.setattr(launcher, "_run", lambda *job: EndNote(0, ""))
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        assert launcher.launch(["train.py"], 2, max_restarts=0) == 0
+        assert launcher.launch(["train.py"], 2, 1, launcher.LOCALHOST, join_seconds=1.0, max_restarts=0) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
     handled = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")

@@ -305,7 +305,7 @@ def test_a_stop_is_heard_and_the_next_start_gives_the_same(
 
     message = r"stopped while (tokenizing: [0-9,]+ tokens are in|reading text to train)"
     with pytest.raises(PreparationStoppedError, match=message):
-        prepare(data, tokenizer, stop_requested)
+        CacheBuilder(data, tokenizer, stop_requested).build()
     assert asked == last + 1, "it stops at once"
     assert not finished(data)
     elsewhere = replace(data, cache_folder=str(tmp_path / "elsewhere"))
@@ -317,4 +317,4 @@ def test_a_stop_is_heard_while_another_process_holds_the_lock(data: Data) -> Non
     with open(Path(data.cache_folder) / ".lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(PreparationStoppedError, match="stopped while waiting for another process"):
-            prepare(data, BYTES, lambda: True)
+            CacheBuilder(data, BYTES, lambda: True).build()

@@ -28,7 +28,7 @@ def names_of(mixture: Mixture, samples: int) -> list[str]:
 @given(drawn=mixtures())
 def test_shares_are_the_weights_after_any_number_of_samples(drawn: Any) -> None:
     weights = drawn[0]
-    mixture = Mixture(*drawn)
+    mixture = Mixture(*drawn, {})
     for samples in (1, 100, 10_000, 10_000_000):
         counts = mixture.counts(samples)
         assert sum(counts.values()) == samples
@@ -38,7 +38,7 @@ def test_shares_are_the_weights_after_any_number_of_samples(drawn: Any) -> None:
 
 
 def test_ten_thousand_samples_are_within_a_hundredth_of_the_weights() -> None:
-    names = names_of(Mixture(WEIGHTS, 0, 0), 10_000)
+    names = names_of(Mixture(WEIGHTS, 0, 0, {}), 10_000)
     for name, weight in WEIGHTS.items():
         assert names.count(name) / 10_000 == pytest.approx(weight / 10, rel=0.01)
 
@@ -48,7 +48,7 @@ def test_ten_thousand_samples_are_within_a_hundredth_of_the_weights() -> None:
 def test_no_source_runs_longer_than_its_share_asks(drawn: Any, start: int) -> None:
     """Between two samples of the next largest source, at time 1 / w', a source gives w / w' samples and one at most."""
     weights = drawn[0]
-    mixture = Mixture(*drawn)
+    mixture = Mixture(*drawn, {})
     names = [mixture.sample(start + number)[0] for number in range(100)]
     for name, weight in weights.items():
         others = [other for at, other in weights.items() if at != name]
@@ -91,7 +91,7 @@ def test_an_exhausted_source_leaves_its_share_to_the_others_by_their_weights() -
 
 
 def test_a_limit_changes_nothing_before_it_is_reached() -> None:
-    free, limited = Mixture(WEIGHTS, 3, 1), Mixture(WEIGHTS, 3, 1, {"books": 700})
+    free, limited = Mixture(WEIGHTS, 3, 1, {}), Mixture(WEIGHTS, 3, 1, {"books": 700})
     end = limited.ends["books"]
     assert names_of(free, end) == names_of(limited, end)
     assert free.ends == {}
@@ -112,16 +112,16 @@ def test_a_source_without_samples_left_or_weight_gives_none() -> None:
 
 
 def test_the_order_follows_seed_and_stage_and_never_changes() -> None:
-    assert "".join(name[0] for name in names_of(Mixture(WEIGHTS, 0, 0), len(FIRST))) == FIRST
+    assert "".join(name[0] for name in names_of(Mixture(WEIGHTS, 0, 0, {}), len(FIRST))) == FIRST
     backwards = dict(reversed(WEIGHTS.items()))
-    assert names_of(Mixture(backwards, 0, 0), 500) == names_of(Mixture(WEIGHTS, 0, 0), 500)
-    orders = {tuple(names_of(Mixture(WEIGHTS, seed, stage), 500)) for seed in (0, 1) for stage in (0, 1)}
+    assert names_of(Mixture(backwards, 0, 0, {}), 500) == names_of(Mixture(WEIGHTS, 0, 0, {}), 500)
+    orders = {tuple(names_of(Mixture(WEIGHTS, seed, stage, {}), 500)) for seed in (0, 1) for stage in (0, 1)}
     assert len(orders) == 4
 
 
 def test_weights_may_have_any_sum() -> None:
     tenfold = {name: 8 * weight for name, weight in WEIGHTS.items()}
-    assert names_of(Mixture(tenfold, 0, 0), 500) == names_of(Mixture(WEIGHTS, 0, 0), 500)
+    assert names_of(Mixture(tenfold, 0, 0, {}), 500) == names_of(Mixture(WEIGHTS, 0, 0, {}), 500)
 
 
 @given(

@@ -45,10 +45,7 @@ class Mixture:
         samples: how many there are until every source has given its last.
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], seed: int, stage: int, limits: Mapping[str, int] | None = None
-    ) -> None:
-        limits = limits or {}
+    def __init__(self, weights: Mapping[str, float], seed: int, stage: int, limits: Mapping[str, int]) -> None:
         self.names = tuple(sorted(name for name, weight in weights.items() if weight > 0))
         total = math.fsum(weights[name] for name in self.names)
         self._shares = np.array([weights[name] / total for name in self.names])

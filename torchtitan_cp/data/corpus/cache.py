@@ -85,14 +85,9 @@ class PreparedCorpus:
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
-def prepare(
-    data: Data,
-    tokenizer: TokenizerConfig,
-    stop_requested: Callable[[], bool] = lambda: False,
-    start: Path | None = None,
-) -> PreparedCorpus:
-    """The corpus's tokens; see `CacheBuilder` and `open_cache`."""
-    return open_cache(CacheBuilder(data, tokenizer, stop_requested, start).build(), data, tokenizer)
+def prepare(data: Data, tokenizer: TokenizerConfig, start: Path | None = None) -> PreparedCorpus:
+    """The corpus's tokens, prepared to the end; see `CacheBuilder` and `open_cache`."""
+    return open_cache(CacheBuilder(data, tokenizer, lambda: False, start).build(), data, tokenizer)
 
 
 def open_cache(locations: dict[str, Any], data: Data, tokenizer: TokenizerConfig) -> PreparedCorpus:
