@@ -25,11 +25,7 @@ NO_RULE = sections.ParameterGroup()
 
 
 def build_optimizer(
-    model: nn.Module,
-    settings: sections.Optimizer,
-    *,
-    compute_dtype: torch.dtype = torch.float32,
-    names: Iterable[str] | None = None,
+    model: nn.Module, settings: sections.Optimizer, *, compute_dtype: torch.dtype = torch.float32
 ) -> Optimizer:
     """The optimizer of [optimizer] over the model's parameters, sharded or not.
 
@@ -38,15 +34,13 @@ def build_optimizer(
     Args:
         model: with settings.name = "muon" it has `layers`, whose matrices are Muon's.
         compute_dtype: Muon orthogonalises in this dtype.
-        names: of the parameters of the whole model, where `model` is only a pipeline stage of it.
 
     Raises:
-        ConfigError: a rule of settings.groups matches nothing, or torchao is missing.
+        ConfigError: torchao is missing.
 
     Source: AdamW, Loshchilov and Hutter, 2019; its 8-bit state, Dettmers et al., 2022; Muon: see muon.py.
     """
     groups = _parameter_groups(model, settings)
-    _check_rules(settings.groups, list(names or (name for name, _ in model.named_parameters())))
     optimizer = _adamw([group for group in groups if not group["muon"]], settings)
     if settings.name == "muon":
         matrices = [group for group in groups if group["muon"]]
@@ -101,7 +95,12 @@ def _rule_of(name: str, rules: Iterable[sections.ParameterGroup]) -> sections.Pa
     return next((rule for rule in rules if re.search(rule.match, name)), NO_RULE)
 
 
-def _check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -> None:
+def check_rules(rules: tuple[sections.ParameterGroup, ...], names: list[str]) -> None:
+    """Refuse a rule of optimizer.groups that matches none of the whole model's parameters, of these names.
+
+    Raises:
+        ConfigError: naming the rule.
+    """
     used = {id(_rule_of(name, rules)) for name in names}
     for index, rule in enumerate(rules):
         if id(rule) not in used:

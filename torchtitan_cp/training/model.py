@@ -28,7 +28,7 @@ from torchtitan_cp.config.sections import Compile, Rope
 from torchtitan_cp.curriculum import StagePlan, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import layer_costs
-from torchtitan_cp.optim.build import build_optimizer, set_learning_rates
+from torchtitan_cp.optim.build import build_optimizer, check_rules, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
@@ -177,6 +177,7 @@ class ParallelModel:
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None, settings.expert_capacity)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
+        check_rules(config.optimizer.groups, self.parameter_names)
         self.reset_optimizers()
         chunk, z_loss = config.training.loss_chunk_tokens, config.training.z_loss
         self.token_loss = ChunkedCrossEntropy(
@@ -194,10 +195,8 @@ class ParallelModel:
 
     def reset_optimizers(self) -> None:
         """Make optimizers without state."""
-        self.optimizers = [
-            build_optimizer(part, self.config.optimizer, compute_dtype=self.compute_dtype, names=self.parameter_names)
-            for part in self.parts
-        ]
+        settings, dtype = self.config.optimizer, self.compute_dtype
+        self.optimizers = [build_optimizer(part, settings, compute_dtype=dtype) for part in self.parts]
 
     def configure_stage(self, stage: StagePlan) -> BatchLayout:
         """Set what the stage changes: process groups, RoPE frequencies, activation checkpointing. Collective.

@@ -132,8 +132,7 @@ def test_a_save_holds_what_was_when_it_began_and_tells_how_long_training_stood_s
 def save_eight_bits(folder: Path) -> tuple[bool, bool]:
     def make_8bit() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(256, 256))
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        optimizer = build_optimizer(model, Optimizer(state="8bit"), compute_dtype=torch.float32, names=sizes)
+        optimizer = build_optimizer(model, Optimizer(state="8bit"))
         model(torch.randn(4, 256)).sum().backward()
         optimizer.step()
         return model, optimizer

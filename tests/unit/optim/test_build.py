@@ -11,7 +11,7 @@ import torch
 from tests.support.small_net import assert_same, names_of, small_net, train, weights
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Optimizer, ParameterGroup
-from torchtitan_cp.optim.build import IMPLEMENTATIONS, build_optimizer, set_learning_rates
+from torchtitan_cp.optim.build import IMPLEMENTATIONS, build_optimizer, check_rules, set_learning_rates
 from torchtitan_cp.optim.offload import keep_state_on_host
 
 
@@ -55,14 +55,15 @@ def test_the_first_rule_that_matches_a_parameter_rules_it() -> None:
 def test_a_rule_that_matches_nothing_is_refused_by_name(rules: tuple[str, ...]) -> None:
     index, last = len(rules) - 1, rules[-1]
     with pytest.raises(ConfigError) as caught:
-        build_optimizer(small_net(), Optimizer(groups=tuple(ParameterGroup(rule) for rule in rules)))
+        check_rules(tuple(map(ParameterGroup, rules)), [name for name, _ in small_net().named_parameters()])
     assert f"optimizer.groups[{index}].match = '{last}' matches no parameter that an earlier rule" in str(caught.value)
     assert "names are like tok_embeddings.weight, layers.0.bias, norm.weight" in str(caught.value)
 
 
 def test_a_rule_for_another_pipeline_stage_is_not_refused() -> None:
     settings = Optimizer(groups=(ParameterGroup("output"),))
-    build_optimizer(small_net(), settings, names=["tok_embeddings.weight", "output.weight"])
+    check_rules(settings.groups, ["tok_embeddings.weight", "output.weight"])
+    build_optimizer(small_net(), settings)
 
 
 def test_every_implementation_takes_the_same_steps() -> None:
