@@ -8,14 +8,13 @@ bits. Memory holds two KV buffers whatever the number of ranks. Source: Ring Att
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.mask import Span, count_rows
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax, sink_gradient
-from torchtitan_cp.attention.plan import RingStep
+from torchtitan_cp.attention.plan import RingStep, take_rows
 from torchtitan_cp.attention.strategies.strategy import Call, KeyBlock, Residuals, Strategy, add_gradients, add_outputs
 
 
@@ -66,8 +65,7 @@ def exchange_kv(k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[RingStep, Ke
 
 def rows_in(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """The rows of spans, one after the other: `[B, S/P, ..] -> [B, rows, ..]`."""
-    parts = [x[:, start:stop] for start, stop in spans or ((0, 0),)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return take_rows([x], [(0, *span) for span in spans or ((0, 0),)])
 
 
 def add_rows(total: Tensor, spans: tuple[Span, ...], x: Tensor) -> None:
