@@ -146,7 +146,7 @@ class Plan:
     def cu_seqlens(self) -> Tensor:
         """Cumulative local lengths of the first batch row's documents, `[documents on this rank + 1]` int32."""
         lengths = [sum(s.stop - s.start for s in segments if s.rank == self.rank) for segments in self.segments[0]]
-        return torch.tensor([0, *filter(None, lengths)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch.tensor([0, *filter(None, lengths)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
 
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:
@@ -212,7 +212,7 @@ class Plan:
 
 
 def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) -> None:
-    if dim >= x.ndim or x.shape[dim] != entries:
+    if not -x.ndim <= dim < x.ndim or x.shape[dim] != entries:
         raise PlanError(
             f"{action}: a tensor {tuple(x.shape)} does not have {entries} entries along dim {dim}",
             fix=f"give {wanted}, or another dim",

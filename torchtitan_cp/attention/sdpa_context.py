@@ -107,7 +107,7 @@ def _common_length(buffers: Sequence[Tensor], dims: Sequence[int]) -> int:
             fix="give at least one buffer, and one dim for each",
         )
     shapes = [tuple(buffer.shape) for buffer in buffers]
-    lengths = {shape[dim] if dim < len(shape) else 0 for shape, dim in zip(shapes, dims, strict=True)}
+    lengths = {shape[dim] if -len(shape) <= dim < len(shape) else 0 for shape, dim in zip(shapes, dims, strict=True)}
     if len(lengths) > 1 or 0 in lengths:
         raise PlanError(f"buffers {shapes} have no one length along dims {[*dims]}", fix="give each its sequence dim")
     if any(buffer.requires_grad for buffer in buffers):

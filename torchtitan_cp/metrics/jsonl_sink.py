@@ -90,14 +90,17 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Cut off the lines of later steps, which are the last ones. Memory holds one line, however long the run was."""
+    """Drop the lines of later steps, and unreadable ones, in place. Memory holds one line, however long the run was."""
     path.touch()
-    with path.open("r+b") as file:
-        position = kept = 0
-        for line in file:
-            position += len(line)
+    with path.open("rb") as lines, path.open("r+b") as file:
+        read = kept = 0
+        for line in lines:
+            read += len(line)
             if line.endswith(b"\n") and _is_kept(line, step):
-                kept = position
+                kept += len(line)
+                if kept < read:  # as the lines before it have moved
+                    file.seek(kept - len(line))
+                    file.write(line)
         file.truncate(kept)
 
 

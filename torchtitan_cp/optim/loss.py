@@ -49,6 +49,7 @@ class ChunkedCrossEntropy(nn.Module):
         compiled: fuse what lies between the products, where this rank holds all rows of the output matrix.
 
     Attributes:
+        compiled_losses: what `compiled` asks for, or None.
         largest_logit: fp32 scalar that forwards with gradients raise in place to the largest logit of this rank's
             rows; None: not measured. It is free: the log-sum-exp needs each token's largest logit.
     """
@@ -64,7 +65,7 @@ class ChunkedCrossEntropy(nn.Module):
         super().__init__()
         self.chunk_tokens, self.z_loss, self.scale, self.softcap = chunk_tokens, z_loss, scale, softcap
         self.largest_logit: Tensor | None = None
-        self._fused_chunk_losses = compile_whole(self._chunk_losses) if compiled else self._chunk_losses
+        self.compiled_losses = compile_whole(ChunkedCrossEntropy._chunk_losses) if compiled else None
 
     def forward(
         self,
@@ -111,11 +112,11 @@ class ChunkedCrossEntropy(nn.Module):
         z_sum = losses.new_zeros(())
         d_rows: Any = torch.empty_like(rows) if gradients else None
         d_weight: Any = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if gradients else None
-        losses_of = self._chunk_losses if vocabulary else self._fused_chunk_losses
+        losses_of = (None if vocabulary else self.compiled_losses) or ChunkedCrossEntropy._chunk_losses
         for start in range(0, len(labels), self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
             given = labels[chunk], weights[chunk], vocabulary, gradients
-            losses[chunk], squares, largest, d_products = losses_of(rows[chunk] @ weight.t(), *given)
+            losses[chunk], squares, largest, d_products = losses_of(self, rows[chunk] @ weight.t(), *given)
             z_sum += (squares * weights[chunk]).sum()
             if not gradients:
                 continue
@@ -123,6 +124,7 @@ class ChunkedCrossEntropy(nn.Module):
                 self.largest_logit.copy_(torch.maximum(self.largest_logit, largest))
             d_rows[chunk] = d_products @ weight
             _add_product(d_weight, d_products.t(), rows[chunk])
+            del d_products  # before the next chunk is made
         return (losses * weights).sum() + self.z_loss * z_sum, losses, d_rows, d_weight
 
     def _chunk_losses(
@@ -160,9 +162,9 @@ class ChunkedCrossEntropy(nn.Module):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def finish_backward(self, d_logits: Tensor, logits: Tensor) -> Tensor:
-        """Gradient of the products."""
+        """Gradient of the products, in place of the logits'."""
         slope = self.scale * (1 - (logits / self.softcap).square()) if self.softcap else self.scale
-        return d_logits * slope if self.softcap or self.scale != 1 else d_logits
+        return d_logits.mul_(slope) if self.softcap or self.scale != 1 else d_logits
 
 
 @torch.no_grad()
@@ -212,10 +214,10 @@ def _subtract_at(d_logits: Tensor, row: Tensor, values: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total` in fp32 in place; a bf16 product is not rounded before, where CUDA multiplies."""
+    """Add `left @ right` to an fp32 `total` in place. On CUDA a bf16 product is not rounded to bf16 first."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.is_cuda:
+    elif left.is_cuda and left.dtype.itemsize == 2:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

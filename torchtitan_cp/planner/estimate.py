@@ -277,7 +277,8 @@ def _ends_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
     tokens, times = planned.tokens, planned.stage.micro_batches
     matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.closes else 0
-    logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * _fused(planned)
+    fused = _fused(planned) if degrees.tp == 1 else 1.0
+    logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
     hidden = tokens * args.dim * planned.element_bytes
     seconds = {

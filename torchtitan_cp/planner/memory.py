@@ -190,8 +190,8 @@ def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> li
     matrix, hidden = rows * args.dim, planned.tokens * args.dim
     chunk = min(planned.config.training.loss_chunk_tokens, planned.tokens) * rows
     norm = hidden / tp * (c if planned.fused_norm else 2 * FP32_BYTES)
-    # Products, probabilities in fp32, which the compiler fuses away, and the gradient of the products.
-    of_chunk = 2 * c if planned.config.compile.enable and tp == 1 else c + FP32_BYTES + copies
+    # Products, and logits and probabilities in fp32; compiled, the products and their gradient.
+    of_chunk = 2 * c if planned.config.compile.enable and tp == 1 else c + FP32_BYTES * (2 if copies else 1)
     forward = chunk * of_chunk + matrix * FP32_BYTES + 2 * hidden * c + norm
     backward = matrix * (FP32_BYTES + c) + hidden * (c + (2 * FP32_BYTES if copies else c)) + norm
     return [

@@ -237,14 +237,16 @@ class ParallelModel:
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run the blocks without torch.compile, as hooks inside compiled blocks would not run."""
+        """Run blocks and loss without torch.compile, as hooks inside compiled blocks would not run."""
         layers = [layer for part in self.parts for layer in part.layers.values()]  # type: ignore[operator]
         kept = [{name: vars(layer)[name] for name in ("forward", "mlp") if name in vars(layer)} for layer in layers]
         if self.config.compile.enable:
             self._wrap_blocks(Compile(enable=False))
+        compiled_losses, self.token_loss.compiled_losses = self.token_loss.compiled_losses, None
         try:
             yield
         finally:
+            self.token_loss.compiled_losses = compiled_losses
             for layer, replaced in zip(layers, kept, strict=True):
                 vars(layer).update(replaced)
 

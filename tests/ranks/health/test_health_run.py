@@ -728,9 +728,13 @@ def diagnose_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
     local(layers[1].feed_forward.w2.weight.detach()).mul_(1e30)
     batches = read_step(trainer.data_pipeline.samples, shape, 0)
     report = StepReport(loss=1.0, grad_norm=1.0, peak_memory_bytes=0, findings=("rank 0: the loss is nan",))
+    loss = trainer.model.token_loss
+    with trainer.model.uncompiled():
+        assert loss.compiled_losses is None
     found = trainer.steps.diagnoser.diagnose(1, batches, report, ())
     assert all(parameter.grad is None for parameter in trainer.model.parts.parameters())
-    return found.summary, [vars(layer)["forward"] for layer in layers] == compiled
+    restored = [vars(layer)["forward"] for layer in layers] == compiled
+    return found.summary, restored and loss.compiled_losses is not None
 
 
 @pytest.mark.deep

@@ -185,6 +185,14 @@ def test_forgetting_needs_no_room_on_the_disk_nor_memory_for_the_file(tmp_path: 
     assert most_bytes < path.stat().st_size / 2
 
 
+def test_forgetting_drops_unreadable_and_later_lines_between_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = [json.dumps({"step": step}) + "\n" for step in (1, 22, 333)]
+    path.write_text(kept[0] + "\0\0\0\n" + kept[1] + '{"step": 4444}\n' + kept[2] + '{"step": 33')
+    JsonLinesSink(tmp_path, after_step=333).close()
+    assert path.read_text() == "".join(kept)
+
+
 def test_a_file_that_cannot_be_opened_ends_the_start_in_a_message(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.mkdir()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tests.support.logits import case, largest_tensor, sums_over_full_logits
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, wrong_answers
+from torchtitan_cp.planner.fake import FakeMode, StepTracker
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 37, 74, 1000])
@@ -84,21 +85,36 @@ def test_the_largest_tensor_holds_one_chunks_logits_at_any_length(tokens: int) -
     assert largest_tensor(tokens, torch.randn(1000, 8, requires_grad=True)) == 16 * 1000
 
 
+@pytest.mark.parametrize(("dtype", "scale", "most_bytes"), [(torch.float32, 1.0, 8), (torch.bfloat16, 0.5, 12)])
+def test_at_its_fullest_a_chunk_takes_so_many_bytes_a_logit(dtype: torch.dtype, scale: float, most_bytes: int) -> None:
+    chunk, rows, width = 64, 10_000, 8
+    with FakeMode(), StepTracker("cpu") as tracker:
+        hidden = torch.randn(1, 4 * chunk, width, dtype=dtype, requires_grad=True)
+        weight = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+        labels = torch.zeros(1, 4 * chunk, dtype=torch.int64)
+        tracker.start_peak()
+        held = tracker.now + 4 * rows * width  # the gradient of the output matrix
+        ChunkedCrossEntropy(chunk, scale=scale)(hidden, weight, labels)
+    assert tracker.peak - held == pytest.approx(most_bytes * chunk * rows, rel=0.05)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "scale", "softcap"),
-    [(torch.bfloat16, 1.0, 0.0), pytest.param(torch.float32, 0.5, 3.0, marks=pytest.mark.deep)],
+    ("dtype", "chunk", "scale", "softcap"),
+    [(torch.bfloat16, 37, 1.0, 0.0), pytest.param(torch.float32, 30, 0.5, 3.0, marks=pytest.mark.deep)],
 )
-def test_compiled_it_gives_the_same(dtype: torch.dtype, scale: float, softcap: float) -> None:
+def test_compiled_it_gives_the_same(dtype: torch.dtype, chunk: int, scale: float, softcap: float) -> None:
     found = []
+    torch._dynamo.utils.counters.clear()
     for compiled in (False, True):
         torch.manual_seed(0)
         hidden, weight, labels = case(dtype)
-        loss = ChunkedCrossEntropy(37, 0.01, scale, softcap, compiled)
+        loss = ChunkedCrossEntropy(chunk, 0.01, scale, softcap, compiled)
         loss.largest_logit = torch.tensor(-torch.inf)
         weights = torch.rand(labels.shape)
         total, per_token = loss(hidden, weight, labels, token_weights=weights)
         total.backward()
         found.append((total, per_token, hidden.grad, weight.grad, loss.largest_logit))
+        assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compiled
     for name, got, want in zip(("sum", "tokens", "hidden", "weight", "logit"), *reversed(found), strict=True):
         off = 2**-8 if got.dtype == torch.bfloat16 else 1e-6  # a value that lies between two may be rounded to either
         assert ((got - want).norm() / want.norm()).item() < off, name
