@@ -159,7 +159,7 @@ def _look(args: HuggingFaceArgs) -> Look:
 
 def transformers_config(args: HuggingFaceArgs) -> PreTrainedConfig:
     """The config from which transformers builds the model, with our attention and without a cache."""
-    config = _parse(args.sizes)
+    config = parse_config(args.sizes)
     config._attn_implementation, config.use_cache = "torchtitan_cp", False
     return config
 
@@ -170,7 +170,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     Raises:
         ValueError: transformers has no such model, or cannot make it of these values, or the look refuses it.
     """
-    whole = _parse(config)
+    whole = parse_config(config)
     text = whole.get_text_config(decoder=True)
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"transformers has no causal language model of type {text.model_type!r}")
@@ -186,14 +186,14 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     # What a multimodal config has for its text model in place of the text model's own defaults, and of what follows
     # from these.
     for _ in range(2):
-        made = _parse(sizes).to_dict()
+        made = parse_config(sizes).to_dict()
         sizes = sizes | {key: value for key, value in known.items() if key not in given and value != made.get(key)}
     if layers := overrides.get("num_hidden_layers"):  # what has a value for each layer
         lists = {key: value for key, value in sizes.items() if isinstance(value, list)}
         sizes |= {key: value[:layers] for key, value in lists.items() if len(value) == text.num_hidden_layers}
     sizes = {**sizes, **overrides}
     vocab_size = sizes.get("vocab_size", text.vocab_size)
-    sizes = _parse({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
+    sizes = parse_config({**sizes, "vocab_size": vocab_size or text.vocab_size}).to_dict()
     kept = {key: value for key, value in sizes.items() if key not in _DROPPED}
     args = HuggingFaceArgs(json.loads(json.dumps(kept)), vocab_size)
     name, routers = args.look.model_class, args.look.routers
@@ -204,7 +204,8 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     return args
 
 
-def _parse(config: Mapping[str, Any]) -> PreTrainedConfig:
+def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """A config.json as transformers reads it. Raises ValueError: it does not."""
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         why = "and code from a checkpoint is not run" if config.get("auto_map") else "in this version"

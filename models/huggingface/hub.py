@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from models.huggingface.args import HuggingFaceArgs, transformers_config
+from models.huggingface.args import HuggingFaceArgs, parse_config, transformers_config
 from models.huggingface.init import on_meta
 
 logger = logging.getLogger(__name__)
@@ -174,4 +174,5 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     # Where these follow the length, it stays; without a rotary embedding, it is that of a weight.
     if rope or kind not in (None, "dynamic", "longrope"):
         values["max_position_embeddings"] = length
+    parse_config(values)  # a family may lack a kind of rotary embedding that frequencies alone can give it
     return values

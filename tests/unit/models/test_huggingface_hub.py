@@ -206,8 +206,10 @@ def test_a_stage_changes_the_rotary_embedding_of_full_attention_alone() -> None:
 def test_a_config_keeps_a_length_that_its_rotary_embedding_follows_and_refuses_what_it_cannot_say() -> None:
     phi = args_from_config(FAMILIES["Phi-3, longrope"], {})
     assert settings(phi, 4096, None)["max_position_embeddings"] == 512
-    yarn = settings(phi, 4096, YARN)
-    assert (yarn["max_position_embeddings"], yarn["original_max_position_embeddings"]) == (4096, 512)
+    longer = settings(phi, 4096, {**phi.config["rope_parameters"], "original_max_position_embeddings": 512})
+    assert (longer["max_position_embeddings"], longer["original_max_position_embeddings"]) == (4096, 512)
+    with pytest.raises(ValueError, match="short_factor"):
+        settings(phi, 4096, YARN)
     assert "by frequencies of the whole head" in str(args_from_config(FAMILIES["Gemma 4"], {}).rope_problem("none"))
     with pytest.raises(ValueError, match="a rotary embedding of type None, and a stage's is yarn"):
         settings(args_from_config(FAMILIES["GPT-2"], {}), 4096, YARN)
