@@ -32,7 +32,7 @@ class SourceKeys:
         chat_template: Jinja file that writes conversations as text; default: the tokenizer's own
         loss_on: what of a conversation is learned: all turns of the assistant, its last one, or every token
         too_long: what becomes of a conversation with more tokens than max_document (0: than the longest seq_len): drop
-            it, cut off its beginning or its end, or split it, after an assistant's turn where one ends in time
+            it, cut off its beginning or its end, or split it, after a learned turn where one ends in time
         group_field: field (column) with the group of a row, e.g. its repository; empty: no row is related to another
         group_depth: text: leading folders of a path that name a document's group, 1 if each is a repository; 0: all
         document: what one document is: a file, or a folder's files joined in order (up to 1 MiB); a row is always one

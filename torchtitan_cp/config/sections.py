@@ -138,7 +138,7 @@ class Optimizer:
     """The optimizer.
 
     Attributes:
-        name: muon orthogonalises the steps of the blocks' matrices; all else is AdamW's
+        name: muon orthogonalises the steps of the blocks' matrices; all else is AdamW's, experts too
         lr: peak learning rate
         beta1: decay of the first moment
         beta2: decay of the second moment
@@ -173,7 +173,7 @@ class LRScheduler:
     Attributes:
         shape: curve after warm-up
         warmup_steps: steps of linear warm-up from zero
-        decay_fraction: wsd: fraction of the steps that decay
+        decay_fraction: wsd: fraction of the steps after warm-up that decay
         end_fraction: last learning rate as a fraction of the peak
     """
 
