@@ -5,8 +5,9 @@ import logging
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least, config_parser, parse_with_overrides
 from torchtitan_cp.cli.train import default_ranks
-from torchtitan_cp.config import Config, load_config
+from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
+from torchtitan_cp.training.registry import config_for_hub
 from torchtitan_cp.training.resolve import (
     check_files,
     check_first_weights,
@@ -61,6 +62,11 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
                 "curriculum.stages[%d].rope: factor x original_seq_len = %.0f is shorter than the stage's seq_len = %d",
                 *(stage.index, reach, stage.seq_len),
             )
+        try:
+            if config.model.hub_checkpoint:
+                config_for_hub(config.model, args, stage.seq_len, rope)
+        except ConfigError as error:
+            logger.warning("curriculum.stages[%d]: its checkpoints cannot be exported: %s", stage.index, error.message)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     steps = sum(stage.steps for stage in run.stages)
     return f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)}: {lengths}"

@@ -1,5 +1,6 @@
 """`torchtitan-cp check` and `plan` start fast: they wait for nothing that only ranks need."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.huggingface_families import FAMILIES
 from tests.support.texts import REPOSITORY
+from torchtitan_cp.cli import check
 
 
 @pytest.mark.deep
@@ -26,3 +29,21 @@ def test_a_folder_models_in_the_current_directory_is_not_taken_for_ours(tmp_path
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(REPOSITORY / "models/__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"), [("{}", False), ('{kind = "yarn", factor = 4, original_seq_len = 64}', True)]
+)
+def test_a_rope_that_an_export_refuses_is_told_of_before_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: str, told: bool
+) -> None:
+    """transformers' Phi-3 takes no rotary embedding but longrope."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["Phi-3, longrope"]))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\narchitecture = "huggingface"\nhub_checkpoint = "{tmp_path}"\nload_weights = false\n'
+        f'[tokenizer]\nkind = "bytes"\n[data]\nsource = "text"\npath = "{__file__}"\n'
+        f"[[curriculum.stages]]\nseq_len = 128\nsteps = 2\nglobal_batch_tokens = 128\nrope = {rope}\n"
+    )
+    assert check.main([str(config)]) == 0
+    assert ("curriculum.stages[0]: its checkpoints cannot be exported" in caplog.text) == told
