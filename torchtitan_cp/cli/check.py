@@ -66,7 +66,7 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
             if config.model.hub_checkpoint:
                 config_for_hub(config.model, args, stage.seq_len, rope)
         except ConfigError as error:
-            logger.warning("curriculum.stages[%d]: its checkpoints cannot be exported: %s", stage.index, error.message)
+            logger.warning("curriculum.stages[%d] trains, but cannot be exported: %s", stage.index, error.message)
     lengths = " -> ".join(f"{stage.name} (cp {stage.cp})" for stage in run.stages)
     steps = sum(stage.steps for stage in run.stages)
     return f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)}: {lengths}"

@@ -98,7 +98,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
             read += len(line)
             if line.endswith(b"\n") and _is_kept(line, step):
                 kept += len(line)
-                if kept < read:  # as the lines before it have moved
+                if kept < read:  # a line before it was dropped
                     file.seek(kept - len(line))
                     file.write(line)
         file.truncate(kept)

@@ -134,7 +134,7 @@ class ChunkedCrossEntropy(nn.Module):
 
         Returns:
             of each token its loss and its squared logsumexp (0 where ignored); the largest logit of this rank's rows;
-            the gradient of the products, in their dtype.
+            the gradient of the products, in their dtype; None without `gradients`.
         """
         logits = self.finish(products.float()) if self.softcap or self.scale != 1 else products
         row = labels - (vocabulary.first if vocabulary else 0)

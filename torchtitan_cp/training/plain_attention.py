@@ -67,9 +67,9 @@ def delta_steps(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     """The gated delta rule token by token: (outputs, the state `[B, Hv, K, V]` after the last one).
 
     Args:
-        q, k, v, beta: as of `torchtitan_cp.attention.gated_delta_rule`; decay: `[B, S, Hv]`, of the state before a
-            token.
-        state: before the first token.
+        q, k, v, beta: as of `torchtitan_cp.attention.gated_delta_rule`, in fp32 or wider.
+        decay: `[B, S, Hv]`, of the state before a token.
+        state: `[B, Hv, K, V]`, before the first token.
     """
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2).unsqueeze(-1) for x in (q * q.shape[-1] ** -0.5, k))
     decay, beta = (x[..., None, None] for x in (decay, beta))

@@ -46,4 +46,4 @@ def test_a_rope_that_an_export_refuses_is_told_of_before_the_run(
         f"[[curriculum.stages]]\nseq_len = 128\nsteps = 2\nglobal_batch_tokens = 128\nrope = {rope}\n"
     )
     assert check.main([str(config)]) == 0
-    assert ("curriculum.stages[0]: its checkpoints cannot be exported" in caplog.text) == told
+    assert ("curriculum.stages[0] trains, but cannot be exported" in caplog.text) == told

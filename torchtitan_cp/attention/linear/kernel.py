@@ -306,7 +306,7 @@ def _carry(
             x.copy_(F.hardshrink(x, numbers.tiny / numbers.eps))
         torch.addcmul(added[chunk], gamma[chunk], x, out=x_after)
         x_after.baddbmm_(left[chunk].mT, right[chunk] @ x, alpha=-1)
-    return before, x_after.clone()  # alone, so that its holder does not keep all
+    return before, x_after.clone()  # a view would keep every state alive
 
 
 def _carry_in_groups(
