@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides
 from torchtitan_cp.config import UserError, format_error, load_config
+from torchtitan_cp.config.check import CUDA_GRAPHS
 from torchtitan_cp.config.load import OVERRIDE
 
 # Beside this package, in a checkout as when it is installed.
@@ -117,6 +118,9 @@ def main(arguments: list[str]) -> int:
     if options.verify_parity is not None:
         check.append("--parity")
         program += ["--verify-parity", str(options.verify_parity)]
+    if config.compile.mode not in CUDA_GRAPHS and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Lengths that differ by stage and document leave fewer gaps in a GPU's memory. NCCL in CUDA graphs may hang.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     launcher = load_launcher([sys.executable, *check])
     ranks = options.nproc or default_ranks()
     if ranks > 1:

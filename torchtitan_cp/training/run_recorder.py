@@ -1,5 +1,6 @@
 """Builds the records of a run from its steps, evaluations and stages, and hands them to the metrics logger."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
 
+logger = logging.getLogger(__name__)
 SPEED_DECAY = 0.9  # per step, of the moving average of a stage's speed
 Curves = dict[str, tuple[Sequence[int], Sequence[float]]]  # loss by position of each stage, see figures
 
@@ -66,6 +68,7 @@ class RunRecorder:
         self.evaluated_at = 0
         self.checkpoint_seconds, self.message_seconds = 0.0, (0.0, 0.0)
         self.routing: Routing | None = None
+        self.retries = 0
 
     def start(self, done: int) -> None:
         """Write the run's folder, open the logs and print what will run.
@@ -215,6 +218,7 @@ class RunRecorder:
         flops = flops_per_token(self.model.args, stage.seq_len, [keys[window] for window in windows])
         memory = self.model.memory_by_kind()
         other = max(0, self.world.device.peak_memory_bytes() - sum(memory.values()))
+        self._warn_of_full_memory()
         return {
             **details,
             **self.step_losses.means(),
@@ -225,6 +229,15 @@ class RunRecorder:
             "memory_bytes": memory | {"other": other},
             **(expert_fields(*routing, stage.global_batch_tokens) if routing else {}),
         }
+
+    def _warn_of_full_memory(self) -> None:
+        before, self.retries = self.retries, self.world.device.allocation_retries()
+        if self.retries > before:
+            logger.warning(
+                "the GPU was full: torch gave back all memory that it keeps, %d more times, each of which makes a step "
+                "slow; docs/troubleshooting.md says what takes less memory",
+                self.retries - before,
+            )
 
     def _mfu(self, speed: float, flops: float) -> float:
         mfu = speed * flops / (self.peak.flops_per_second * self.world.size)

@@ -381,3 +381,28 @@ def test_a_dry_run_is_of_as_many_ranks_as_would_start(
     monkeypatch.setattr(subprocess, "run", run)
     assert command.main(["a.toml", "--nproc=2", "--nnodes=2", "--rdzv-endpoint=a:1", "--dry-run", *own]) == 0
     assert commands[0][3:] == ["--dry-run", *own, *wanted]
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "found"),
+    [
+        ({}, [], "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, [], "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, [], None),
+        ({}, ["--compile.enable=true", "--compile.mode=reduce-overhead"], None),
+    ],
+)
+def test_a_gpus_memory_grows_in_segments_unless_told_otherwise_or_in_cuda_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str],
+    options: list[str],
+    found: str | None,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is as before once the test has ended
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started(monkeypatch, [str(write_run(tmp_path)), "--nproc", "1", *options])
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == found
