@@ -32,7 +32,9 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, final: Path, progress: Progress, *, stage_end: bool) -> None:
         self.partial = final.with_name(final.name + PARTIAL)
-        super().__init__(self.partial)
+        # Nothing is left to copy from a GPU. To copy ahead, torch would wait for work on GPU 0, where threads begin:
+        # on rank 0 for training's, again and again, and on other ranks of the node by a CUDA context of each.
+        super().__init__(self.partial, per_thread_copy_ahead=0)
         self.final, self.progress, self.stage_end = final, progress, stage_end
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -452,6 +454,24 @@ def test_a_read_only_folder_is_told_and_tried_again(ranks: Callable[[int], RankP
         after, lines = ranks(1)(save_where_nothing_may_be_written, Path(base) / "checkpoints")[0]
     assert after == ["step-1", "step-3"]
     assert any("NO CHECKPOINT of step 2" in line and "Permission denied" in line for line in lines)
+
+
+def save_beside_a_gpu(folder: Path) -> list[str]:
+    """Save as where there are GPUs: torch would wait for one, and raises, as there is none."""
+    checkpoints, write = CheckpointManager(folder), CheckpointWriter.write_data
+
+    def write_beside_a_gpu(*arguments: Any) -> Any:
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            return write(*arguments)
+
+    with patch.object(CheckpointWriter, "write_data", write_beside_a_gpu):
+        save(checkpoints, 1)
+    checkpoints.close()
+    return names(folder)
+
+
+def test_the_thread_that_writes_does_not_wait_for_a_gpu(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    assert ranks(1)(save_beside_a_gpu, tmp_path)[0] == ["step-1"]
 
 
 def save_while_the_folder_vanishes(folder: Path) -> tuple[list[str], list[str]]:
