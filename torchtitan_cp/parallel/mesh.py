@@ -1,10 +1,11 @@
 """Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -53,7 +54,7 @@ class Meshes:
         pp, replicas, fsdp, tp = self.parameters.mesh.shape
         shared = self.parameters.mesh.view(pp, replicas, fsdp // self.degrees.ep, self.degrees.ep, tp)
         axes = ("pp", "dp_replicate", "efsdp", "ep")
-        own: Any = tuple((dist.get_backend(), None) if axis == "ep" else (None, None) for axis in axes)
+        own: Any = tuple(_own_group() if axis == "ep" else (None, None) for axis in axes)
         ranks = shared.transpose(3, 4).flatten(2, 3)
         mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=own)
         _set_timeouts(mesh)
@@ -93,7 +94,7 @@ class Meshes:
     def _make_mesh(self, **data_axes: int) -> DeviceMesh:
         """The mesh (pp, data axes, tp)."""
         axes = {"pp": self.degrees.pp, **data_axes, "tp": self.degrees.tp}
-        own: Any = {axis: dist.get_backend() for axis in OWN_GROUPS if axes.get(axis, 1) > 1}
+        own: Any = {axis: _own_group() for axis in OWN_GROUPS if axes.get(axis, 1) > 1}
         mesh = init_device_mesh(
             self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own
         )
@@ -113,6 +114,16 @@ class Meshes:
         if self.degrees.ep > 1:
             sizes.append(f"experts shared by {self.degrees.ep} of dp_shard x cp")
         return "\n".join([f"mesh, outermost first: {', '.join(sizes)}", *lines])
+
+
+def _own_group() -> tuple[str, Any]:
+    """Backend and options of a group apart from the default one, whose messages travel while the GPU computes.
+
+    NCCL's blocks take whole multiprocessors. At the priority of the computation they would get them when the last block
+    of an attention kernel has begun, and messages would travel after the computation, not beside it.
+    """
+    backend, torch_c10d = dist.get_backend(), cast(Any, distributed_c10d)
+    return backend, torch_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 
 def _set_timeouts(mesh: DeviceMesh) -> None:

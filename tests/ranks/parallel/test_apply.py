@@ -3,12 +3,16 @@
 import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch import _inductor as inductor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.debug import CommDebugMode
@@ -18,6 +22,7 @@ from tests.support.deep import deep_rows
 from tests.support.rank_pool import RankPool
 from tests.support.small_llama import attend, config
 from torchtitan_cp.config.degrees import Degrees
+from torchtitan_cp.parallel import mesh
 from torchtitan_cp.parallel.apply import parallelize
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.tensor import enable_async_tp, vocabulary_shard
@@ -168,6 +173,30 @@ def run_own_groups() -> list[tuple[str, ...]]:
 def test_context_parallelism_shares_no_group_with_fsdp_nor_among_its_axes(ranks: Callable[[int], RankPool]) -> None:
     for shared, own in ranks(4)(run_own_groups):
         assert len({*shared, *own}) == len({*shared}) + 6, (shared, own)
+
+
+def options_on_nccl() -> dict[str, Any]:
+    """What the groups of each axis of a mesh would be made with on NCCL; gloo makes them without options."""
+    given: dict[str, Any] = {}
+
+    def make(device_type: str, shape: Any, *, backend_override: Any, **named: Any) -> Any:
+        given.update(backend_override)
+        return init_device_mesh(device_type, shape, **named)
+
+    nccl = SimpleNamespace(Options=lambda **options: SimpleNamespace(**options))
+    meshes = Meshes("cpu", Degrees(1, 1, 4, 1, 1))
+    with (
+        patch.object(dist, "get_backend", lambda *_: "nccl"),
+        patch.object(distributed_c10d, "ProcessGroupNCCL", nccl, create=True),
+        patch.object(mesh, "init_device_mesh", make),
+    ):
+        meshes.for_hybrid(4, 2)
+    return {axis: (backend, vars(options)) for axis, (backend, options) in given.items()}
+
+
+def test_messages_of_context_parallelism_go_before_what_the_gpu_computes(ranks: Callable[[int], RankPool]) -> None:
+    expected = {axis: ("nccl", {"is_high_priority_stream": True}) for axis in ("ring", "all_to_all")}
+    assert ranks(4)(options_on_nccl) == [expected] * 4
 
 
 def run_timeouts(seconds: float) -> list[float]:
