@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
         help="train nothing: one step of each stage as one rank of a job, without devices",
     )
     parser.add_argument("--world-size", type=at_least(1), help="with --dry-run: ranks of the job (default 1)")
-    parser.add_argument("--rank", type=at_least(0), default=0, help="with --dry-run: which of them to be")
+    parser.add_argument("--rank", type=at_least(0), default=0, help="with --dry-run: rank to simulate")
     parser.add_argument(
         "--device",
         choices=[name for name in ACCELERATORS if name != "cpu"],
-        help="with --dry-run: the GPU whose kernels the step is walked with, on any machine (default: the CPU's)",
+        help="with --dry-run: simulate the step with this GPU's kernels, on any machine (default: the CPU's)",
     )
     options, overrides = parse_with_overrides(parser, arguments)
     if (options.world_size is not None or options.device) and not options.dry_run:

@@ -11,7 +11,7 @@ COMMANDS = {
     "check": ("torchtitan_cp.cli.check", "say whether a config would run, or what is wrong with it"),
     "plan": ("torchtitan_cp.cli.plan", "estimate memory, communication and time of a config on a cluster"),
     "doctor": ("torchtitan_cp.cli.doctor", "say whether context parallelism is safe for a config's model"),
-    "evaluate": ("torchtitan_cp.cli.evaluate", "measure what a checkpoint retrieves, by length and depth"),
+    "evaluate": ("torchtitan_cp.cli.evaluate", "measure a checkpoint: losses, context gain, retrieval"),
     "generate": ("torchtitan_cp.cli.generate", "continue a text, or answer in a conversation"),
     "export": ("torchtitan_cp.cli.export", "write a checkpoint for transformers"),
     "replay": ("torchtitan_cp.cli.replay", "run the module behind a bad step again, on one process"),

@@ -1,6 +1,6 @@
 """Weights and config of a causal LM from and to files, by transformers' own rules of renaming and fusing.
 
-What transformers calls private is used here and in `init.py` alone.
+Like `init.py`, it uses what transformers calls private.
 """
 
 import copy
@@ -69,7 +69,7 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
     _check_unknown(causal, unknown, stored)
     missing = [name for name, tensor in own.items() if counts[tensor] != tensor.numel()]
     if missing:
-        raise ValueError(f"has not all of {', '.join(missing[:3])} of the model ({len(missing)} such tensors)")
+        raise ValueError(f"lacks some of {', '.join(missing[:3])} of the model ({len(missing)} such tensors)")
 
 
 def _rules(causal: PreTrainedModel, *, legacy: bool) -> list[Any]:

@@ -28,7 +28,7 @@ def on_meta(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedMod
     saved = model.state_dict()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffer.isnan().any() and name not in saved:
-            raise ValueError(f"the buffer {name} of {type(model).__name__} has no first values")
+            raise ValueError(f"the buffer {name} of {type(model).__name__} is not initialized")
     return model
 
 

@@ -288,7 +288,7 @@ class _Probe:
             raise _Refusal(f"{_name(self.output, self.names)} has a bias, which the loss here does not add")
         for layer, kind in zip(self.layers, self.kinds, strict=False):
             if kind not in ("full_attention", "sliding_attention"):
-                raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is not built here")
+                raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is unsupported")
         self._fill()
 
     def _fill(self) -> None:
@@ -346,7 +346,7 @@ class _Probe:
         facts, (scale, softcap) = self._facts(whole), self._logits()
         part = self.run(tokens[_SHARD], positions[_SHARD], shift=_SHIFT)
         if mixed := whole.differences(part, _SHARD):
-            raise _Refusal(f"{mixed[0]} is not the same among a shard's tokens: it mixes them, or counts positions")
+            raise _Refusal(f"{mixed[0]} differs on a shard: it mixes its tokens, or counts positions")
         moved = whole.differences(self.run(tokens, 2 * positions + 1))
         for buffer in self.frequencies.values():
             buffer *= 1.5

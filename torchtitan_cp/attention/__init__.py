@@ -1,4 +1,4 @@
-"""Context-parallel attention as a library of its own. Imports torch and nothing else of this repository.
+"""Context-parallel attention as a library of its own. Imports nothing else of this repository.
 
 Three independent choices: a layout says which chunks of the sequence a rank holds, a strategy how keys travel
 between ranks, a kernel how one tile is computed. The plan lists each rank's tiles and the keys they need.

@@ -1,4 +1,4 @@
-"""torch.compile for blocks and kernels, and autograd inside operators; the only place that handles their limits."""
+"""torch.compile for blocks and kernels, and autograd inside operators, with workarounds for their limits."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ def compile_whole(function: Callable[..., Any], mode: str = "default") -> Callab
 
 
 def guarded_by_use(cls: Class) -> Class:
-    """A frozen dataclass, so marked that torch.compile guards those fields alone that a graph reads.
+    """Mark a frozen dataclass so that torch.compile guards only the fields that a graph reads.
 
     torch 2.11 reads every field of a frozen one that goes through activation checkpointing, so that a plan whose
     documents have other lengths compiled a block anew. Setting a field still fails.

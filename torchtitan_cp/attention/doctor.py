@@ -134,7 +134,7 @@ class _Comparison:
             yield "refused", next(reversed(ranks.calls), ""), error
             return
         if event := _first_off(self.traces["ranks, own values"].events, alone.events):
-            how = "on a shard it gives other numbers than on the whole sequence, though no token reaches another"
+            how = "its output on a shard differs from the whole sequence's, though no token reaches another"
             yield "positions counted by the model itself", _owner(event), how
         if event := _first_off(ranks.events, plain.events):
             layer = _owner(event)
@@ -188,7 +188,7 @@ class _Comparison:
         documents = replace(band, document_lengths=self.plan.mask.document_lengths)
         together = replace(band, document_lengths=None, used_lengths=None)
         tried = [
-            (error(), "an exchange that loses keys", "its options are right, and the ranks have other numbers"),
+            (error(), "an exchange that loses keys", "its options are right, but the ranks' output differs"),
             (error(mask=documents), LEAK, "one process keeps documents apart"),
             (error(mask=together), LEAK, "the ranks keep documents apart, and one process does not"),
         ]

@@ -1,4 +1,4 @@
-"""Assigns packed documents to ranks, whole where they fit: who holds all of a document exchanges no keys for it.
+"""Assigns packed documents to ranks, whole where they fit: a rank that holds all of one exchanges no keys for it.
 
 Every rank gets the same number of tokens and the same area of the mask. Documents are placed largest first, each
 on the rank with the most work left to take, or split over as few ranks as can take it, and these in as few nodes. The

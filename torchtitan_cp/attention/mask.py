@@ -61,7 +61,7 @@ class AttentionMask:
             _ = [len(row) for rows in (self.document_lengths, self.used_lengths) for row in rows or ()]
         except (TypeError, ValueError):
             fix = "give window (left, right), e.g. (31, -1), and a tuple for each row, document_lengths = ((10, 54),)"
-            raise PlanError("a mask is made of tuples, as plans are kept by their masks", fix=fix) from None
+            raise PlanError("a mask must be made of tuples: plans are cached by mask", fix=fix) from None
         if any(side < -1 for side in self.window):
             raise PlanError(f"window = {self.window} has a side below -1", fix="use tokens >= 0, or -1 for unbounded")
 

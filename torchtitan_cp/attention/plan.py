@@ -66,12 +66,12 @@ class Plan:
         all_to_all_ranks: size of the inner groups in which hybrid trades heads for sequence; rank
             numbers run through an inner group first.
         kv_transfer: "exact", or "float8": KV travels in 8 bits, with a scale per head and row.
-        groups: registered names of the process groups: of the ring, and of the inner groups if the mesh has two axes,
-            between them that of all ranks if layers with a state need it. Names, so that a plan stays plain data; none
-            in a plan that is only inspected or simulated.
+        groups: registered names of the process groups, in order: the ring; all ranks, if layers with a state need it;
+            the inner group, if the mesh has two axes. Names, so that a plan stays plain data; none in a plan that is
+            only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
-        most_runs: of consecutive positions that a rank holds, rounded up to a power of two: by it a compiled graph
-            knows the size of what linear attention keeps.
+        most_runs: most runs of consecutive positions on any rank, rounded up to a power of two: the size of what
+            linear attention keeps in a compiled graph.
     """
 
     handle: ClassVar[Tensor]

@@ -272,7 +272,7 @@ class _Block(TorchFunctionMode):
         given = left + 1 if 0 <= left < self.plan.sequence_length - 1 else None
         if wanted != given and wanted and (wanted < self.plan.sequence_length or given):
             raise PlanError(
-                f"{type(module).__name__} has sliding_window = {wanted}, and the mask of this block "
+                f"{type(module).__name__} has sliding_window = {wanted}, and this block's mask has "
                 + (f"{given}" if given else "none"),
                 fix="give context_parallel(..., mask=AttentionMask(window=(sliding_window - 1, -1))); layers with "
                 "different windows cannot share a block",

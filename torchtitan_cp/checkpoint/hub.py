@@ -127,7 +127,7 @@ def read_shard(stored: Any, start: Sequence[int], whole: Tensor, *, compare: boo
 
 
 def _open_tensors(folder: Path) -> dict[str, Any]:
-    """Name -> slice of a file. Of a model that sees pictures or hears, the text model's, by the names it has alone."""
+    """Name -> slice of a file. Of a multimodal model, the text model's, by the names that it has alone."""
     open_once = cache(_open)
     found, name = dict[str, Any](), ""
     try:
@@ -220,7 +220,7 @@ def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
 
 
 def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
-    """A stage's rotary embedding, with a config.json's theta, and keys of its kind, for those that the file leaves out.
+    """A stage's rotary embedding; theta and keys of its kind that the TOML omits come from a config.json.
 
     Raises:
         ConfigError: see `hub_rope`.

@@ -76,7 +76,7 @@ def _try_lock(file: TextIO) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); start no second job on it", file.name, error.strerror)
+        logger.warning("%s: this file system has no locks (%s); run only one job on it", file.name, error.strerror)
     return True
 
 
@@ -97,7 +97,7 @@ def _reads(path: Path, text: str) -> bool:
     """Whether a file has this text within SHARED_SECONDS."""
     deadline = time.monotonic() + SHARED_SECONDS
     while True:
-        # "a+" would make the file: so NFS asks the server, and not what it remembers of names.
+        # "a+" may create the file, so NFS asks the server, not its cache of names.
         with suppress(OSError), path.open("a+") as file:
             file.seek(0)
             if file.read() == text:

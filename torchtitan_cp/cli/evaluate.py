@@ -1,6 +1,6 @@
 """`torchtitan-cp evaluate CHECKPOINT` evaluates a checkpoint: losses, context gain, retrieval by length and depth.
 
-Without a limit of time; written as numbers (evaluation.json) and images (PNG). Runs in one process, or on several ranks
+It has no time limit, and writes evaluation.json and PNG images. Runs in one process, or on several ranks
 that share every sequence: `torchrun --nproc-per-node 8 -m torchtitan_cp.cli.evaluate CHECKPOINT`.
 """
 

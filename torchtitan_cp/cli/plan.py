@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--inter-bandwidth", type=at_least(0, float), default=0.0, help="GB/s a rank sends to other nodes"
     )
-    parser.add_argument("--search", action="store_true", help="find the fastest layout of the ranks that fits")
+    parser.add_argument("--search", action="store_true", help="find the fastest degrees and modes that fit")
     parser.add_argument(
         "--write", type=Path, metavar="TOML", help="with --search: write the config it finds to a new file"
     )

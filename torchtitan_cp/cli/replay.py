@@ -1,4 +1,4 @@
-"""`torchtitan-cp replay BUNDLE` runs the module that a bad step began in again, on one process."""
+"""`torchtitan-cp replay BUNDLE` reruns the module in which a bad step began, on one process."""
 
 import argparse
 from pathlib import Path
@@ -42,7 +42,7 @@ def _replay(folder: Path) -> int:
     event = replay(bundle, build)
     if event is None:
         healthy = "no numbers as large" if bundle.report["times"] else "finite numbers"
-        print(f"here:        {bundle.report['unit']} gives {healthy} here: other hardware, or another kernel")
+        print(f"here:        {bundle.report['unit']}: not reproduced ({healthy}): hardware or kernel differs")
         return 1
     print(f"here:        REPRODUCED: the {event.what} of {event.module} is {event.value} at {list(event.index)}")
     return 0

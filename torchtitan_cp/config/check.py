@@ -99,7 +99,7 @@ def _check_sections(config: Config, ranks: int) -> None:
             raise ConfigError(f"{key} = {rank} does not exist on {ranks} ranks", fix=f"use 0 to {ranks - 1}")
     if config.health.on_spike == "trip" and not config.health.spike_threshold:
         raise ConfigError(
-            "health.on_spike = 'trip' looks for no spikes, as health.spike_threshold = 0",
+            "health.on_spike = 'trip' has no effect with health.spike_threshold = 0",
             fix="set spike_threshold above 0, or leave on_spike out",
         )
     if fault.step and fault.module and config.compile.enable and fault.where in ("forward", "backward", "gradient"):

@@ -93,8 +93,8 @@ class Data(SourceKeys):
         max_epochs: how often the run may read a source, by name; after that its weight goes to the others
         order: related keeps documents of one group (folder, repository) together
         separator: token id put after each document, in addition to the tokenizer's own end; -1: none
-        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; both drop and pad
-            nothing. Default: best_fit for a stage that reads conversations, else concat
+        packing: concat cuts documents at sequence ends; best_fit keeps as many whole as fit; neither drops or pads.
+            Default: best_fit for a stage that reads conversations, else concat
         packing_window: best_fit: sequences packed at once
         document_mask: tokens attend to their own document only, and its last token predicts nothing. Default: true for
             a stage that reads conversations, else false
@@ -200,7 +200,7 @@ def _check_fields(source: SourceKeys) -> None:
     for name in ("chat_template", "loss_on", "too_long"):
         if not source.conversations and getattr(source, name) != getattr(SourceKeys, name):
             raise ConfigError(
-                f"{where}.{name} does nothing with text that is no conversation",
+                f"{where}.{name} applies to conversations only",
                 fix=f"set {where}.messages_field, or prompt_field and completion_field, or remove {name}",
             )
 

@@ -67,8 +67,8 @@ class Tokenizer:
     Attributes:
         kind: which library reads it; bytes: none, each byte is a token (257 with the end token)
         path: model file; empty with sentencepiece: one is trained on the corpus and cached
-        bos: documents of plain text begin with the token that the tokenizer puts before a text, as Gemma's and Llama's
-            do (BOS); false: without it
+        bos: documents of plain text begin with the tokenizer's BOS token, if it has one, as Gemma's and Llama's do;
+            false: without it
         vocab_size: pieces of a SentencePiece model trained on the corpus
     """
 
@@ -195,7 +195,7 @@ class Parallel:
         dp_replicate: replicas of the sharded model (HSDP)
         dp_shard: data-parallel ranks that shard the parameters
         cp: context-parallel ranks; a stage may set its own
-        tp: tensor-parallel ranks; they share a node
+        tp: tensor-parallel ranks, best in one node
         ep: expert-parallel ranks, a divisor of dp_shard x cp; each has its share of the experts of every layer
         expert_capacity: tokens that an expert takes from a rank and micro-batch, over the mean of all experts; those
             beyond are dropped and counted. 0: none is dropped
@@ -277,7 +277,7 @@ class Compile:
     """torch.compile of the blocks and the loss.
 
     Attributes:
-        enable: compile each block, and without tensor parallelism what the loss does between its products
+        enable: compile each block, and without tensor parallelism the loss between its matrix products
         mode: as torch.compile's
     """
 
@@ -345,7 +345,7 @@ class Health:
         on_spike: a finite step far above the others: warn, or trip: treat it as on_nonfinite says
         spike_threshold: standard deviations above the median (from the MAD, at least 5 %) that count as a spike; 0:
             never
-        spike_window: healthy steps of the stage in median and MAD
+        spike_window: recent healthy steps behind median and MAD
         max_consecutive_skips: skipped steps in a row before policy applies
         policy: what follows too many skips in a row: rollback loads the last good checkpoint and skips the text read
             since; lower_lr does the same and trains at lr_factor for lr_steps; then the job halts
@@ -441,8 +441,8 @@ class Evaluation:
     Attributes:
         interval: steps between evaluations; 0: only at the end of each stage
         tokens: held-out tokens of one validation
-        max_share: fraction of the run's time; above it, evaluations within a stage and parts of those at its end are
-            left out
+        max_share: fraction of the run's time for evaluation; beyond it, those within a stage and parts of
+            others are skipped
         position_seq_len: sequence length for loss by position; 0: the stage's; a longer one looks beyond it
         context_gain_tokens: context gain is the loss with at most this many tokens of context minus the loss with all;
             0: none
@@ -472,7 +472,7 @@ class Stage:
     """One length of the curriculum. Give it `steps`, `tokens` or `until`.
 
     Attributes:
-        name: shown in logs; default is the length. Where an earlier stage has it, `-stage-` and the number follow
+        name: shown in logs; default: the length. `-stage-N` is added if an earlier stage has that name
         seq_len: tokens of a sequence; where cp is above 1 divisible by 2 x cp, and always by cp x tp
         steps: optimizer steps
         tokens: tokens, instead of steps (rounded up to whole steps)

@@ -103,7 +103,7 @@ class EvaluationResult:
             known = {name: loss for name, loss in self.by_source.items() if not math.isnan(loss)}
             yield "by source: " + ", ".join(f"{name} {loss:.4f}" for name, loss in known.items())
         bins = zip(self.position_starts, self.position_losses, strict=True)
-        yield "by position: " + ", ".join(f"{start:,} on {loss:.3f}" for start, loss in bins if not math.isnan(loss))
+        yield "by position: " + ", ".join(f"{start:,}+ {loss:.3f}" for start, loss in bins if not math.isnan(loss))
         if self._by_turn:
             yield "by turn: " + ", ".join(f"{turn} {loss:.4f}" for turn, loss in self._by_turn.items())
         if self.context_gain is not None:

@@ -64,7 +64,7 @@ class ConsoleSink:
 
     def step(self, record: StepRecord) -> None:
         """Move the bar; without a terminal, print a line unless the last one is less than half a minute old."""
-        loss = "left out" if record.loss is None else f"{record.loss:.4f}"
+        loss = "skipped" if record.loss is None else f"{record.loss:.4f}"
         numbers = f"loss {loss}  {record.tokens_per_second:,.0f} tok/s  mfu {record.mfu:.1%}"
         stage, total = f"stage {record.stage_index + 1} ({record.stage}, cp {record.cp})", self.total_steps
         if self.live:

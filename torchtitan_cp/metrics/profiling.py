@@ -105,8 +105,8 @@ def time_on_gpu(events: Iterable[Any], seconds: float, waited: float, in_flight:
         "compute": computing / 1e6,
         "messages, hidden": (computing + sending - both) / 1e6,
         "messages, exposed": exposed,
-        "of it CP exchange, by the stream's clock": min(waited, exposed),
-        "nothing on the device": max(0.0, seconds - both / 1e6),
+        "of which CP exchange, in stream time": min(waited, exposed),
+        "device idle": max(0.0, seconds - both / 1e6),
     }
 
 

@@ -240,5 +240,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The hidden gradient is scaled in fp32: 1/tokens in bf16 would round each value twice.
         scaled = (d_hidden.float() * scale).to(d_hidden.dtype) if d_hidden.dtype != scale.dtype else d_hidden * scale
-        # Cast in the product's kernel: a second fp32 matrix would be the step's fullest moment.
+        # Cast in the product's kernel: a second fp32 matrix would set the step's peak memory.
         return scaled, torch.mul(d_weight, scale, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype)), None

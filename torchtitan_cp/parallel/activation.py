@@ -84,9 +84,7 @@ def _saving_contexts(
             return function(*args, **named)
         kept_of, kept = outputs.popleft() if outputs else (None, None)
         if kept_of is not function:
-            raise RuntimeError(
-                "backward runs twice, or a block runs otherwise when it is recomputed than in its forward"
-            )
+            raise RuntimeError("backward runs twice, or a block's recomputation differs from its forward")
         return tree_map(_KeptOutput.restore, kept)
 
     return _Intercept(save), _Intercept(reuse)
@@ -113,9 +111,7 @@ class _KeptOutput:
 
     def restore(self) -> Tensor:
         if isinstance(self.value, Tensor) and self.value._version != self.version:
-            raise RuntimeError(
-                "a product that a block gives, and that is kept for its backward, was written to in place"
-            )
+            raise RuntimeError("a block's matrix product, kept for its backward, was written to in place")
         return restore(self.value)
 
 

@@ -118,7 +118,7 @@ def apply_fsdp(
             mesh=its_mesh,
             mp_policy=policy,
             offload_policy=offload,
-            # The ends are at work last in forward and first in backward: they stay gathered in between.
+            # The output layer runs last in forward and first in backward: the root stays gathered.
             reshard_after_forward=reshard and module is not model,
             shard_placement_fn=partial(placement, its_mesh.size(its_mesh.ndim - 1)),
         )
@@ -154,7 +154,7 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
         loads: weights are loaded later, in place of these.
 
     Raises:
-        ConfigError: the model has no first values for a parameter, and nothing is loaded.
+        ConfigError: the model does not initialize a parameter, and nothing is loaded.
     """
     for name, parameter in model.named_parameters():
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -165,7 +165,7 @@ def init_weights(model: nn.Module, seed: int, *, loads: bool = False) -> None:
             values = model.init_parameter(name, own_seed, device)  # type: ignore[operator]
             if not loads and values.isnan().any():
                 raise ConfigError(
-                    f"transformers has no first values for {name}",
+                    f"transformers does not initialize {name}",
                     fix="start from trained weights: set model.hub_checkpoint, with model.load_weights = true",
                 )
         else:

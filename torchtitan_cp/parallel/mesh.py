@@ -45,7 +45,7 @@ class Meshes:
 
     @cached_property
     def experts(self) -> tuple[DeviceMesh, DeviceMesh] | None:
-        """Ranks that share the experts, and those that FSDP2 shards each share over; None: as all else.
+        """(Ranks that share the experts, ranks that FSDP2 shards a share over); None: like the rest.
 
         Of a mesh (pp, dp_replicate, efsdp, ep): tensor-parallel ranks have tokens of their own, and shard experts too.
         """

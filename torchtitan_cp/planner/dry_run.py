@@ -186,7 +186,7 @@ def _walk(stage: StagePlan) -> StageWalk:
 
 def print_walks(console: Console, walks: Sequence[StageWalk], ranks: int, rank: int) -> None:
     """A table of memory, and one of messages for each stage, largest first."""
-    memory = Table("stage", "cp", "walked micro-batches", *KINDS, "peak", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    memory = Table("stage", "cp", "micro-batches run", *KINDS, "peak", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     memory.title = f"rank {rank} of {ranks}, GiB at the peak"
     for walk in walks:
         kinds = [f"{walk.by_kind.get(kind, 0) / 2**30:.2f}" for kind in KINDS]

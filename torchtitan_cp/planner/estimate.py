@@ -50,7 +50,7 @@ class Estimate(PlannedStage):
 
     @cached_property
     def memory(self) -> Memory:
-        """The fullest moment of a step on the pipeline rank that holds most."""
+        """The peak of a step on the pipeline rank that holds most."""
         moments = (memory for own in self.ranks for memory in rank_memory(self, own))
         return max(moments, key=lambda memory: memory.total)
 

@@ -1,6 +1,6 @@
 """A job of any size in one process: a process group that sends nothing, and tensors without data.
 
-It uses internals of torch that torch's own tests and tools use too; no other file does.
+It uses internals of torch that torch's own tests and tools use too.
 """
 
 import weakref

@@ -43,7 +43,7 @@ def build_library() -> Path:
     if sys.platform != "linux" or not compiler:
         raise ConfigError(
             "a dry run on a GPU that is not there needs Linux and a C++ compiler, for a small library",
-            fix="install g++ (11 or later), or leave --device out to walk on the CPU",
+            fix="install g++ (11 or later), or drop --device to use CPU kernels",
         )
     flags = ["-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     paths = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]

@@ -1,4 +1,4 @@
-"""Bytes of a rank at the fullest moment of a step, by kind. Formulas and reasons: docs/memory.md, docs/planner.md."""
+"""Bytes of a rank at the peak of a step, by kind. Formulas and reasons: docs/memory.md, docs/planner.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
             **{kind.replace("_", " "): f"{size / GIB:.2f}" for kind, size in memory.by_kind.items()},
             "sum": f"{memory.total / GIB:.2f}",
             "fits": "yes" if estimate.fits else "NO",
-            "fullest during": memory.moment,
+            "peak during": memory.moment,
         },
         "attention's messages, sent by a rank: MiB a layer, GiB a step": {
             "cp": str(stage.cp),

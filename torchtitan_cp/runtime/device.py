@@ -1,4 +1,4 @@
-"""All questions about the device; the rest of the code is the same on CPU and GPU."""
+"""A rank's device: its memory, copies, random numbers and process group."""
 
 import ctypes
 import gc
@@ -163,7 +163,7 @@ def stop_ranks() -> None:
 
 
 def freeze_long_lived_objects() -> None:
-    """Leave what lives now out of garbage collections, after one of all that an earlier call left out.
+    """Freeze live objects for the garbage collector, after collecting what an earlier call froze.
 
     Each rank collects when Python likes, and all others wait: for 0.1 to 0.2 s where torch and a model are looked
     through, and for a few milliseconds after this.

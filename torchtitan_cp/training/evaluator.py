@@ -133,7 +133,7 @@ class Evaluator:
             if length != stage.seq_len and self._is_due(f"loss by position to {length:,}", tokens=length):
                 by_position = self.held_out_losses(resized(layout, length), stage) or held_out
         except _Stopped:
-            logger.info("evaluation stopped: the run is stopping%s", "; the next start makes it" * at_end)
+            logger.info("evaluation stopped: the run is stopping%s", "; the next start runs it" * at_end)
             return None
         return EvaluationResult(
             loss=held_out.loss,

@@ -226,8 +226,8 @@ def write_tokenizer(
 
 
 def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, chats: bool) -> None:
-    """Warn if transformers, by the class of this name, splits or begins text otherwise than training."""
-    transformers = import_extra("transformers", extra="hub", needed_by="a look at the exported tokenizer")
+    """Warn if transformers, by the class of this name, splits or begins text unlike training."""
+    transformers = import_extra("transformers", extra="hub", needed_by="comparing the exported tokenizer")
 
     def load() -> Any:
         verbosity = transformers.logging.get_verbosity()
@@ -249,7 +249,7 @@ def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, chats: bool)
         if split != ids.tolist() or whole[: len(own)] != own:
             does = "begins" if split == ids.tolist() else "splits"
             logger.warning(
-                "THE EXPORTED TOKENIZER %s text otherwise than %s in training, e.g. %r: it is read as %s",
+                "THE EXPORTED TOKENIZER %s text unlike %s in training, e.g. %r: it is read as %s",
                 *(does, tokenizer.path, text, type(theirs).__name__),
             )
             return
@@ -261,7 +261,7 @@ def _set_spaces(backend: Any, spaces: str, chats: bool) -> None:
     Args:
         chats: put no space after a special token; then a text that begins with a space gets no other either.
     """
-    library = import_extra("tokenizers", extra="hub", needed_by="a look at the exported tokenizer")
+    library = import_extra("tokenizers", extra="hub", needed_by="comparing the exported tokenizer")
     normalizers, mark = library.normalizers, SPACE_MARK
     steps = list(backend.normalizer)[:-1]
     if spaces in ("a", f"{mark}a"):

@@ -85,7 +85,7 @@ class LayerAttention:
     def add_loss(self, hidden: Tensor, loss_sum: Tensor) -> Tensor:
         """`hidden` as it is; backward also differentiates `loss_sum`, a scalar, as a part of the step's loss.
 
-        So a part of the model before the last adds losses, which do not travel to the head.
+        For parts of the model before the last, whose losses do not reach the head.
         """
         return _AddLoss.apply(hidden, loss_sum, self)
 
@@ -213,7 +213,7 @@ class ParallelModel:
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
         names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
-        # The default is of 4 query heads to a key head.
+        # ROW_PAIRS assumes 4 query heads for each key head.
         within, across = (pairs * 4 * self.args.n_kv_heads / self.args.n_heads for pairs in ROW_PAIRS)
         node = max(1, self.world.ranks_per_node // stage.tp)
         whole_mesh = mesh["cp"] if hybrid and any(self.args.state_sizes) else None

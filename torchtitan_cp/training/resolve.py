@@ -125,8 +125,8 @@ def fit_vocabulary(run: ResolvedRun, size: int) -> Any:
 
 
 def with_defaults(config: Config) -> Config:
-    """The config with a flavor and with a RoPE in each stage, and each key of it: as written, else config.json's, else
-    the default. Without a RoPE in a stage, an architecture that takes any config.json keeps its own.
+    """The config with its flavor and each stage's RoPE filled in: each key as written, else config.json's, else the
+    default. An architecture that takes any config.json keeps the RoPE written there where a stage has none.
 
     Conversations get a limit of their length.
     """
@@ -202,7 +202,7 @@ def check_files(config: Config) -> None:
 
 
 def check_first_weights(config: Config, args: Any) -> None:
-    """Check that the folder a run starts from has weights, of these ModelArgs where any model goes, unless it resumes.
+    """Check that model.hub_checkpoint has weights, with `hub.load` also of these ModelArgs, unless the run resumes.
 
     Raises:
         ConfigError: it has none, or those of another model.

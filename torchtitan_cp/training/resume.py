@@ -26,7 +26,7 @@ def is_stage_over(progress: Progress, stages: Stages) -> bool:
 
 
 def is_stage_finished(progress: Progress, stages: Stages) -> bool:
-    """Whether no step is left of the current stage, and what it learned is measured."""
+    """Whether no step is left of the current stage, and its evaluation is over."""
     return is_stage_over(progress, stages) and progress.evaluated_step == progress.step
 
 

@@ -234,8 +234,8 @@ class RunRecorder:
         before, self.retries = self.retries, self.world.device.allocation_retries()
         if self.retries > before:
             logger.warning(
-                "the GPU was full: torch gave back all memory that it keeps, %d more times, each of which makes a step "
-                "slow; docs/troubleshooting.md says what takes less memory",
+                "the GPU's memory was full: torch emptied its cache %d more times, and each slows a step; "
+                "docs/troubleshooting.md says what saves memory",
                 self.retries - before,
             )
 

@@ -1,4 +1,4 @@
-"""The training loop. It reads top to bottom like the way of a batch; the rooms do the work."""
+"""The training loop. It follows the path of a batch; the other packages do the work."""
 
 import dataclasses
 import itertools
@@ -117,7 +117,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether the last stage is trained."""
+        """Whether nothing is left to do."""
         return self.stage is self.stages[-1] and self._stage_finished()
 
     def _stage_over(self) -> bool:
@@ -210,8 +210,8 @@ class Trainer:
     def _run_stage(self, stage: StagePlan) -> None:
         """Take the steps left of a stage, with its own process groups, frequencies and loader, and evaluate at its end.
 
-        It returns after a bad step too, as the loader has to skip text then. Where a stop came before the evaluation
-        was over, no step is left.
+        It returns after a bad step too, as the loader has to skip text then. If a stop cut the evaluation short, only
+        that is left.
         """
         begun = time.perf_counter()
         # The first step may compile.

@@ -165,7 +165,7 @@ def run_gap(gap: str, layout: str) -> str:
             "arange counted 24 tokens before attention: positions within a rank's shard; put position ids",
         ),
         ("no shift", "shifts or cuts a buffer along its sequence, which is wrong at the edges of a shard"),
-        ("window", "MistralAttention has sliding_window = 36, and the mask of this block none"),
+        ("window", "MistralAttention has sliding_window = 36, and this block's mask has none"),
     ],
 )
 def test_what_would_be_silently_wrong_on_a_shard_is_refused_by_name(

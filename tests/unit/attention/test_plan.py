@@ -348,7 +348,7 @@ def test_options_that_exclude_each_other_are_refused() -> None:
     "tuples", [{"window": 31}, {"window": (31,)}, {"document_lengths": (10, 54)}, {"document_lengths": [[10, 54]]}]
 )
 def test_a_mask_says_what_its_tuples_are(tuples: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=r"made of tuples, .*; give window \(left, right\), .* a tuple for each row"):
+    with pytest.raises(PlanError, match=r"made of tuples: .*; give window \(left, right\), .* a tuple for each row"):
         AttentionMask(**tuples)
 
 

@@ -42,8 +42,8 @@ def test_every_command_says_what_it_takes_and_another_is_a_message(capsys: pytes
     ("arguments", "said"),
     [
         (["--nnodes", "2"], "several nodes need --rdzv-endpoint"),
-        (["--nproc", "0"], "argument --nproc: 0 is not at least 1"),
-        (["--verify-parity", "-4"], "argument --verify-parity: -4 is not at least 0"),
+        (["--nproc", "0"], "argument --nproc: 0 is not between 1 and 2^62"),
+        (["--verify-parity", "-4"], "argument --verify-parity: -4 is not between 0 and 2^62"),
     ],
 )
 def test_what_makes_no_job_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_a_number_out_of_range_is_refused_by_its_option(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert f"argument {arguments[-2]}: {arguments[-1]} is not at least " in capsys.readouterr().err
+    assert f"argument {arguments[-2]}: {arguments[-1]} is not between " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -452,4 +452,4 @@ def test_a_stages_own_degrees_are_named_where_they_do_not_fit() -> None:
 
 def test_tripping_on_spikes_needs_a_threshold() -> None:
     message = refuse(config_with(health=Health(on_spike="trip", spike_threshold=0.0)), 1)
-    assert "health.on_spike = 'trip' looks for no spikes" in message
+    assert "health.on_spike = 'trip' has no effect with" in message

@@ -110,7 +110,7 @@ BAD = [
     ({"messages": turns("a", "b"), "tools": "{"}, "tools that are not JSON (Expecting property name"),
     ({"messages": turns("a", "b"), "tools": '"add"'}, "tools that are not a list ('add')"),
     (row("a" * 10_000_000, "b"), "conversation of 10 MB or more (10000001 characters)"),
-    (row("\ud800", "b"), "half a surrogate pair"),
+    (row("\ud800", "b"), "a lone surrogate"),
     (row("a"), "nothing to learn"),
     ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}]}, "nothing to learn"),
 ]
@@ -171,7 +171,7 @@ def test_a_source_without_a_good_row_is_an_error(tmp_path: Path) -> None:
 
 def test_a_template_whose_turns_cannot_be_found_stops_with_file_and_line(tmp_path: Path) -> None:
     rows = [row("a", "b"), row("a", "b", "c", "d")]
-    with pytest.raises(DataError, match=r"a.jsonl:2: the chat template writes message 2 \(assistant\) otherwise"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: the chat template changes message 2 \(assistant\)"):
         read(data_of(tmp_path, rows, plain("qwen3")))
 
 
@@ -453,8 +453,8 @@ CHAT: dict[str, Any] = {"source": "jsonl", "path": "x", "messages_field": "m"}
         ({**CHAT, "prompt_field": "p", "completion_field": "c"}, "both messages_field and prompt_field", "one of them"),
         ({**CHAT, "text_field": "t"}, "data has both messages_field and text_field", "give one of them"),
         ({**CHAT, "token_field": "t"}, "data has both messages_field and token_field", "give one of them"),
-        ({"loss_on": "all"}, "data.loss_on does nothing with text that is no conversation", "set data.messages_field"),
-        ({"too_long": "drop"}, "data.too_long does nothing", "or remove too_long"),
+        ({"loss_on": "all"}, "data.loss_on applies to conversations only", "set data.messages_field"),
+        ({"too_long": "drop"}, "data.too_long applies to conversations only", "or remove too_long"),
         ({"messages_field": "m"}, "data.messages_field does nothing with source = 'python-stdlib'", "use source = "),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_malformed_line_is_counted_named_and_skipped(tmp_path: Path, caplog: p
         f"{path}:5 (its fields: none): no field 'text'; skipped",
         f"{path}:6: field 'text' that is not a string; skipped",
         f"{path}:7: not UTF-8; skipped",
-        f"{path}:8: field 'text' with half a surrogate pair; skipped",
+        f"{path}:8: field 'text' with a lone surrogate; skipped",
     ]
     assert re.fullmatch(re.escape(f"{path}:10 (") + r".+\): malformed JSON; skipped", last)
     assert skipped_records.counts.total() == 7

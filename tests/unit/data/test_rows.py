@@ -78,7 +78,7 @@ def test_rows_of_parquet_that_are_no_text_are_counted_and_named(
         f"{tmp_path}/f.parquet:1",
         f"{tmp_path}/g.parquet:1: field 'text' that is not a string; skipped",
     ]
-    assert skipped_records.counts["no Parquet file"] == 2
+    assert skipped_records.counts["not Parquet"] == 2
 
 
 def test_rows_before_the_damage_of_a_parquet_file_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ def test_messages_beside_kernels_are_hidden_and_the_others_exposed() -> None:
             "compute": 7.0,
             "messages, hidden": 3.0,
             "messages, exposed": 2.0,
-            "of it CP exchange, by the stream's clock": 1.5,
-            "nothing on the device": 1.0,
+            "of which CP exchange, in stream time": 1.5,
+            "device idle": 1.0,
         }
     )

@@ -242,7 +242,7 @@ def test_where_there_is_no_terminal_a_step_is_a_plain_line() -> None:
     assert first.startswith("step 1/100  stage 1 (4K, cp 2)  loss 2.0000  5,000 tok/s  mfu 40.0%")
     assert "left" in first
     assert last.startswith("step 100/100")
-    assert "loss left out" in last
+    assert "loss skipped" in last
 
 
 def test_the_table_shows_each_stage_on_a_terminal_of_80_columns() -> None:

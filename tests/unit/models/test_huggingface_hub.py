@@ -91,8 +91,8 @@ def edited(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> dict[str
 
 EXPERT = "model.layers.1.mlp.experts.4.up_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "missing": (lambda x: x.pop("model.norm.weight"), "has not all of model.norm.weight of the model"),
-    "an expert is missing": (lambda x: x.pop(EXPERT), "has not all of model.layers.1.mlp.experts.gate_up_proj"),
+    "missing": (lambda x: x.pop("model.norm.weight"), "lacks some of model.norm.weight of the model"),
+    "an expert is missing": (lambda x: x.pop(EXPERT), "lacks some of model.layers.1.mlp.experts.gate_up_proj"),
     "a layer is missing": (
         lambda x: [x.pop(name) for name in list(x) if ".layers.1." in name],
         r"model.layers.1.self_attn.q_proj.weight, .* of the model \(11 such tensors\)",

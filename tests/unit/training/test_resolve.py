@@ -138,7 +138,7 @@ def test_a_model_that_another_architecture_takes_is_sent_there(tmp_path: Path) -
     hybrid = Qwen3_5TextConfig(num_hidden_layers=4, vocab_size=300)
     config.write_text(json.dumps(hybrid.to_dict()))
     model = ["--model.architecture=huggingface", "--model.flavor=", f"--model.config={config}", "--model.overrides={}"]
-    with pytest.raises(ConfigError, match="a layer of linear_attention, which is not built here") as refused:
+    with pytest.raises(ConfigError, match="a layer of linear_attention, which is unsupported") as refused:
         resolve(path, 1, *model)
     assert refused.value.fix == "set model.architecture = 'qwen3_5'"
     resolve(path, 1, "--model.architecture=qwen3_5", *model[1:])

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class DeviceCache:
-    """Values by key and device: the last used, as long as their tensors fit into `budget_bytes`; one at least."""
+    """An LRU cache by key and device, as far as tensors fit into `budget_bytes`; it keeps at least one."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes

@@ -89,7 +89,7 @@ class Kernel:
         head_dims: that it takes, of the wider of Dqk and Dv if it `pads_dims`, else of both.
         takes_band: (queries, keys, band) -> whether one call computes that tile. Every kernel takes full
             rectangles and causal squares; other tiles are split into these shapes for it.
-        kind: (queries, keys, band) -> what tiles that one call of `[T, H, D]` rows takes have in common; None if a call
+        kind: (queries, keys, band) -> a key: tiles of equal keys can share a call of `[T, H, D]` rows; None if a call
             takes a single tile.
         whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
             rows that no tile reaches have out 0 and lse -inf.

@@ -107,7 +107,7 @@ class TorchKernel:
 
     @cached_property
     def asked(self) -> Tensor:
-        """What each chunk's own outputs ask of the state that enters it, `[N, B, Hk, R, K, V]`."""
+        """Each chunk's gradient of its entering state, own outputs only, `[N, B, Hk, R, K, V]`."""
         return self.factors.q_in.mT @ self.dout - self.factors.w.mT @ (self.factors.attn.mT @ self.dout)
 
     def summarize(self, segment: DocumentSegment) -> Tensor:

@@ -59,8 +59,8 @@ class Call:
 
 
 class Residuals(NamedTuple):
-    """What the backward needs, in the sharding in which the strategy computed it: unless it trades heads, its own
-    inputs and results, which are what autograd saves.
+    """What the backward needs, sharded as the strategy computed it: unless it trades heads, its own inputs and
+    outputs, which autograd saves anyway.
 
     Attributes:
         q: `[B, s, hq, Dqk]`; k: `[B, s, hkv, Dqk]`; v: `[B, s, hkv, Dv]`.

@@ -251,7 +251,7 @@ def _receive(steps: Iterator[Any]) -> Iterator[tuple[MicroBatch, ...]]:
 
 
 def _start_worker(worker: int) -> None:
-    """End with the rank, also if it is killed: torch looks after a worker's parent, which is the server that forked it.
+    """Exit with the rank, even if it is killed: torch watches a worker's parent, which is the server that forked it.
 
     Plans are many small objects without cycles, and looking through them all takes a third of a worker's time.
     """

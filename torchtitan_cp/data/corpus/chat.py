@@ -73,7 +73,7 @@ class ChatTemplate:
 
         Raises:
             BadRecordError: as render.
-            DataError: the template writes a message otherwise when others follow it, so turns cannot be found.
+            DataError: the template changes a message when others follow it, so turns cannot be found.
         """
         marked = GENERATION_MARK.search(self.source) is not None
         text, ranges = self._render(messages, tools, return_assistant_tokens_mask=marked)
@@ -86,8 +86,8 @@ class ChatTemplate:
             through = self.render(messages[: index + 1], tools) if index + 1 < len(messages) else text
             if not (text.startswith(through) and through.startswith(before)):
                 raise DataError(
-                    f"the chat template writes message {index + 1} ({messages[index]['role']}) otherwise when others "
-                    "follow it, so what is learned cannot be found in the text",
+                    f"the chat template changes message {index + 1} ({messages[index]['role']}) when others follow "
+                    "it, so what is learned cannot be found in the text",
                     fix="put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
                     "template, and give it as chat_template; or set loss_on = 'last_assistant'",
                 )
@@ -120,7 +120,7 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     check_messages(messages)
     text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
     if re.search("[\ud800-\udfff]", text):
-        raise BadRecordError("half a surrogate pair")
+        raise BadRecordError("a lone surrogate")
     if not learned:
         raise BadRecordError("nothing to learn")
     return text, learned

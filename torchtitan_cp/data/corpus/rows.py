@@ -62,7 +62,7 @@ def _text(value: Any, name: str) -> str:
     except AttributeError:
         raise BadRecordError(f"field {name!r} that is not a string") from None
     except UnicodeEncodeError:
-        raise BadRecordError(f"field {name!r} with half a surrogate pair") from None
+        raise BadRecordError(f"field {name!r} with a lone surrogate") from None
     return value
 
 
@@ -125,7 +125,7 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
                     row = {name: _plain(batch.column(name)[index], source.conversations) for name in columns}
                     yield from read_row(row, number, file, position, source)
     except (arrow.ArrowException, OSError) as error:
-        kind = "rest of a damaged Parquet file" if number else "no Parquet file"
+        kind = "rest of a damaged Parquet file" if number else "not Parquet"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         skipped.add(kind, f"{file.path}:{number + 1} ({reason})")
 

@@ -169,8 +169,8 @@ class HuggingFaceTokenizer:
 
     Args:
         path: the tokenizer.json.
-        bos: whether documents begin with what its post-processor puts before a text. As to transformers, what a
-            tokenizer_config.json says of that does not matter.
+        bos: whether documents begin with what its post-processor puts before a text. Like transformers, it
+            ignores what a tokenizer_config.json says of that.
 
     Raises:
         DataError: the package is missing, or the file is not a tokenizer.json with an end-of-text token.
