@@ -1,6 +1,7 @@
 """Messages of attention between the ranks of a group. (The doctor also gathers Python objects, see recording.py.)"""
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 Result = TypeVar("Result")
 Shape = tuple[int, ...]
 Message = tuple[int, Tensor]  # the other rank, and the tensor that is sent to it or received from it
+
+BYTES_AHEAD = 1 << 30
+_ahead: deque[tuple[Any, int]] = deque()  # an event after the wait for messages, and their bytes
 
 Watch = Callable[[], AbstractContextManager[None]]
 _watches: tuple[Watch, Watch] = (nullcontext, nullcontext)
@@ -59,6 +63,8 @@ class Pending(Generic[Result]):
                 for work in self.works:
                     work.wait()
             self.flight.__exit__(None, None, None)
+            if self.kept and self.kept[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+                _ahead.append((torch.cuda.current_stream().record_event(), sum(x.nbytes for x in self.kept)))
         return self.finish()
 
 
@@ -118,10 +124,22 @@ class Group:
         return self._post(_filled(sends), _filled(receives), finish)
 
     def _post(self, sends: list[Message], receives: list[Message], finish: Callable[[], Result]) -> Pending[Result]:
+        _limit_bytes_ahead()
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for to, x in sends]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=source) for source, x in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(works, finish, [x for _, x in (*sends, *receives)])
+
+
+def _limit_bytes_ahead() -> None:
+    """Let the host be ahead of a GPU by BYTES_AHEAD of messages, or by the last two if these are more.
+
+    However early a message is freed, its memory is free for others only when the GPU is past it (`record_stream`), and
+    a host that had launched the steps of many layers would take new memory for each. So does `limit_all_gathers` of
+    FSDP1. The GPU does not run dry: it still has the work between the last two.
+    """
+    while _ahead and (_ahead[0][0].query() or (len(_ahead) > 2 and sum(size for _, size in _ahead) > BYTES_AHEAD)):
+        _ahead.popleft()[0].synchronize()
 
 
 def _filled(messages: list[Message]) -> list[Message]:
