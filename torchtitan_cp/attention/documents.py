@@ -220,17 +220,13 @@ def _cut(part: Part, tokens: int, area: float, before: PairsBefore) -> tuple[Par
     The more rows come from the head instead of the tail, the smaller is the area: their number is interpolated, which
     is exact in one document under a causal mask, where each such row lowers the area by the same distance.
     """
-    whole_area, whole_tokens, head, head_stop, tail, tail_stop = part
-    first = tail_stop - tokens  # of the tail's rows, with none from the head
-    unbroken = head_stop == tail
-    fewest, most = (0, tokens) if unbroken else (max(0, tail - first), min(tokens, head_stop - head))
-    ends = before[tail_stop] - before[head]
-    rows, taken_area = fewest, ends + before[head + fewest] - before[first + fewest]
-    if taken_area > area and most > fewest:
-        fall = (taken_area - ends - before[head + most] + before[first + most]) / (most - fewest)
-        rows = min(most, fewest + round((taken_area - area) / fall)) if fall > 0 else fewest
-        taken_area = ends + before[head + rows] - before[first + rows]
-    if unbroken:
-        head_stop = tail = first + rows
-    left = new_part((whole_area - taken_area, whole_tokens - tokens, head + rows, head_stop, tail, first + rows))
-    return new_part((taken_area, tokens, head, head + rows, first + rows, tail_stop)), left
+    whole_area, whole_tokens, head, _, _, stop = part  # [head, stop): a whole document, or what is left of one
+    first = stop - tokens  # of the tail's rows, with none from the head
+    rows, taken_area = 0, before[stop] - before[first]
+    if taken_area > area:
+        fall = (taken_area - before[head + tokens] + before[head]) / tokens
+        rows = min(tokens, round((taken_area - area) / fall)) if fall > 0 else 0
+        taken_area = before[stop] - before[first + rows] + before[head + rows] - before[head]
+    tail = first + rows
+    left = new_part((whole_area - taken_area, whole_tokens - tokens, head + rows, tail, tail, tail))
+    return new_part((taken_area, tokens, head, head + rows, tail, stop)), left
