@@ -244,8 +244,6 @@ def check_stage_data(data: Data, own: StageData, seq_len: int, where: str) -> No
     for dotted, mixture in mixtures.items():
         if mixture and not 0 < sum(mixture.values()) < math.inf:
             raise ConfigError(f"{dotted} needs finite numbers that sum to more than zero", fix="give numbers above 0")
-    if not all(map(math.isfinite, data.max_epochs.values())):
-        raise ConfigError("data.max_epochs has a number that is not finite", fix="leave out a source without a limit")
     mixture = own.mixture or data.mixture or dict.fromkeys(known, 1.0)
     if not any(data.max_epochs.get(name) != 0 for name, weight in mixture.items() if weight):
         raise ConfigError(
