@@ -37,8 +37,7 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
     axes.xaxis.set_major_formatter(lambda place, _: format_tokens(round(place)))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if curves:
-        axes.legend(title="stage", frameon=False)
+    axes.legend(title="stage", frameon=False)
     return _pixels(figure)
 
 
