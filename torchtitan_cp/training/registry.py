@@ -259,7 +259,7 @@ def hub_config(model: Model) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         fix = "give a folder with config.json"
         if model.hub_checkpoint:
-            fix += " and *.safetensors, as `huggingface-cli download --local-dir` makes it"
+            fix += " and *.safetensors, as `hf download --local-dir` makes it"
         fix += f"; a path is relative to the current directory, {Path.cwd()}"
         raise _config_error(model, f" cannot be read: {getattr(error, 'strerror', error)}", fix) from None
 

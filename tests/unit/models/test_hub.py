@@ -246,6 +246,7 @@ def test_what_contradicts_the_config_of_a_checkpoint_is_refused(tmp_path: Path) 
     assert model_args_of(fresh.model).n_layers == 2
     absent = hub_problem(path, "--model.hub_checkpoint=/none")
     assert "cannot be read: No such file" in absent
+    assert "as `hf download --local-dir` makes it" in absent
     assert f"a path is relative to the current directory, {Path.cwd()}" in absent
     change_config(tmp_path / "hub", model_type="gpt2")
     assert "model_type is 'gpt2', and this architecture is llama, mistral" in hub_problem(path)
