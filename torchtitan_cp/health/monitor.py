@@ -138,8 +138,9 @@ class HealthMonitor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Largest absolute value, fp32 scalar, read in one pass; NaN if there is one."""
-    return torch.stack(torch.aminmax(x.detach())).abs().amax().float()
+    """Largest absolute value, a scalar, read in one pass; NaN if there is one."""
+    lowest, highest = torch.aminmax(x.detach())
+    return torch.maximum(highest, -lowest)
 
 
 def gather_rows(own: Tensor) -> np.ndarray:
