@@ -41,7 +41,7 @@ def backward(
     # Older revisions keep no strides of dout and out with a plan, and run it with those that it was built for.
     rows = [x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous())]
     # Without dropout the kernel never reads the random state, but the schema requires one.
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     packed = (None, None, q.shape[1], k.shape[1])
     lse = lse.transpose(1, 2).unsqueeze(-1).contiguous()
     dq, dk, dv = _BACKWARD(*rows, lse, seed, offset, None, *packed, 0.0, band != FULL, scale=scores.scale)

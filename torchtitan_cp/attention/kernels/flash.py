@@ -31,7 +31,7 @@ def backward(
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, dout, out = same_dims(q, k, v, dout, out)
     # Without dropout the kernel never reads the random state, but the schema requires one.
-    seed, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    seed, offset = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     lengths, window = _arguments(q, k, shape)
     rows = (dout.contiguous(), q, k, v, out.contiguous(), lse.mT.contiguous())
     dq, dk, dv = _BACKWARD(*rows, *lengths, 0.0, False, seed, offset, scale=scores.scale, **window)
