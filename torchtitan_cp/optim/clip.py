@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_cp.attention.local_shard import local_tensor
 
 
+@torch.no_grad()  # in which a DTensor gives its local tensor at once
 def square_norms(groups: Sequence[Iterable[nn.Parameter]], ranks: int | None = None) -> Tensor:
     """This rank's part of the squared global norm of each group, `[groups]` fp64.
 

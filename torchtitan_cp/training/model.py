@@ -368,6 +368,7 @@ class ParallelModel:
         """
         return {name: watch.take() for name, watch in self.watches.items()}
 
+    @torch.no_grad()
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
         weights = sum(local_tensor(parameter).nbytes for parameter in self.parts.parameters())
