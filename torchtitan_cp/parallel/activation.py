@@ -5,7 +5,7 @@ Forwards are replaced, not modules, so that parameters keep their names.
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,9 +66,10 @@ def _saving_contexts(
     by_storage: dict[int, list[_KeptOutput]] = {}
 
     def save(function: Any, *args: Any, **named: Any) -> Any:
-        for tensor in _written(function, args, named):
-            for kept in by_storage.pop(storage_of(tensor)._cdata, ()):
-                kept.before_write(tensor)
+        if _is_mutable(function):
+            for tensor in _written(function, args, named):
+                for kept in by_storage.pop(storage_of(tensor)._cdata, ()):
+                    kept.before_write(tensor)
         result = function(*args, **named)
         if is_kept(function):
             outputs.append((function, tree_map(keep, result)))
@@ -115,13 +116,17 @@ class _KeptOutput:
         return restore(self.value)
 
 
+@cache  # operators live as long as the process
+def _is_mutable(function: Any) -> bool:
+    """Whether an operator writes to any of its arguments."""
+    return hasattr(function, "_schema") and function._schema.is_mutable
+
+
 def _written(function: Any, args: Any, named: Any) -> list[Tensor]:
     """Tensors among an operator's arguments that it writes to."""
-    schema = getattr(function, "_schema", None)
-    if not schema or not schema.is_mutable:
-        return []
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | named
-    written = [given.get(x.name) for x in schema.arguments if x.alias_info and x.alias_info.is_write]
+    arguments = function._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | named
+    written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
     return [x for x in tree_leaves(written) if isinstance(x, Tensor)]
 
 
@@ -136,6 +141,11 @@ class _Intercept(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled functions within run compiled, as under torch's own contexts."""
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to: what torch would wrap each call in costs as much as the call."""
+        return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.handle(function, *args, **(kwargs or {}))
