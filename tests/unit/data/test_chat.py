@@ -161,6 +161,10 @@ def test_a_template_that_writes_a_turn_otherwise_in_the_middle_is_refused_but_fo
     assert (ids[-len(expected) :], mask[-len(expected) :]) == (expected_ids, expected)
     assert not any(mask[: -len(expected)])
     assert sum(encode(plain(family), messages[2:])[1]) == sum(expected)
+    messages[3]["weight"] = 0
+    for source, loss_on in ((plain(family), "all"), (marked(family) + marked(family), "assistant")):
+        with pytest.raises(DataError, match=f"fix: remove weight and train from messages, with loss_on = '{loss_on}'"):
+            encode(source, messages, loss_on=loss_on)
 
 
 def learned(source: str, messages: Any, loss_on: str = "assistant", tools: Any = None) -> list[str]:

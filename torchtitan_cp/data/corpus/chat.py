@@ -88,7 +88,9 @@ class ChatTemplate:
                 raise DataError(
                     f"the chat template changes message {index + 1} ({messages[index]['role']}) when others follow "
                     "it, so what is learned cannot be found in the text",
-                    fix="put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
+                    fix=f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
+                    if marked or loss_on == "all"
+                    else "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
                     "template, and give it as chat_template; or set loss_on = 'last_assistant'",
                 )
             return len(before), len(through)
