@@ -167,6 +167,40 @@ def test_a_template_that_writes_a_turn_otherwise_in_the_middle_is_refused_but_fo
             encode(source, messages, loss_on=loss_on)
 
 
+@pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3"])
+def test_an_answer_that_begins_a_conversation_is_learned_without_its_header(family: str) -> None:
+    first, after = (learned(plain(family), messages) for messages in (turns("a", "b", "c")[1:], turns("a", "b")))
+    assert first == [text.removeprefix("<think>\n\n</think>\n\n") for text in after]
+
+
+THOUGHT = "{% if m.thinking %}{% generation %}{{ m.thinking }}|{% endgeneration %}{% endif %}"
+
+
+def test_marks_are_not_those_of_other_answers_if_an_answer_has_none() -> None:
+    source = "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}<a>{% elif not loop.first %}" + THOUGHT
+    source += "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    messages = turns("a", "b", "c", "d")[1:]  # the template skips an answer that comes first
+    messages[2] |= {"thinking": "t", "weight": 0}
+    assert learned(source, messages) == []
+    messages[0]["weight"], messages[2]["weight"] = 0, 1
+    assert learned(source, messages) == ["t|", "d"]
+
+
+@pytest.mark.parametrize(("end", "expected"), [("", ["b", "t|", "d"]), ("</a>", None)])
+def test_answers_in_one_mark_are_told_apart_or_refused(end: str, expected: list[str] | None) -> None:
+    source = "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}<a>"
+    source += "{% elif loop.previtem.role == 'user' %}" + THOUGHT + "{% generation %}{{ m.content }}"
+    source += "{% if loop.nextitem and loop.nextitem.role == 'assistant' %}{{ loop.nextitem.content }}{% endif %}"
+    source += end + "{% endgeneration %}{% endif %}{% endfor %}"
+    messages = [*turns("a", "b"), {"role": "assistant", "content": "c", "weight": 0}, *turns("e", "d")]
+    messages[4]["thinking"] = "t"
+    if expected:
+        assert learned(source, messages) == expected
+    else:
+        with pytest.raises(DataError, match=r"message 2 \(assistant\) otherwise when others follow it"):
+            learned(source, messages)
+
+
 def learned(source: str, messages: Any, loss_on: str = "assistant", tools: Any = None) -> list[str]:
     text, ranges = ChatTemplate(source, VARIABLES).render_with_mask(messages, tools, loss_on)
     return [text[start:stop] for start, stop in ranges]

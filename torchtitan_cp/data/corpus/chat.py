@@ -82,8 +82,11 @@ class ChatTemplate:
         learned = [i for i in turns if messages[i].get("weight") != 0 and messages[i].get("train") is not False]
 
         def span(index: int, prompts: bool) -> tuple[int, int]:
-            before = self.render(messages[:index], tools, add_generation_prompt=prompts) if index or prompts else ""
+            before = self.render(messages[:index], tools, add_generation_prompt=prompts) if index else ""
             through = self.render(messages[: index + 1], tools) if index + 1 < len(messages) else text
+            if prompts and not index:  # many templates refuse to write no message: the prompt is that of another turn
+                prompt = self.render(messages[:1], tools, add_generation_prompt=True).removeprefix(through)
+                before = through.partition(prompt)[0] + prompt if prompt else ""
             if not (text.startswith(through) and through.startswith(before)):
                 raise DataError(
                     f"the chat template changes message {index + 1} ({messages[index]['role']}) when others follow "
@@ -95,15 +98,18 @@ class ChatTemplate:
                 )
             return len(before), len(through)
 
+        def marks_through(index: int) -> int:
+            return len(self._render(messages[: index + 1], tools, return_assistant_tokens_mask=True)[1])
+
         if loss_on == "all" and len(learned) == len(messages):
             ranges = [(0, len(text))]
         elif loss_on == "all" or not marked:
             ranges = [span(index, loss_on != "all") for index in learned]
-        elif learned != answers and len(ranges) == len(answers):
+        elif learned != answers and [*map(marks_through, answers)] == [*range(1, len(ranges) + 1)]:
             ranges = [mark for index, mark in zip(answers, ranges, strict=True) if index in learned]
-        elif learned != answers:  # a message may have several marks
+        elif learned != answers:  # a message may have several marks, or share one
             spans = [span(index, False) for index in learned]
-            ranges = [mark for mark in ranges if any(start <= mark[0] and mark[1] <= stop for start, stop in spans)]
+            ranges = [(max(start, a), min(stop, b)) for start, stop in spans for a, b in ranges]
         return text, [(start, stop) for start, stop in ranges if start < stop]
 
 
