@@ -65,9 +65,10 @@ def test_a_malformed_line_is_counted_named_and_skipped(tmp_path: Path, caplog: p
         f"{path}:6: field 'text' that is not a string; skipped",
         f"{path}:7: not UTF-8; skipped",
         f"{path}:8: field 'text' with a lone surrogate; skipped",
+        f"{path}:9: field 'text' that is empty; skipped",
     ]
     assert re.fullmatch(re.escape(f"{path}:10 (") + r".+\): malformed JSON; skipped", last)
-    assert skipped_records.counts.total() == 7
+    assert skipped_records.counts.total() == 8
 
 
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_part_of_a_row(tmp_path: Path) -> None:

@@ -68,9 +68,10 @@ def test_rows_of_parquet_that_are_no_text_are_counted_and_named(
     skipped_records = SkippedRecords()
     assert texts(rows_data("parquet", tmp_path), skipped_records) == ["good", "o"]
     lines = warnings(caplog)
-    assert lines[2] == f"{tmp_path}/c.parquet (its columns: content): Parquet file without the column 'text'; skipped"
+    assert lines[3] == f"{tmp_path}/c.parquet (its columns: content): Parquet file without the column 'text'; skipped"
     assert [line.split(" (")[0] for line in lines] == [
         f"{tmp_path}/a.parquet:2: field 'text' that is not a string; skipped",
+        f"{tmp_path}/a.parquet:3: field 'text' that is empty; skipped",
         f"{tmp_path}/b.parquet:1: not UTF-8; skipped",
         f"{tmp_path}/c.parquet",
         f"{tmp_path}/d.parquet:1: field 'text' that is not a string; skipped",

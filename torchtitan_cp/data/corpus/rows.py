@@ -27,8 +27,8 @@ JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_ROWS = 256  # in memory at a time
 
 
-def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: SourceKeys) -> Iterator[Document]:
-    """The document of a row (a line of JSONL, a row of Parquet or of a dataset); none if it is empty.
+def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: SourceKeys) -> Document:
+    """The document of a row (a line of JSONL, a row of Parquet or of a dataset).
 
     Args:
         row: a mapping of fields.
@@ -36,7 +36,7 @@ def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: S
         read_bytes: how much of the file was read up to the row's end.
 
     Raises:
-        BadRecordError: the row lacks the field, or its text or token ids cannot be read.
+        BadRecordError: the row lacks the field, or its text or token ids are empty or cannot be read.
     """
     name = wanted_fields(source)[0]
     if not isinstance(row, Mapping) or name not in row:
@@ -45,9 +45,10 @@ def read_row(row: Any, number: int, file: SourceFile, read_bytes: int, source: S
     content: Any = row
     if not source.conversations:
         content = _tokens(row[name], name) if source.token_field else _text(row[name], name)
-    if len(content):
-        group = row.get(source.group_field) if source.group_field else None
-        yield Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
+    if not len(content):
+        raise BadRecordError(f"field {name!r} that is empty")
+    group = row.get(source.group_field) if source.group_field else None
+    return Document(content, f"{file.name}:{number}", None if group is None else str(group), read_bytes)
 
 
 def wanted_fields(source: SourceKeys) -> list[str]:
@@ -89,7 +90,7 @@ def read_jsonl(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) ->
                     # A file may begin with a mark.
                     if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                         row = parse_json(text, "malformed JSON")
-                        yield from read_row(row, number, file, raw.tell(), source)
+                        yield read_row(row, number, file, raw.tell(), source)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
         skipped.add("rest of a damaged archive", f"{file.path}:{number + 1} ({error})")
     except OSError as error:
@@ -123,7 +124,7 @@ def read_parquet(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
                 position = file.size_bytes * number // parquet.metadata.num_rows
                 with skipped.skipping(f"{file.path}:{number}"):
                     row = {name: _plain(batch.column(name)[index], source.conversations) for name in columns}
-                    yield from read_row(row, number, file, position, source)
+                    yield read_row(row, number, file, position, source)
     except (arrow.ArrowException, OSError) as error:
         kind = "rest of a damaged Parquet file" if number else "not Parquet"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -170,11 +171,11 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
     try:
         for number, row in enumerate(_open(datasets, file.path, source), start=1):
             with skipped.skipping(f"{file.path}:{number}"):
-                for document in read_row(row, number, file, 0, source):
-                    content = document.content
-                    read_bytes += len(content.encode()) if isinstance(content, str) else getattr(content, "nbytes", 0)
-                    document.read_bytes = read_bytes
-                    yield document
+                document = read_row(row, number, file, 0, source)
+                content = document.content
+                read_bytes += len(content.encode()) if isinstance(content, str) else getattr(content, "nbytes", 0)
+                document.read_bytes = read_bytes
+                yield document
     except Exception as error:  # the package raises whatever its file systems and formats raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
