@@ -200,6 +200,14 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     _check_float8_rows(config, stage, where, cp)
     check_rope(stage.rope or Rope(), stage.seq_len, f"{where}.rope")
     check_stage_data(config.data, stage.data, stage.seq_len, f"{where}.data")
+    tokens, growth_steps = stage.tokens or stage.until.get("max_tokens", 0), stage.data.growth_steps
+    steps = stage.steps or math.ceil(tokens / stage.global_batch_tokens)
+    if growth_steps > steps:
+        raise ConfigError(
+            f"{where}.data.growth_steps = {growth_steps} exceeds the stage's {steps} steps, so attention would never "
+            f"see {stage.seq_len} tokens",
+            fix=f"use at most {steps}",
+        )
     unit = degrees.tokens_per_round(stage, config.training.micro_batch_sequences)
     if stage.global_batch_tokens % unit:
         raise ConfigError(

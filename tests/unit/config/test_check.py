@@ -120,6 +120,11 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(parallel: Parallel, ranks
             1,
             "give both, with a length below 1024",
         ),
+        (
+            dataclasses.replace(STAGE, steps=0, tokens=4 * 8192 + 1, data=StageData(growth_from=512, growth_steps=6)),
+            1,
+            "growth_steps = 6 exceeds the stage's 5 steps, so attention would never see 1024 tokens",
+        ),
         (dataclasses.replace(STAGE, seq_len=0), 1, "curriculum.stages[0] has no seq_len"),
         (dataclasses.replace(STAGE, global_batch_tokens=0), 1, "curriculum.stages[0] has no global_batch_tokens"),
         (
