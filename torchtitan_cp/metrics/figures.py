@@ -16,6 +16,7 @@ from torchtitan_cp.metrics.throughput import imbalance
 
 DPI = 110
 MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
+MAX_LABELLED_LINES = 12  # of more, about every nth has a label
 NOT_ALLOWED = -1
 MOST_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
 
@@ -28,11 +29,13 @@ def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[flo
             has NaN or None. See `metrics.loss_breakdown`.
     """
     figure, axes = _figure(7.0, 4.2, xlabel="position in the sequence, from", ylabel="loss, nats a token")
+    every = -(-len(curves) // MAX_LABELLED_LINES)
     for index, (name, (starts, losses)) in enumerate(curves.items()):
         color = _colors("viridis", 0.9 * index / max(1, len(curves) - 1))
         # A logarithmic axis has no 0: every point is drawn one position further.
         # A legend leaves out labels that begin with an underscore.
-        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=f" {name}")
+        label = f" {name}" if (len(curves) - 1 - index) % every == 0 else "_"
+        axes.plot([start + 1 for start in starts], losses, marker="o", markersize=4, color=color, label=label)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda place, _: format_tokens(round(place)))
     axes.grid(alpha=0.3)
