@@ -104,8 +104,10 @@ class Decoder(nn.Module):
         self.embed, self.rotary = nn.Embedding(50, DIM), Rotary()
         self.layers = nn.ModuleList([Layer(0, ""), Layer(WINDOW, fault)])
         self.norm = nn.RMSNorm(DIM)
+        self.register_buffer("forwards", torch.zeros(()))
 
     def forward(self, tokens: Tensor, positions: Tensor, plans: dict[int, Plan] | None) -> Tensor:
+        self.forwards += 1
         if self.fault == "positions" and plans:
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         x = self.embed(tokens)
@@ -143,16 +145,17 @@ def step(model: nn.Module, batch: dict[str, Tensor], cp: ContextParallel | None)
 
 
 def examined(fault: str, strategy: str = "ring") -> tuple[str, str, bool]:
-    """On a rank: the report's text, and whether the weights are as they were."""
+    """On a rank: the report's text, and whether weights and buffers are as they were."""
     torch.manual_seed(0)
     model = Decoder(fault)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = [x.clone() for x in model.state_dict().values()]
+    model.norm.weight.grad = torch.ones(DIM)  # of a step before
     cp = ContextParallel(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), strategy, kernel="reference")
     tokens = torch.randint(50, (1, LENGTH))
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": positions}
     report = doctor(model, cp, batch, mask=MASK, step=step)
-    return report.fault, report.text, all(map(torch.equal, before, model.parameters()))
+    return report.fault, report.text, all(map(torch.equal, before, model.state_dict().values()))
 
 
 class SdpaAttention(nn.Module):

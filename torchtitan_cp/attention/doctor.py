@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_cp.attention.api import ContextParallel, attend, make_plan, sum_ranks
+from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
@@ -287,7 +288,8 @@ def doctor(
     """Say whether a module is safe under context parallelism, or what is wrong with it. Collective over the mesh.
 
     Args:
-        model: a plain module in fp32, with the same weights on every rank. They are as before afterwards.
+        model: a plain module in fp32, with the same weights on every rank. They and its buffers are as before
+            afterwards; gradients are dropped.
         cp: over all ranks of the job.
         batch: whole tensors by name, the same on every rank; the first is the tokens, `[B, S]` (or hidden states
             `[B, S, E]`), of which one is changed now and then.
@@ -299,8 +301,13 @@ def doctor(
 
     Returns:
         what was found.
+
+    Raises:
+        PlanError: the batch holds no tokens.
     """
-    tokens, mask = next(iter(batch.values())), mask or AttentionMask()
+    tokens, mask = next(iter(batch.values()), torch.empty(0)), mask or AttentionMask()
+    if tokens.ndim < 2 or not tokens.numel():
+        raise PlanError("the batch holds no tokens", fix="put them first, [B, S], or hidden states, [B, S, E]")
     plan, call = cp.plan(tokens.shape[1], mask), step or partial(_step, mask=mask)
     alone = copy.copy(cp)
     alone.make_plan = partial(make_plan, kernel=cp.kernel)
@@ -320,8 +327,14 @@ def doctor(
 
         return Side(model, run, gradients, _measure_peak)
 
-    with louder(model.parameters()):
-        return examine(plan, side(cp), lambda: (side(None), side(alone)), len(tokens), cp.mesh.mesh.flatten().tolist())
+    model.zero_grad()
+    buffers, order = [(buffer, buffer.clone()) for buffer in model.buffers()], cp.mesh.mesh.flatten().tolist()
+    try:
+        with louder(model.parameters()):
+            return examine(plan, side(cp), lambda: (side(None), side(alone)), len(tokens), order)
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def _step(model: nn.Module, batch: dict[str, Tensor], cp: ContextParallel | None, mask: AttentionMask) -> Tensor:

@@ -25,16 +25,16 @@ FAULTS = {
 
 @deep_rows("fault", FAULTS, default=["cap", "recurrence", "average"])
 def test_a_fault_is_named_with_its_layer_and_class(ranks: Callable[[int], RankPool], fault: str) -> None:
-    named, text, weights_kept = ranks(2)(examined, fault)[0]
+    named, text, state_kept = ranks(2)(examined, fault)[0]
     assert f"NOT SAFE: {FAULTS[fault]}" in text
     assert FAULTS[fault].startswith(f"{named}: ")
-    assert weights_kept
+    assert state_kept
 
 
 @deep_rows("strategy", ["ring", "all_to_all"], default=["ring"])
 def test_a_healthy_module_is_safe_and_its_layers_are_told(ranks: Callable[[int], RankPool], strategy: str) -> None:
-    (fault, text, weights_kept), other = ranks(2)(examined, "", strategy)
-    assert (fault, weights_kept) == ("", True)
+    (fault, text, state_kept), other = ranks(2)(examined, "", strategy)
+    assert (fault, state_kept) == ("", True)
     assert text == other[1], "every rank has the report"
     lines = text.splitlines()
     cells = lines[2].split()

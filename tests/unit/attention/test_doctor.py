@@ -1,10 +1,14 @@
 """The doctor's report of traces that were made by hand."""
 
+from typing import Any, cast
+
+import pytest
 import torch
 from torch import nn
 
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.attention.doctor import _Comparison
+from torchtitan_cp.attention.doctor import _Comparison, doctor
+from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.recording import Trace
 
 
@@ -23,3 +27,9 @@ def test_counts_that_differ_by_rounding_come_with_their_bound() -> None:
     assert report.text.endswith("safe: nothing differs")
     traces["ranks, 3"] = traces["plain, 3"]
     assert "counts" not in _Comparison(make_plan(8), nn.ModuleDict(), traces, [3], {}).report().text
+
+
+@pytest.mark.parametrize("batch", [{}, {"tokens": torch.zeros(0, 8)}, {"tokens": torch.zeros(8)}])
+def test_a_batch_without_tokens_is_refused(batch: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(PlanError, match=r"the batch holds no tokens; put them first, \[B, S\]"):
+        doctor(nn.Identity(), cast(Any, None), batch)
