@@ -20,9 +20,29 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
 
 
-def small_net() -> Net:
+class Experts(nn.Module):
+    """Six experts, each two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(6, 12, 20)), nn.Parameter(torch.randn(6, 20, 12))
+
+
+class NetWithExperts(Net):
+    """Net with a layer of experts, and one with a convolution, which has three dims too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers += [Experts(), nn.Conv1d(4, 4, 4)]
+
+    @property
+    def experts(self) -> dict[int, nn.Module]:
+        return {5: self.layers[5]}
+
+
+def small_net(net: type[Net] = Net) -> Net:
     torch.manual_seed(1)
-    return Net()
+    return net()
 
 
 def gradients(model: nn.Module, step: int) -> list[Tensor]:

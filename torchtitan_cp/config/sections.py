@@ -138,7 +138,7 @@ class Optimizer:
     """The optimizer.
 
     Attributes:
-        name: muon orthogonalises the steps of the blocks' matrices; all else is AdamW's, experts too
+        name: muon orthogonalises the steps of the blocks' matrices, each expert's by itself; all else is AdamW's
         lr: peak learning rate
         beta1: decay of the first moment
         beta2: decay of the second moment

@@ -74,7 +74,9 @@ def _adamw(groups: list[dict[str, Any]], settings: sections.Optimizer) -> Optimi
 def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[dict[str, Any]]:
     """Parameters with the same settings share a group. By default matrices decay, norms and biases do not."""
     blocks: Iterable[Tensor] = model.layers.parameters() if settings.name == "muon" else ()  # type: ignore[union-attr]
-    muon_matrices = {parameter for parameter in blocks if parameter.ndim == 2}
+    # A convolution has three dims too.
+    experts = {parameter for module in getattr(model, "experts", {}).values() for parameter in module.parameters()}
+    muon_matrices = {parameter for parameter in blocks if parameter.ndim == 2 or parameter in experts}
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)

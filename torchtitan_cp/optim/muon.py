@@ -1,7 +1,7 @@
 """Muon for the matrices of the blocks, sharded in any way, beside another optimizer for the rest.
 
-Source: Jordan et al., 2024; the step scaled to AdamW's size, so that both share a learning rate: Liu et al.
-(Moonshot), 2025. The numbers are those of torch.optim.Muon.
+Source: Jordan et al., 2024; the step scaled to AdamW's size, so that both share a learning rate, and each expert taken
+as a matrix: Liu et al. (Moonshot), 2025. The numbers are those of torch.optim.Muon.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtitan_cp.attention.local_shard import local_tensor
@@ -27,7 +27,7 @@ class Muon(Optimizer):
     """Steps along the orthogonalised momentum of each matrix.
 
     Args:
-        matrices: parameter groups of 2-D tensors, with `muon` True and `weight_decay`.
+        matrices: parameter groups of matrices, and of experts' `[X, _, _]`, with `muon` True and `weight_decay`.
         rest: optimizer of all other parameters, its groups with `muon` False. It steps with this one, which holds
             the groups and the state of both: callers see one optimizer.
         momentum: fraction of the old momentum kept in a step.
@@ -46,7 +46,7 @@ class Muon(Optimizer):
             directions = _orthogonalized([self._direction(*entry) for entry in matrices])
             for (parameter, group), direction in zip(matrices, directions, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape[-2:])))
         self._rest.state = self.state
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._rest.step()
@@ -64,13 +64,15 @@ class Muon(Optimizer):
 def matrix_batches(groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Muon's matrices that have a gradient, each as a group of its own: as many at a time as their mesh has ranks.
 
-    Each rank orthogonalises one of a batch. The largest come first, so that equal sizes meet.
+    Each rank orthogonalises one of a batch. The largest come first, so that equal sizes meet. Experts come alone: each
+    rank orthogonalises some of them.
     """
     by_mesh: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for group in groups:
         for parameter in group["params"]:
             if group.get("muon") and parameter.grad is not None:
-                by_mesh[getattr(parameter, "device_mesh", None)].append({**group, "params": [parameter]})
+                mesh = getattr(parameter, "device_mesh", None) if parameter.ndim == 2 else None
+                by_mesh[mesh].append({**group, "params": [parameter]})
     for mesh, matrices in by_mesh.items():
         matrices.sort(key=lambda group: group["params"][0].numel(), reverse=True)
         ranks = mesh.size() if mesh else 1
@@ -86,6 +88,9 @@ def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
     """
     if not isinstance(updates[0], DTensor):
         yield from map(orthogonalize, updates)
+        return
+    if updates[0].ndim == 3:
+        yield from map(_orthogonalized_experts, updates)
         return
     mesh = updates[0].device_mesh
     own: Any = None
@@ -105,12 +110,33 @@ def _orthogonalized(updates: list[Any]) -> Iterator[Tensor]:
         yield distribute_tensor(result, mesh, update.placements, src_data_rank=None)
 
 
+def _orthogonalized_experts(update: DTensor) -> DTensor:
+    """Each expert of a sharded `[X, _, _]` orthogonalised by one rank, or by one of each replica."""
+    mesh, placements, own = update.device_mesh, update.placements, update.to_local()
+    cut = next((axis for axis, placement in enumerate(placements) if placement.is_shard(1)), None)
+    if cut is None:
+        own = orthogonalize(own)
+    else:  # the ranks of this axis have a part of each expert, and trade them for whole ones
+        line = mesh[(mesh.mesh_dim_names or ())[cut]] if mesh.ndim > 1 else mesh
+        whole = DTensor.from_local(own, line, [Shard(1)]).redistribute(placements=[Shard(0)])
+        whole = DTensor.from_local(
+            orthogonalize(whole.to_local()), line, [Shard(0)], shape=whole.shape, stride=whole.stride()
+        )
+        own = whole.redistribute(placements=[Shard(1)]).to_local()
+    return DTensor.from_local(own, mesh, placements, shape=update.shape, stride=update.stride())
+
+
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2, by a quintic Newton-Schulz."""
+    """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2, by a quintic Newton-Schulz.
+
+    Args:
+        matrix: `[_, _]`, or several, `[X, _, _]`.
+    """
     a, b, c = COEFFICIENTS
-    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / wide.norm().clamp(min=MIN_NORM)
+    tall, add_product = matrix.shape[-2] > matrix.shape[-1], torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    wide = matrix.mT if tall else matrix
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=MIN_NORM)
     for _ in range(ITERATIONS):
         gram = wide @ wide.mT
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return (wide.mT if matrix.shape[0] > matrix.shape[1] else wide).contiguous()
+        wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if tall else wide).contiguous()

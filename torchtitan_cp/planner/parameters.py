@@ -14,7 +14,7 @@ class Parameters:
 
     Attributes:
         block: of one layer; the mean, where they differ.
-        muon: of these, those of 2-D parameters that are no norm, bias or sink; experts are one 3-D tensor.
+        muon: of these, those of matrices: no norm, bias or sink.
         token_matrices: of its matrices, those that a token uses: only some experts.
         experts: of a layer's, those of all its experts.
         embedding: V E, and what else is outside the layers.
@@ -40,12 +40,10 @@ def count_parameters(args: Any, tp: int = 1) -> Parameters:
     matrices, met = (
         (count - output) // args.n_layers // tp for count in (args.matrix_parameters(), args.linear_parameters())
     )
-    # Experts lie in one tensor of three dims.
     experts = (matrices - met) * args.n_experts // max(1, args.n_experts - args.token_copies)
-    alone = met - 3 * args.dim * args.token_ffn_dim // tp if args.token_copies else matrices
     output_rows = 0 if args.tie_embeddings else -(-args.vocab_size // tp)
     block, embedding = matrices + args.small_parameters(tp), args.embedding_parameters(tp)
-    return Parameters(block, alone, met, experts, embedding, (output_rows + 1) * args.dim)
+    return Parameters(block, matrices, met, experts, embedding, (output_rows + 1) * args.dim)
 
 
 def total_parameters(args: Any) -> int:

@@ -91,12 +91,13 @@ class Trainer:
         self.checkpoints.restart_interval()
         self.stopping = self.save_requested = False
         self.announced_stage = self.evaluated_stage = -1
+        muons = ", experts too" * (config.optimizer.name == "muon" and args.n_experts > 0)  # AdamW took them once
         identity = {
             "model": registry.sizes_of(args),
             "data by source": {name: source.fingerprint[:12] for name, source in corpus.sources.items()},
             "data": corpus.fingerprint,
             "seed": config.training.seed,
-            "optimizer": f"{config.optimizer.name}, state in {config.optimizer.state}",
+            "optimizer": f"{config.optimizer.name}{muons}, state in {config.optimizer.state}",
         }
         if config.optimizer.state == "8bit":  # torchao cuts their blocks by shard
             identity["the tensor-parallel degree of 8-bit moments"] = first.tp

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from tests.support.muon_net import SETTINGS, gradients, small_net, train
+from tests.support.muon_net import SETTINGS, NetWithExperts, gradients, small_net, train
 from torchtitan_cp.optim.build import build_optimizer
 from torchtitan_cp.optim.muon import orthogonalize
 
@@ -36,7 +37,21 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (9, 9)])
+def test_each_expert_takes_the_step_of_a_matrix_and_a_convolution_that_of_adamw() -> None:
+    model, twin = small_net(NetWithExperts), small_net(NetWithExperts)
+    optimizer = build_optimizer(model, SETTINGS)
+    train(model, optimizer, 1)
+    assert set(optimizer.state[model.layers[6].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    known = dict(zip(twin.parameters(), gradients(twin, 0), strict=True))
+    experts = [nn.Parameter(matrix) for p in twin.layers[5].parameters() for matrix in p.detach()]
+    for expert, gradient in zip(experts, (x for p in twin.layers[5].parameters() for x in known[p]), strict=True):
+        expert.grad = gradient
+    torch.optim.Muon(experts, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    for mine, theirs in zip((x for p in model.layers[5].parameters() for x in p), experts, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)  # torch's works in bf16
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (9, 9), (3, 6, 40)])
 def test_singular_values_come_near_one_and_a_zero_matrix_stays_zero(shape: tuple[int, int]) -> None:
     values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, dtype=torch.float64)))
     assert values.min() > 0.5
