@@ -187,6 +187,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + R/2) of the first R entries of `[.., S/cp, H, D]` by their R/2 angles, in fp32.
 
     Pairs are halves apart, as in Hugging Face checkpoints (Meta's files interleave them).
+
+    Args:
+        cos, sin: `[.., S/cp, 1, R]` fp32, see `Llama._rotations`.
     """
     width = cos.shape[-1]
     if width < x.shape[-1]:

@@ -197,7 +197,7 @@ def test_answers_in_one_mark_are_told_apart_or_refused(end: str, expected: list[
     if expected:
         assert learned(source, messages) == expected
     else:
-        with pytest.raises(DataError, match=r"message 2 \(assistant\) otherwise when others follow it"):
+        with pytest.raises(DataError, match=r"message 2 \(assistant\) when others follow it"):
             learned(source, messages)
 
 
