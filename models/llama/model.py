@@ -94,15 +94,14 @@ class Llama(nn.Module):
         return head(hidden, self.output) if head else self.output(hidden)
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of both halves of a head, those of the first half's sines negative, `[.., S/cp, 1, D]` fp32.
+        """cos and sin, `[.., S/cp, 1, D/2]` fp32.
 
         Angles are formed in fp64: at position 1M an fp32 product is off by up to 0.06 radians.
         """
         assert self.rope is not None, "call set_rope first"
         frequencies, factor = self.rope
         angles = positions.to(torch.float64)[..., None] * frequencies
-        cos, sin = ((wave * factor).float().unsqueeze(-2) for wave in (angles.cos(), angles.sin()))
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        return tuple((wave * factor).float().unsqueeze(-2) for wave in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 
     def init_std(self, parameter: str) -> float | None:
         """Standard deviation a parameter starts with, by name; 0 starts it at zero, None at one.
@@ -187,12 +186,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + R/2) of the first R entries of `[.., S/cp, H, D]` by their R/2 angles, in fp32.
 
     Pairs are halves apart, as in Hugging Face checkpoints (Meta's files interleave them).
-
-    Args:
-        cos, sin: `[.., S/cp, 1, R]` fp32, see `Llama._rotations`.
     """
-    width = cos.shape[-1]
-    if width < x.shape[-1]:
-        return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], dim=-1)
-    entries = x.float()  # rolled, not cut in halves, which takes twice as many kernels
-    return (entries * cos + entries.roll(width // 2, -1) * sin).to(x.dtype)
+    turned, kept = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+    first, second = turned.float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, kept], dim=-1) if kept.shape[-1] else turned

@@ -15,7 +15,7 @@ FAULTS = {
     "cap": f"a soft cap lost: {LAYER}: one process has 4, the ranks 0",
     "scale": f"a dropped attention scale: {LAYER}: one process has 0.6, the ranks 0.3536",
     "documents": "documents leaking: layers.0.attention (SelfAttention): one process keeps documents apart",
-    "positions": "positions counted by the model itself: rotary (Rotary): on a shard it gives other",
+    "positions": "positions counted by the model itself: rotary (Rotary): its output on a shard differs",
     "recurrence": "a recurrence or convolution: layers.1.mlp.conv (Conv1d): it moves information between tokens",
     "twice": "a sequence sharded twice: embed (Embedding): it gives 32 tokens on a rank, and a shard has 64",
     "average": "a loss averaged by shard: Decoder: no layer differs, but the ranks' shares sum to",

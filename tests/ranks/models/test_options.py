@@ -89,8 +89,7 @@ def gpt_oss_attention(layer: int, strategy: str) -> dict[str, tuple[Tensor, Tens
     plan = cp.plan(SEQ_LEN, mask)
     mine, whole = plan.shard(x).detach().requires_grad_(), x.clone().requires_grad_()
     at = angles[plan.positions][:, None]
-    cos, sin = torch.cat([at.cos(), at.cos()], -1), torch.cat([-at.sin(), at.sin()], -1)
-    out = ours(mine, cos, sin, plan)
+    out = ours(mine, at.cos(), at.sin(), plan)
     out.backward(plan.shard(dout))
     hidden = torch.where(allowed(mask, SEQ_LEN), 0.0, float("-inf"))[:, None]
     want, _ = theirs(whole, (angles.cos()[None], angles.sin()[None]), hidden)
