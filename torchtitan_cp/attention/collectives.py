@@ -63,7 +63,7 @@ class Pending(Generic[Result]):
                 for work in self.works:
                     work.wait()
             self.flight.__exit__(None, None, None)
-            if self.kept and self.kept[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            if self.kept and self.kept[0].is_cuda and not _captures_graph():
                 _ahead.append((torch.cuda.current_stream().record_event(), sum(x.nbytes for x in self.kept)))
         return self.finish()
 
@@ -138,8 +138,15 @@ def _limit_bytes_ahead() -> None:
     a host that had launched the steps of many layers would take new memory for each. So does `limit_all_gathers` of
     FSDP1. The GPU does not run dry: it still has the work between the last two.
     """
+    if _captures_graph():  # in which no event may be queried, and whose memory is a pool of its own
+        return
     while _ahead and (_ahead[0][0].query() or (len(_ahead) > 2 and sum(size for _, size in _ahead) > BYTES_AHEAD)):
         _ahead.popleft()[0].synchronize()
+
+
+def _captures_graph() -> bool:
+    """Whether CUDA records launches into a graph, as with `compile.mode = "reduce-overhead"`."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _filled(messages: list[Message]) -> list[Message]:

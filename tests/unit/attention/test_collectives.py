@@ -41,3 +41,11 @@ def test_the_host_waits_for_large_messages_alone_and_never_for_the_last_two(
     monkeypatch.setattr(collectives, "_ahead", deque(events))
     collectives._limit_bytes_ahead()
     assert (done, len(collectives._ahead)) == (waited, left)
+
+
+def test_no_event_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = deque([(Event(number, []), 1 << 34) for number in range(4)])
+    monkeypatch.setattr(collectives, "_ahead", events)
+    monkeypatch.setattr(collectives, "_captures_graph", lambda: True)
+    collectives._limit_bytes_ahead()
+    assert len(events) == 4
