@@ -41,11 +41,11 @@ from torchtitan_cp.training.parity import verify_parity
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.trainer import Trainer
 
-BAD_INPUT, HALTED, PARITY_BROKEN = 2, 3, 5
+BAD_INPUT, HALTED, CHECK_FAILED = 2, 3, 5
 ROOT = Path(__file__).parent
 SOURCES = (ROOT / "train.py", ROOT / "models", ROOT / "torchtitan_cp")
 # Several beats within a time limit distinguish a silent rank from a slow one.
-BEATS, LONGEST_BEAT_SECONDS = 8, 5.0
+BEATS, MAX_BEAT_SECONDS = 8, 5.0
 
 
 class StderrHandler(logging.StreamHandler):
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
             healthy = True
             run(config, world)
         if not healthy:
-            return end_job("", PARITY_BROKEN)
+            return end_job("", CHECK_FAILED)
         stop_ranks()
     except (UserError, ContextParallelError) as error:
         return end_job(format_error(options.config, error), BAD_INPUT)
@@ -126,7 +126,7 @@ def run(config: Config, world: World) -> None:
     """Train, watched over, as the only job on the run's folder."""
     settings = config.job
     set_activity("reading the corpus and building the model", 0, settings.startup_timeout_seconds)
-    beat_seconds = min(LONGEST_BEAT_SECONDS, settings.timeout_seconds / BEATS)
+    beat_seconds = min(MAX_BEAT_SECONDS, settings.timeout_seconds / BEATS)
     with Watchdog(world.rank, world.size, beat_seconds, settings.dump_folder) as watch, name_lost_ranks(watch):
         check_same_job(config, SOURCES)
         with run_dir_lock(settings.dump_folder):

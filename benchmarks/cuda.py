@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS, SUMMARY, LOG = "results.jsonl", "summary.md", "log.txt"
 CASES_FAILED = 4  # exit code of a part that ran to its end
-LAST_LINES, LAST_BYTES, MOST_FAILURES = 12, 20_000, 30
+LAST_LINES, LAST_BYTES, MAX_FAILURES = 12, 20_000, 30
 ENDED = ("passed", "failed", "crashed", "stopped at its limit")
 KILL_SECONDS, REHEARSAL_FACTOR = 10.0, 3
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
@@ -227,8 +227,8 @@ def summarize(lines: Sequence[Line]) -> str:
         absent += [f"of {part.name}: {x['case']} ({x.get('why', '')})" for x in cases if x["status"] == "not run"]
         tables += _table([case for case in cases if case.get("figures")])
     text += ["", f"Did not run: {', '.join(absent) or 'nothing, all parts ran'}."]
-    more = len(failures) - MOST_FAILURES
-    failures = [*parts, *failures[:MOST_FAILURES], *[f"... and {more} more cases, in {RESULTS}"] * (more > 0)]
+    more = len(failures) - MAX_FAILURES
+    failures = [*parts, *failures[:MAX_FAILURES], *[f"... and {more} more cases, in {RESULTS}"] * (more > 0)]
     text += ["", "Failed:", "", *(f"- {failure}" for failure in failures)] if failures else ["", "Failed: nothing."]
     return "\n".join([*text, *tables, *logs]) + "\n"
 

@@ -137,7 +137,7 @@ OPTIONS = {
 }
 OF_ALL = ("bf16, compiled", "bf16", "fp32")  # models; the longest first
 NEEDS = {"gemma3": "transformers", "8-bit": "torchao", "float8": "torchao"}  # packages, by words of a case
-AT_ONCE, MOST_SLOW = 8, 10  # runs; steps that are shown
+AT_ONCE, MAX_SLOW = 8, 10  # runs; steps that are shown
 
 
 def options(record: Record) -> None:
@@ -174,7 +174,7 @@ def waits(record: Record) -> None:
     overrides = {name: [*SHORT, *_shorter(record), *MODELS[name], BF16] for name in models}
     for name, why, lines in _at_once(record, overrides, host_waits=True):
         places = Counter(line["place"] for line in lines)
-        found = "; ".join(f"{count} times {place}" for place, count in places.most_common(MOST_SLOW))
+        found = "; ".join(f"{count} times {place}" for place, count in places.most_common(MAX_SLOW))
         record.case(name, not (why or found), why or found, waits=len(lines))
 
 
@@ -216,6 +216,6 @@ def packed(record: Record) -> None:
         slow = [line for line in lines[1:] if line["tokens_per_second"] < median / 2]
         figures = {"median_tokens_per_second": median, "slow_steps": len(slow), **_figures(lines)}
         record.case(name, not why and len(lines) == steps and not slow, why, **figures)
-        for line in slow[:MOST_SLOW]:
+        for line in slow[:MAX_SLOW]:
             seconds = {"data": line["data_wait_seconds"], **line["seconds"]}
             record.case(f"{name}, slow step {line['step']}", seconds=line["step_seconds"], **seconds)

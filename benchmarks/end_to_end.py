@@ -19,7 +19,7 @@ from benchmarks.ranks import Run, start_ranks, take_turn
 from models import ARCHITECTURES
 from models.llama import FLAVORS
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.runtime.device import World, find_device
 from torchtitan_cp.runtime.device import start_ranks as join_ranks
 from torchtitan_cp.training.registry import register
@@ -65,7 +65,7 @@ class InTurns(Trainer):
         super().__init__(config, world)
         self.watch = watch
 
-    def _step(self, stage: StagePlan, batches: Iterator[Any]) -> bool:
+    def _step(self, stage: ResolvedStage, batches: Iterator[Any]) -> bool:
         self.watch.turn()
         return super()._step(stage, batches)
 

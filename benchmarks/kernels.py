@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.benchmark import Benchmark, Row
 from benchmarks.plan import KINDS, draw_lengths
 from torchtitan_cp.attention import AttentionMask, Plan, PlanError, make_plan
-from torchtitan_cp.attention.kernels import KERNELS, Kernel, Scores
+from torchtitan_cp.attention.kernels import KERNELS, Kernel, ScoreMod
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.plan import busiest_rank
@@ -79,14 +79,14 @@ def rates(
     def forward() -> None:
         softmax = RunningSoftmax(q, dim)
         for count, tiles in steps:
-            add_outputs(softmax, q, KeyBlock(k[:, :count], v[:, :count], tiles, Scores(dim**-0.5)), kernel)
+            add_outputs(softmax, q, KeyBlock(k[:, :count], v[:, :count], tiles, ScoreMod(dim**-0.5)), kernel)
         merged[:] = [softmax.result()]
 
     def backward() -> None:
         out, lse = merged[0]
         dq = GradientSum(q)
         for count, tiles in steps:
-            block = KeyBlock(k[:, :count], v[:, :count], tiles, Scores(dim**-0.5))
+            block = KeyBlock(k[:, :count], v[:, :count], tiles, ScoreMod(dim**-0.5))
             add_gradients((dq, GradientSum(block.k), GradientSum(block.v)), (dout, q, out, lse), block, kernel)
 
     work = pairs_of(steps) * heads[0] * dim

@@ -12,7 +12,7 @@ from torchtitan_cp.planner.estimate import Estimate
 from torchtitan_cp.training.registry import model_args_of
 
 FLAVORS, LENGTHS = ("8B", "70B", "405B"), (32768, 131072, 524288, 1048576)
-MOST_RANKS, NODE, MLP_TILES = 4096, 8, 8
+MAX_RANKS, NODE, MLP_TILES = 4096, 8, 8
 
 
 def smallest_table(device: str) -> list[str]:
@@ -37,13 +37,13 @@ def fewest_ranks(flavor: str, seq_len: int, device: str) -> tuple[int, int, int]
         ConfigError: not even 4,096 devices are enough.
     """
     ranks = 1
-    while ranks <= MOST_RANKS:
+    while ranks <= MAX_RANKS:
         for cp in _powers(ranks):
             for tp in _powers(min(NODE, ranks // cp)):
                 if fits(flavor, seq_len, device, ranks, tp, cp):
                     return ranks, tp, cp
         ranks *= 2
-    raise ConfigError(f"{flavor} at {seq_len} tokens fits on no {MOST_RANKS} x {device}", fix="use another device")
+    raise ConfigError(f"{flavor} at {seq_len} tokens fits on no {MAX_RANKS} x {device}", fix="use another device")
 
 
 def smallest_cp(flavor: str, seq_len: int, device: str) -> int:
@@ -52,8 +52,8 @@ def smallest_cp(flavor: str, seq_len: int, device: str) -> int:
     Raises:
         ConfigError: none is enough.
     """
-    for cp in _powers(MOST_RANKS):
-        if any(fits(flavor, seq_len, device, MOST_RANKS, tp, cp) for tp in _powers(NODE) if tp * cp <= MOST_RANKS):
+    for cp in _powers(MAX_RANKS):
+        if any(fits(flavor, seq_len, device, MAX_RANKS, tp, cp) for tp in _powers(NODE) if tp * cp <= MAX_RANKS):
             return cp
     raise ConfigError(f"{flavor} at {seq_len} tokens fits with no cp on {device}", fix="use another device")
 

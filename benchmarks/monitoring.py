@@ -59,11 +59,11 @@ def steps(length: int, folder: Path) -> tuple[Step, Step, Step, Step]:
     bare = ParallelModel(run, world, trainer.meshes, trainer.stages[0])
     shape = trainer.enter_stage(trainer.stages[0])
     bare.configure_stage(trainer.stages[0])
-    batches, spikes = read_step(trainer.data_pipeline.samples, shape, 0), trainer.steps.monitor.spikes
+    batches, spikes = read_step(trainer.data_pipeline.samples, shape, 0), trainer.step_runner.monitor.spikes
 
     def guarded() -> None:
         report = trainer.forward_backward(batches)
-        trainer.steps.monitor.is_bad(report)
+        trainer.step_runner.monitor.is_bad(report)
         spikes.record_healthy_step(report)
         trainer.model.update(1e-6, report.grad_norm)
 

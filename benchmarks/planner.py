@@ -21,7 +21,7 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
 from torchtitan_cp.planner.measure import measure_accelerator
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.runtime.device import find_device
 from torchtitan_cp.runtime.device import start_ranks as join_ranks
 from torchtitan_cp.training.registry import register
@@ -64,7 +64,7 @@ def train(length: int, steps: int, mode: str, cache: str) -> Run:
 
     def plan() -> Estimate:
         dist.barrier()  # the ranks share what the cores share
-        measured = measure_accelerator(config, model_args_of(config), ranks)
+        measured = measure_accelerator(config, sized_model_args(config), ranks)
         return plan_config(config, make_cluster("here", ranks_per_node=ranks, measured=measured))[0]
 
     # What a process that trains holds beside a step's tensors is there after a short step.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.api import check_shapes
 from torchtitan_cp.attention.collectives import Group, Message, Pending
-from torchtitan_cp.attention.kernels import Scores, choose_kernel
+from torchtitan_cp.attention.kernels import ScoreMod, choose_kernel
 from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import in_global_order
 from torchtitan_cp.attention.strategies import STRATEGIES
@@ -107,7 +107,7 @@ def simulate(
             ),
             rank,
         )
-        return Call(plans[rank], chosen, Scores(scale), k.shape[2], ring, all_to_all_group, sinks)
+        return Call(plans[rank], chosen, ScoreMod(scale), k.shape[2], ring, all_to_all_group, sinks)
 
     def forward(rank: int, network: "Network") -> tuple[Tensor, ...]:
         q_local, k_local, v_local = (plans[rank].shard(x) for x in (q, k, v))

@@ -41,15 +41,15 @@ class Architecture:
             `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `logit_scale`, `logit_softcap`,
             `never_compiled_and_recomputed`, `longest`, `n_experts`, `attention_widths`, `state_sizes`,
             `linear_parameters()` and `problem()`; for the planner also `matrix_parameters()`, `small_parameters(tp)`,
-            `embedding_parameters(tp)`, `token_ffn_dim`, `token_copies` and `heads_of(window)` (see LlamaArgs), and
-            where some states are not 0 `state_widths` (see qwen3_5's HybridArgs).
+            `embedding_parameters(tp)`, `active_ffn_dim`, `experts_per_token` and `heads_of(window)` (see LlamaArgs),
+            and where some states are not 0 `state_widths` (see qwen3_5's HybridArgs).
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
-            `opens` and `closes`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
+            `is_first` and `is_last`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,
             plan, window) and may be given `sinks=`, `scale=` and `softcap=`; `attend.sum_ranks(x, plan)` sums a tensor
             without gradient over the ranks that share each sequence; it is missing if no rank shares one.
-            `attend.add_loss(hidden, loss_sum)` gives hidden states with which a part that does not close returns a loss
-            of its own, as a sum over tokens. A model with experts has `experts`, by number of the layer modules called
+            `attend.add_loss(hidden, loss_sum)` gives hidden states with which a part before the last returns a loss of
+            its own, as a sum over tokens. A model with experts has `experts`, by number of the layer modules called
             with (hidden `[T, E]`, chosen `[T, K]`, shares `[T, K]`) whose parameters have the experts in dim 0, and may
             have `router_biases`, by number of the layer fp32 buffers `[X]` added to scores for the choice alone.
         sharding: pattern of module names -> role in tensor parallelism (`torchtitan_cp/parallel/tensor.py`).

@@ -68,12 +68,12 @@ class HuggingFaceArgs:
     @property
     def ffn_dim(self) -> int:
         """Of a gated feed-forward with as many weights for a token as the mean layer has outside attention."""
-        return sum(layer.token_mlp_matrices for layer in self.look.layers) // (3 * self.look.dim * self.n_layers)
+        return sum(layer.active_mlp_matrices for layer in self.look.layers) // (3 * self.look.dim * self.n_layers)
 
-    token_ffn_dim = ffn_dim
+    active_ffn_dim = ffn_dim
 
     @property
-    def token_copies(self) -> int:
+    def experts_per_token(self) -> int:
         return max(layer.experts_per_token for layer in self.look.layers)
 
     @property
@@ -111,7 +111,7 @@ class HuggingFaceArgs:
 
     def linear_parameters(self) -> int:
         """See LlamaArgs."""
-        return sum(layer.token_matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
+        return sum(layer.active_matrices for layer in self.look.layers) + self.look.dim * self.look.vocab_size
 
     def matrix_parameters(self) -> int:
         """See LlamaArgs."""
@@ -199,7 +199,7 @@ def args_from_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     name, routers = args.look.model_class, args.look.routers
     if args.config.get("output_router_logits") and "aux_loss_coef" in args.config:
         raise ValueError(f"{name} has a balance loss that is not taken over: set output_router_logits = false")
-    if args.balance and not (routers and args.token_copies):
+    if args.balance and not (routers and args.experts_per_token):
         raise ValueError(f"{name} has no experts whose balance can be counted: set output_router_logits = false")
     return args
 

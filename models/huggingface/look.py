@@ -49,8 +49,8 @@ class LayerLook:
         rotary: name of the buffer with its frequencies; "": positions do not change its keys; FIXED: they do, by
             frequencies that are no buffer.
         parameters: all of the layer; matrices: values of those that have two or more dims.
-        token_matrices: of these, those that a token meets: of experts, the share that it is sent to.
-        token_mlp_matrices: of these, those outside attention.
+        active_matrices: of these, those that a token meets: of experts, the share that it is sent to.
+        active_mlp_matrices: of these, those outside attention.
         experts: name of the module with its experts; "": none.
         n_experts: X; experts_per_token: those that a token is sent to; 0: none.
     """
@@ -68,8 +68,8 @@ class LayerLook:
     rotary: str
     parameters: int
     matrices: int
-    token_matrices: int
-    token_mlp_matrices: int
+    active_matrices: int
+    active_mlp_matrices: int
     experts: str
     n_experts: int
     experts_per_token: int
@@ -393,7 +393,7 @@ class _Probe:
             module, facts = calls[0]
             used, in_attention = _matrices(layer, run.experts), _matrices(module, run.experts)
             facts |= {"name": self.names[layer], "attention": self.names[module], "matrices": _matrices(layer, {})}
-            facts |= {"token_matrices": used, "token_mlp_matrices": used - in_attention}
+            facts |= {"active_matrices": used, "active_mlp_matrices": used - in_attention}
             facts |= {"parameters": sum(p.numel() for p in layer.parameters())}
             experts = next((one for one in layer.modules() if one in run.experts), None)
             facts |= {"experts": self.names.get(experts, ""), "experts_per_token": run.experts.get(experts, 0)}

@@ -73,7 +73,7 @@ class HuggingFaceModel(nn.Module):
             rotary.forward = in_double(rotary.forward)
             # Hunyuan's is not the one that its config names.
             rotary.own_kinds = copy.copy(rotary.rope_type)
-        self.opens = self.closes = True
+        self.is_first = self.is_last = True
         self.sum_ranks = getattr(attend, "sum_ranks", None)
         for name in args.look.routers if args.balance else ():
             self.get_submodule(name).register_forward_hook(self._keep_router_logits)
@@ -120,7 +120,7 @@ class HuggingFaceModel(nn.Module):
 
     def _balance_loss(self, rows: int, plan: Any) -> Tensor:
         """The balance loss times the number of tokens here, fp32."""
-        logits, chosen = self.shared.router_logits, self.args.token_copies
+        logits, chosen = self.shared.router_logits, self.args.experts_per_token
         probabilities = [x.float().softmax(-1).view(rows, -1, x.shape[-1]) for x in logits]
         picked = (x.topk(chosen, -1).indices.flatten(1) for x in probabilities)
         return balance_loss(probabilities, picked, self.sum_ranks, plan) * chosen / len(logits)

@@ -6,7 +6,7 @@ Source: the config.json of each released checkpoint.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class LlamaArgs:
     def linear_parameters(self) -> int:
         """Weights that multiply each token once: blocks and output, of experts its own; not the embedding look-up."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        mlp = 3 * self.dim * self.token_ffn_dim + self.dim * self.n_experts
+        mlp = 3 * self.dim * self.active_ffn_dim + self.dim * self.n_experts
         return self.n_layers * (attention + mlp) + self.dim * self.vocab_size
 
     def matrix_parameters(self) -> int:
         """Weights of the same matrices, including those that a token does not use."""
-        passed_by = (self.n_experts - self.token_copies) * 3 * self.dim * self.ffn_dim
-        return self.linear_parameters() + self.n_layers * passed_by
+        inactive = (self.n_experts - self.experts_per_token) * 3 * self.dim * self.ffn_dim
+        return self.linear_parameters() + self.n_layers * inactive
 
     def small_parameters(self, tp: int) -> int:
         """Parameters of a layer that are no matrices, on one of `tp` ranks."""
@@ -97,12 +97,12 @@ class LlamaArgs:
         return -(-self.vocab_size // tp) * self.dim
 
     @property
-    def token_ffn_dim(self) -> int:
+    def active_ffn_dim(self) -> int:
         """Width of the MLP for one token."""
         return self.ffn_dim
 
     @property
-    def token_copies(self) -> int:
+    def experts_per_token(self) -> int:
         """Copies that the MLP makes of a token's hidden state: one for each expert of the token."""
         return 0
 
@@ -118,8 +118,8 @@ class LlamaArgs:
             return "every size must be at least 1"
         if self.vocab_size < 0 or self.norm_eps < 0:
             return "vocab_size and norm_eps must not be negative"
-        if self.n_layers > MOST_LAYERS:
-            return f"n_layers = {self.n_layers} is more than {MOST_LAYERS}"
+        if self.n_layers > MAX_LAYERS:
+            return f"n_layers = {self.n_layers} is more than {MAX_LAYERS}"
         if not self.windows or min(self.windows) < 0:
             return f"windows = {list(self.windows)} must be one or more numbers from 0 (no window)"
         if self.n_heads % self.n_kv_heads:

@@ -42,7 +42,7 @@ class Llama(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.rope: tuple[Tensor, float] | None = None
-        self.opens = self.closes = True
+        self.is_first = self.is_last = True
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """Build a layer; relatives of Llama override this."""
@@ -55,10 +55,10 @@ class Llama(nn.Module):
         """
         for number in [*range(first), *range(stop, self.args.n_layers)]:
             del self.layers[str(number)]
-        self.opens, self.closes = first == 0, stop == self.args.n_layers
-        if not self.closes:
+        self.is_first, self.is_last = first == 0, stop == self.args.n_layers
+        if not self.is_last:
             del self.norm, self.output
-        if not self.opens and not (self.closes and self.args.tie_embeddings):
+        if not self.is_first and not (self.is_last and self.args.tie_embeddings):
             del self.tok_embeddings
 
     def set_rope(self, inverse_frequencies: Sequence[float], attention_factor: float, device: torch.device) -> None:
@@ -84,11 +84,11 @@ class Llama(nn.Module):
         Returns:
             logits `[B, S/cp, V]`, or what `head` returns; where the last layers are not kept, hidden states.
         """
-        hidden = self.tok_embeddings(tokens) if self.opens else tokens
+        hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
         for layer in self.layers.values():
             hidden = layer(hidden, cos, sin, plan)
-        if not self.closes:
+        if not self.is_last:
             return hidden
         hidden = self.norm(hidden)
         return head(hidden, self.output) if head else self.output(hidden)

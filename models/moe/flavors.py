@@ -41,14 +41,9 @@ class MoeArgs(LlamaArgs):
     router_z_loss: float = 0.0
 
     @property
-    def token_ffn_dim(self) -> int:
+    def active_ffn_dim(self) -> int:
         """See LlamaArgs."""
         return (self.experts_per_token + self.n_shared_experts) * self.ffn_dim
-
-    @property
-    def token_copies(self) -> int:
-        """See LlamaArgs."""
-        return self.experts_per_token
 
     def problem(self) -> str | None:
         """Why these sizes are not a valid model, or None."""

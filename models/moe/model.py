@@ -63,13 +63,13 @@ class Moe(Llama):
 
     def forward(self, tokens: Tensor, positions: Tensor, plan: Any, head: Head | None = None) -> Any:
         """See Llama. What `head` returns is (sum of losses, ...), and the sum comes back with the routers' losses."""
-        hidden = self.tok_embeddings(tokens) if self.opens else tokens
+        hidden = self.tok_embeddings(tokens) if self.is_first else tokens
         cos, sin = self._rotations(positions)
         added = torch.zeros((), device=hidden.device)
         for layer in self.layers.values():
             hidden, of_layer = layer(hidden, cos, sin, plan)
             added = added + of_layer
-        if not self.closes:
+        if not self.is_last:
             return self.add_loss(hidden, added) if self.training else hidden
         hidden = self.norm(hidden)
         if head is None:

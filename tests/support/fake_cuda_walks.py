@@ -22,7 +22,7 @@ from torchtitan_cp.data.batches.loader import BatchLayout
 from torchtitan_cp.optim import offload
 from torchtitan_cp.parallel.offload import HostMemory
 from torchtitan_cp.planner.dry_run import DryModel, stage_walker, with_shared_batches
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training import model
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
@@ -161,7 +161,7 @@ def walk_in_process(path: Path, cases: list[Case], device: str = DEVICE) -> list
 
 def _walk(path: str, case: Case, device: str) -> dict[str, Any]:
     config = with_shared_batches(load_config(path, overrides(case)), RANKS)
-    run = resolve_run(config, RANKS, model_args_of(config))
+    run = resolve_run(config, RANKS, sized_model_args(config))
     plain_plans, plain_rope = BatchLayout.plans, model.set_rope
     mask = AttentionMask(document_lengths=DOCUMENTS) if case.get("mask") == "documents" else None
     with ExitStack() as patches:

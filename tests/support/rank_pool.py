@@ -27,7 +27,7 @@ from torchtitan_cp.runtime.gloo import use_one_thread
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["tests.support.imported"])
-MOST_GROUPS = 12  # torch keeps meshes, so groups are never given up
+MAX_GROUPS = 12  # torch keeps meshes, so groups are never given up
 
 
 def backend_of(size: int) -> str:
@@ -90,7 +90,7 @@ class RankPool:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 results[rank] = self._receive(rank)
         self._signal(signal.SIGSTOP)
-        if self.groups > MOST_GROUPS:
+        if self.groups > MAX_GROUPS:
             self.stop()
         return [results[rank] for rank in range(self.size)]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from models import ARCHITECTURES
 from tests.support.runs import TINY, write_run
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.planner.dry_run import StageWalk, stage_walker
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
 
@@ -36,7 +36,7 @@ def walk_of_two(folder: Path) -> tuple[Config, Path]:
     return load_config(path, TWO_BY_TWO), path
 
 
-def walk_all(config: Config, stages: Sequence[StagePlan]) -> list[StageWalk]:
+def walk_all(config: Config, stages: Sequence[ResolvedStage]) -> list[StageWalk]:
     """Stages walked by rank 0 of four, one after the other."""
-    with stage_walker(resolve_run(config, 4, model_args_of(config)), 0) as walk:
+    with stage_walker(resolve_run(config, 4, sized_model_args(config)), 0) as walk:
         return [walk(stage) for stage in stages]

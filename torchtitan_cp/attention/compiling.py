@@ -12,7 +12,7 @@ Class = TypeVar("Class", bound=type)
 _MODES = DispatchKeySet(DispatchKey.Python) | DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 
 
-def above_autograd() -> Any:
+def with_autograd() -> Any:
     """A context in which autograd and vmap work, which torch.library switches off in its operators; modes stay."""
     include, exclude = _DEFAULT_KEYS
     return torch._C._ForceDispatchKeyGuard(include | (torch._C._dispatch_tls_local_include_set() & _MODES), exclude)

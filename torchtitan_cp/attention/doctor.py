@@ -23,15 +23,15 @@ from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.recording import Call, Event, Side, Trace, gather_trace, record, sketch
+from torchtitan_cp.attention.recording import CallInfo, Event, ModelRun, Trace, gather_trace, record, sketch
 from torchtitan_cp.attention.sdpa_context import context_parallel
 from torchtitan_cp.attention.strategies import resolve_strategy
 
-OFF = 1e-3  # relative L2 difference that is no rounding, in fp32
+TOL = 1e-3  # relative L2 difference that is no rounding, in fp32
 CHANGED = 5e-6  # of the largest entry: a row that differs by more depends on the changed token
 # Standard deviation that weights are raised to, times fan-in ** -0.5. The scores of fresh weights are so small that a
 # soft cap or a scale hardly shows.
-LOUDNESS = 2.0
+RAISED_STD = 2.0
 LEAK, OTHER = "documents leaking", "another computation"
 HEADERS = ("layer", "class", "heads", "dims", "scale", "window", "soft cap", "sinks", "across ranks")
 
@@ -45,7 +45,7 @@ class Report:
 
 
 def examine(
-    plan: Plan, ranks: Side, single: Callable[[], tuple[Side, Side]], sequences: int, order: list[int]
+    plan: Plan, ranks: ModelRun, single: Callable[[], tuple[ModelRun, ModelRun]], sequences: int, order: list[int]
 ) -> Report:
     """Run the probes and compare. Collective over all ranks of the job.
 
@@ -111,7 +111,7 @@ class _Comparison:
         verdict = f"NOT SAFE: {fault}: {where}: {how}" if fault else "safe: nothing differs"
         return Report(fault, "\n".join([*lines, verdict]))
 
-    def _cells(self, layer: str, call: Call) -> list[str]:
+    def _cells(self, layer: str, call: CallInfo) -> list[str]:
         """A row of the table."""
         how = "state" if call.recurrent else f"attend {resolve_strategy(call.plan, *call.heads)[0]}"
         carried = f"{how}, {call.plan.ranks} ranks"
@@ -144,12 +144,12 @@ class _Comparison:
             if call and not call.recurrent:
                 fault, how = self._explain(call, layer, plain.events[event])
             yield fault, layer, how
-        if abs(ranks.loss - plain.loss) > OFF * abs(plain.loss):
+        if abs(ranks.loss - plain.loss) > TOL * abs(plain.loss):
             sums = f"the ranks' shares sum to {ranks.loss:.6f} and one process has {plain.loss:.6f}"
             how = f"no layer differs, but {sums}: divide each rank's sum by the tokens of all ranks"
             yield "a loss averaged by shard", "", how
         for layer, off in self.off.items():
-            if off > OFF:
+            if off > TOL:
                 yield OTHER, layer, f"its gradients differ by {off:.1e}"
         for token in self.changes:
             stop = next(stop for _, stop in self.plan.mask.documents(self.plan.sequence_length)[0] if token < stop)
@@ -176,7 +176,7 @@ class _Comparison:
         last = next((key for key in reversed(self.traces["plain"].events) if key in before and key in after), None)
         return _changed_rows(after[last], before[last]) if last else torch.zeros(self.plan.sequence_length).bool()
 
-    def _explain(self, call: Call, layer: str, want: Tensor) -> tuple[str, str]:
+    def _explain(self, call: CallInfo, layer: str, want: Tensor) -> tuple[str, str]:
         """(fault, how): the one option of a call with which it gives what one process has."""
         events, length, band = self.traces["ranks"].events, self.plan.sequence_length, call.plan.mask
         q, k, v = (events[layer, name] for name in "qkv")
@@ -206,7 +206,7 @@ class _Comparison:
             value = round(value) if option == "window" else value
             tried.append((error(**{option: value}), fault, f"one process has {value:.4g}, the ranks {has[option]:.4g}"))
         left, fault, how = min(tried)
-        return (fault, how) if left < 10 * OFF else (OTHER, "no single option of its attention explains the difference")
+        return (fault, how) if left < 10 * TOL else (OTHER, "no single option of its attention explains the difference")
 
 
 def _fit(error: Callable[[float], float], low: float, high: float) -> float:
@@ -244,7 +244,7 @@ def _changed_rows(got: Tensor | None, base: Tensor) -> Tensor:
 
 def _first_off(got: Mapping[Event, Tensor], want: Mapping[Event, Tensor]) -> Event | None:
     """The first event of both that differs."""
-    return next((key for key in want if key in got and difference(got[key], want[key]) > OFF), None)
+    return next((key for key in want if key in got and difference(got[key], want[key]) > TOL), None)
 
 
 def _owner(event: Event) -> str:
@@ -260,11 +260,11 @@ def _describe(positions: Tensor) -> str:
 
 
 @contextmanager
-def louder(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def raised_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Raise small weights by powers of two, which are taken back exactly."""
     raised: list[tuple[Tensor, float]] = []
     for p in (p.detach() for p in parameters if p.ndim > 1):
-        own, loud = local_tensor(p), LOUDNESS * p.shape[-1] ** -0.5
+        own, loud = local_tensor(p), RAISED_STD * p.shape[-1] ** -0.5
         rms = max(own.float().norm().item(), 1e-9) / max(own.numel(), 1) ** 0.5
         raised.append((own, 2.0 ** max(0, round(math.log2(loud / rms)))))
         own.mul_(raised[-1][1])
@@ -312,7 +312,7 @@ def doctor(
     alone = copy.copy(cp)
     alone.make_plan = partial(make_plan, kernel=cp.kernel)
 
-    def side(cp: ContextParallel | None) -> Side:
+    def side(cp: ContextParallel | None) -> ModelRun:
         def run(changed: int | None) -> Tensor:
             copies = {name: x.clone() for name, x in batch.items()}
             if changed is not None:
@@ -325,12 +325,12 @@ def doctor(
             model.zero_grad()
             return {name: (sum_ranks(x, plan) if cp else x).cpu() for name, x in own.items()}
 
-        return Side(model, run, gradients, _measure_peak)
+        return ModelRun(model, run, gradients, _measure_peak)
 
     model.zero_grad()
     buffers, order = [(buffer, buffer.clone()) for buffer in model.buffers()], cp.mesh.mesh.flatten().tolist()
     try:
-        with louder(model.parameters()):
+        with raised_weights(model.parameters()):
             return examine(plan, side(cp), lambda: (side(None), side(alone)), len(tokens), order)
     finally:
         for buffer, before in buffers:

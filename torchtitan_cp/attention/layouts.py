@@ -13,7 +13,7 @@ from torchtitan_cp.attention.layout import Layout, documents_of, pairs_before, r
 from torchtitan_cp.attention.mask import AttentionMask
 from torchtitan_cp.attention.tiles import count_pairs
 
-MOST_CHUNKS = 64
+MAX_CHUNKS = 64
 # A further chunk of a rank counts as this part of its work: smaller ones make smaller tiles.
 CHUNK_COST = 0.005
 # Pairs that a rank computes while a row of keys and values travels (within a node, to another one): 32 query and 8 key
@@ -71,7 +71,7 @@ def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
     best = (math.inf, contiguous(sequence_length, ranks))
     before = pairs_before(mask, sequence_length)
     held, even = 1, before[sequence_length] / ranks
-    while sequence_length % (held * ranks) == 0 and held <= MOST_CHUNKS:
+    while sequence_length % (held * ranks) == 0 and held <= MAX_CHUNKS:
         penalty = 1 + CHUNK_COST * held
         # Even a perfect balance of so many chunks would cost more than the best so far.
         if best[0] <= even * penalty:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchtitan_cp.attention.errors import PlanError
-from torchtitan_cp.attention.kernels import KERNELS, Scores, choose_kernel
+from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_kernel
 from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
@@ -52,7 +52,7 @@ def prepare_plan(plan: Plan) -> None:
 
 
 def _prepare(
-    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores, *per_head: Tensor | None
+    handle: Tensor, q: Tensor, v: Tensor, heads: tuple[int, int], scores: ScoreMod, *per_head: Tensor | None
 ) -> tuple[Strategy, Call]:
     """The strategy of a plan, and its call for (query, key) heads and `per_head`: sinks and slopes."""
     plan, (sinks, slopes) = with_strategy(find_plan(handle), *heads), per_head
@@ -129,7 +129,7 @@ def attention(
     if not len(q):  # which some kernels refuse
         return _new_outputs(q, k, v, all_to_all_ranks)
     q, k, v = map(_packed_heads, (q, k, v))
-    strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), Scores(scale, softcap), sinks, slopes)
+    strategy, call = _prepare(handle, q, v, (q.shape[2], k.shape[2]), ScoreMod(scale, softcap), sinks, slopes)
     out, lse, residuals = strategy.forward(q, k, v, call)
     return out, lse, [] if all_to_all_ranks == 1 else list(residuals)
 
@@ -150,7 +150,9 @@ def attention_backward(
         return _new_gradients(dout, residuals, sinks, key_heads)
     dout, q, k, v, out = map(_packed_heads, (dout, *residuals[:4]))
     kept = Residuals(q, k, v, out, residuals[4])
-    strategy, call = _prepare(handle, kept.q, kept.v, (dout.shape[2], key_heads), Scores(scale, softcap), sinks, slopes)
+    strategy, call = _prepare(
+        handle, kept.q, kept.v, (dout.shape[2], key_heads), ScoreMod(scale, softcap), sinks, slopes
+    )
     *gradients, dsinks = strategy.backward(dout, kept, call)
     # Compiled code relies on the strides that the fake kernel promises.
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)

@@ -242,7 +242,7 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
     """One rank's steps; see Plan.steps."""
     ranks = layout.ranks
     tiles: list[list[Tile]] = [[] for _ in range(ranks)]  # by source, keys in its local rows
-    served: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
+    sent: list[list[Span]] = [[] for _ in range(ranks)]  # by target, this rank's local rows
     find_reads = _dense_reads if mask.band in (FULL, CAUSAL) else _banded_reads
     for row, segments in documents_of(layout, mask, sequence_length):
         if ours := [segment for segment in segments if segment.rank == rank]:
@@ -250,7 +250,7 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
             for source, tile in read_here:
                 tiles[source].append(tile)
             for target, span in read_elsewhere:
-                served[target].append(span)
+                sent[target].append(span)
     everything = ((0, sequence_length // ranks),)
     steps = [RingStep(rank, rank, everything, everything, _fuse(tiles[rank]))]
     for distance in range(1, ranks):
@@ -258,7 +258,7 @@ def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: 
         receive = merge_spans([tile[3:5] for tile in tiles[source]])
         # Their keys as rows of what arrives, instead of rows of the source.
         arrived = [tile.moved(0, rows_before(receive, tile.k_start) - tile.k_start) for tile in _fuse(tiles[source])]
-        steps.append(RingStep(source, target, receive, merge_spans(served[target]), tuple(arrived)))
+        steps.append(RingStep(source, target, receive, merge_spans(sent[target]), tuple(arrived)))
     return tuple(steps)
 
 
@@ -270,7 +270,7 @@ def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, 
     """Reads of a document without a window: one tile for each (segment of this rank, other rank that holds keys)."""
     rank, run = ours[0].rank, (ours[0].local, ours[-1].rows[1])
     tiles: list[tuple[int, Tile]] = [(rank, Tile(row, *run, *run, band))]
-    served: list[tuple[int, Span]] = []
+    sent: list[tuple[int, Span]] = []
     # Local rows of queries, and the global position up to which they see keys.
     queries = [(s.rows, s.start) for s in ours] if band == CAUSAL else [(run, segments[-1].stop)]
     last_start = {segment.rank: segment.start for segment in segments if segment.rank != rank}
@@ -282,19 +282,19 @@ def _dense_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, 
                 tiles.append((other, Tile(row, *q_rows, k_start, k_stop)))
         stop = rows_before(layout.spans[rank], start) if band == CAUSAL else run[1]
         if stop > run[0]:
-            served.append((other, (run[0], stop)))
-    return tiles, served
+            sent.append((other, (run[0], stop)))
+    return tiles, sent
 
 
 def _banded_reads(layout: Layout, band: Band, row: int, segments: tuple[Segment, ...], ours: list[Segment]) -> Reads:
     """Reads of a document under a window: one tile for each pair of segments that see each other."""
     tiles: list[tuple[int, Tile]] = []
-    served: list[tuple[int, Span]] = []
+    sent: list[tuple[int, Span]] = []
     for one, other in product(ours, segments):
         tiles += [(other.rank, tile) for tile in _banded_tile(row, one, other, band)]
         if other.rank != one.rank:
-            served += [(other.rank, (t.k_start, t.k_stop)) for t in _banded_tile(row, other, one, band)]
-    return tiles, served
+            sent += [(other.rank, (t.k_start, t.k_stop)) for t in _banded_tile(row, other, one, band)]
+    return tiles, sent
 
 
 def _banded_tile(row: int, queries: Segment, keys: Segment, band: Band) -> list[Tile]:

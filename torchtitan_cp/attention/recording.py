@@ -22,7 +22,7 @@ SKETCH = 8  # random combinations of features that stand for them
 Event = tuple[str, str]  # name of the module; "in", "out", or "q", "k", "v" of its attention
 
 
-class Call(NamedTuple):
+class CallInfo(NamedTuple):
     """An attention that reached us: (Hq, Hkv), (Dqk, Dv), and its options. Its q, k and v are events.
 
     A gated delta rule is one with a recurrent state: (Hv, Hk), (K, V).
@@ -50,7 +50,7 @@ class Trace:
     """
 
     events: dict[Event, Tensor] = field(default_factory=dict)
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, CallInfo] = field(default_factory=dict)
     attending: set[str] = field(default_factory=set)
     first: tuple[str, float] | None = None
     loss: float = 0.0
@@ -58,7 +58,7 @@ class Trace:
     error: str = ""
 
 
-class Side(NamedTuple):
+class ModelRun(NamedTuple):
     """A way to run the model.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Recorder(TorchDispatchMode):
             q, k, v, sinks, _, handle, scale, softcap, _ = args
             heads, dims = zip(q.shape[2:], v.shape[2:], strict=True)
             sinks = None if sinks is None else sinks.detach().cpu().clone()  # FSDP frees a weight after its layer
-            self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, softcap, sinks))
+            self.trace.calls.setdefault(layer, CallInfo(heads, dims, find_plan(handle), scale, softcap, sinks))
             for name, x in zip("qkv", (q, k, v), strict=True):
                 self.note(layer, name, x)
             if self.own_values:
@@ -97,7 +97,9 @@ class _Recorder(TorchDispatchMode):
         elif func is DELTA_RULE:
             (q, _, v, *_), handle, scale, *_ = args
             heads, dims = (v.shape[2], q.shape[2]), (q.shape[3], v.shape[3])
-            self.trace.calls.setdefault(layer, Call(heads, dims, find_plan(handle), scale, 0.0, None, recurrent=True))
+            self.trace.calls.setdefault(
+                layer, CallInfo(heads, dims, find_plan(handle), scale, 0.0, None, recurrent=True)
+            )
             if self.own_values:
                 return v.clone(), []
         elif func is CONVOLUTION and self.own_values:
@@ -143,7 +145,7 @@ def sketch(rows: Tensor) -> Tensor:
     return rows.float() @ torch.randn(rows.shape[-1], SKETCH, generator=generator).to(rows.device)
 
 
-def record(side: Side, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
+def record(side: ModelRun, sequences: int, tokens: int, changed: int | None = None, own_values: bool = False) -> Trace:
     """Run a step and record it.
 
     Args:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torchtitan_cp.attention.local_shard import local_tensor, shard_slices
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.load import build
-from torchtitan_cp.config.rope import TAKES
+from torchtitan_cp.config.rope import KEYS_BY_KIND
 from torchtitan_cp.config.sections import Rope
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ ENTRY = re.compile(r"(\.\d+\..*)\.\d+\.")
 PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 
 # Keys of a rotary embedding -> theirs; one has another name there.
-ROPE_KEYS = {key: key for keys in TAKES.values() for key in keys}
+ROPE_KEYS = {key: key for keys in KEYS_BY_KIND.values() for key in keys}
 ROPE_KEYS["original_seq_len"] = "original_max_position_embeddings"
 ATTENTION_KEYS = {"attention_factor", "mscale", "mscale_all_dim"}
 
@@ -207,7 +207,7 @@ def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     if rope.kind == "ntk":  # another theta there
         theta = rope.theta * rope.factor ** (head_dim / (head_dim - 2))
         return {"rope_type": "default", "rope_theta": theta}
-    values = {ROPE_KEYS[key]: getattr(rope, key) for key in TAKES[rope.kind]}
+    values = {ROPE_KEYS[key]: getattr(rope, key) for key in KEYS_BY_KIND[rope.kind]}
     if rope.kind == "longrope":
         values["short_factor"] = rope.short_factor or rope.long_factor
     # 0 and () ask for the paper's rule, and so does a missing key there.
@@ -225,9 +225,9 @@ def fill_rope(rope: Rope, config: Mapping[str, Any]) -> Rope:
     Raises:
         ConfigError: see `hub_rope`.
     """
-    if not {"theta", *TAKES[rope.kind]}.intersection(rope.unnamed):
+    if not {"theta", *KEYS_BY_KIND[rope.kind]}.intersection(rope.omitted):
         return rope
-    theirs, taken = hub_rope(config, rope.kind), set(rope.unnamed)
+    theirs, taken = hub_rope(config, rope.kind), set(rope.omitted)
     if not taken >= ATTENTION_KEYS:  # they exclude each other
         taken -= ATTENTION_KEYS
     elif "factor" not in taken and rope.factor != theirs.factor:  # it may follow from that
@@ -256,12 +256,12 @@ def hub_rope(config: Mapping[str, Any], wanted: str = "") -> Rope:
         kind, problem = "", f" that cannot be read: {error}"
     if wanted and kind not in ("", wanted):
         kind = "none"
-    if kind not in TAKES:
+    if kind not in KEYS_BY_KIND:
         raise ConfigError(
             f"model.hub_checkpoint: config.json has a rotary embedding{problem or f' of type {kind!r}'}",
-            fix=f"give each stage a rope of its own, of a kind among {', '.join(TAKES)}",
+            fix=f"give each stage a rope of its own, of a kind among {', '.join(KEYS_BY_KIND)}",
         )
-    keys = {key: values[ROPE_KEYS[key]] for key in TAKES[kind] if ROPE_KEYS[key] in values}
+    keys = {key: values[ROPE_KEYS[key]] for key in KEYS_BY_KIND[kind] if ROPE_KEYS[key] in values}
     table = {"theta": values["rope_theta"], "kind": kind, **keys}
     return build(Rope, table, where="rope", file="config.json of model.hub_checkpoint")
 

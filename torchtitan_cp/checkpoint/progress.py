@@ -41,7 +41,7 @@ class Progress:
         skipped_ranges: text that is not trained on: [stage, first, stop], the stage's steps of text in [first, stop).
         health: what bad steps have led to; see health.recovery.RecoveryState.
         recent: numbers of the last healthy steps; see health.monitor.SpikeDetector.
-        text_recipe: of the current stage, what says which text a step reads; see StagePlan.text_recipe.
+        text_recipe: of the current stage, what says which text a step reads; see ResolvedStage.text_recipe.
         ropes: `rope` of each stage entered, by number, as it was last; None: the model's own.
         stage_losses: per stage begun, its first and last training loss, and the steps taken.
     """

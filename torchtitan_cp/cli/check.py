@@ -10,8 +10,8 @@ from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training.registry import config_for_hub
 from torchtitan_cp.training.resolve import (
     check_files,
-    check_first_weights,
-    examined_config,
+    check_hub_weights,
+    doctor_config,
     fit_vocabulary,
     resolve_run,
 )
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     def check() -> int:
         ranks = default_ranks() * options.nodes if options.nodes else options.ranks
         config = load_config(options.config, overrides)
-        config = examined_config(config, ranks) if options.doctor else config
+        config = doctor_config(config, ranks) if options.doctor else config
         print(f"{options.config}: {preflight(config, ranks, trains=not (options.doctor or options.parity))}")
         return 0
 
@@ -54,7 +54,7 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
     check_files(config)
     args = fit_vocabulary(run, vocabulary_size(config.tokenizer))
     if trains:
-        check_first_weights(config, args)
+        check_hub_weights(config, args)
     for stage in run.stages:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan
 from torchtitan_cp.attention.kernels import reference
-from torchtitan_cp.attention.kernels.kernel import Scores
+from torchtitan_cp.attention.kernels.kernel import ScoreMod
 from torchtitan_cp.attention.linear.kernel import NORM_EPSILON
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
@@ -54,7 +54,7 @@ class CachedAttention:
         else:
             assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
             k, v = (torch.cat(pair, 1)[:, -window:] for pair in zip(cache, (k, v), strict=True))  # -0 keeps all
-            scores = Scores(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
+            scores = ScoreMod(options.get("scale") or q.shape[-1] ** -0.5, options.get("softcap", 0.0))
             out, lse = reference.forward(q, k, v, Band(None, None), scores)
             out = out if sinks is None else out * torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype)
         cache[:] = k[:, -window:], v[:, -window:]

@@ -13,7 +13,7 @@ from torchtitan_cp.config.check import check_stages
 from torchtitan_cp.planner.devices import ACCELERATORS, Cluster, make_cluster
 from torchtitan_cp.planner.estimate import plan_config
 from torchtitan_cp.planner.measure import measure_accelerator, ranks_here
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.report import print_estimates
 from torchtitan_cp.planner.search import search
 from torchtitan_cp.training.resolve import with_defaults
@@ -79,6 +79,6 @@ def _cluster_of(options: argparse.Namespace, config: Config) -> Cluster:
     measured, ranks = None, options.gpus_per_node
     if options.device == HERE:
         ranks = ranks or ranks_here()
-        measured = measure_accelerator(config, model_args_of(config), ranks)
+        measured = measure_accelerator(config, sized_model_args(config), ranks)
     bandwidths = {"link_bandwidth": options.intra_bandwidth * 1e9, "network_bandwidth": options.inter_bandwidth * 1e9}
     return make_cluster(options.device, options.nodes, measured, ranks_per_node=ranks, **bandwidths)

@@ -16,7 +16,7 @@ from torchtitan_cp.config.sections import Config, LRScheduler, Passkey, Stage
 START_BYTES = 2**16
 # Of the run's folder: two files that every start writes, and a folder.
 RUN_CONFIG, LOCK_FILE, CHECKPOINTS = "config.toml", ".lock", "checkpoints"
-MOST_TOKENS = 1e15  # of a stage
+MAX_TOKENS = 1e15  # of a stage
 FLOAT8_ROWS = 16  # of a product in float8
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -182,8 +182,8 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
     if len(ends) != 1:
         has = " and ".join(ends) if ends else "none of steps, tokens and until"
         raise ConfigError(f"{where} has {has}", fix="give one of them")
-    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MOST_TOKENS:
-        raise ConfigError(f"{where}.{ends[0]} asks for more than {MOST_TOKENS:.0e} tokens", fix="make it shorter")
+    if max(stage.steps * stage.global_batch_tokens, stage.tokens, stage.until.get("max_tokens", 0)) > MAX_TOKENS:
+        raise ConfigError(f"{where}.{ends[0]} asks for more than {MAX_TOKENS:.0e} tokens", fix="make it shorter")
     if stage.until:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp

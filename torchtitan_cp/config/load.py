@@ -140,7 +140,7 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
         check_range(values[name], fields[name].metadata, f"{file}: {dotted}")
     section = kind(**values)
     if kind is Rope:
-        vars(section)["unnamed"] = tuple(name for name in fields if name not in values)
+        vars(section)["omitted"] = tuple(name for name in fields if name not in values)
     return section
 
 

@@ -28,10 +28,10 @@ class Rope:
         long_factor: longrope: divisors of the head_dim / 2 frequencies
         short_factor: longrope: divisors in stages up to original_seq_len; default: long_factor
 
-    `unnamed` are the keys that a TOML file leaves out: they come from the config.json that the model has, if any.
+    `omitted` are the keys that a TOML file leaves out: they come from the config.json that the model has, if any.
     """
 
-    unnamed: ClassVar[tuple[str, ...]] = ()
+    omitted: ClassVar[tuple[str, ...]] = ()
     theta: float = key(10000.0, least=1)
     kind: str = key("none", choices=ROPE_KINDS)
     factor: float = key(1.0, least=1, read_by=ROPE_KINDS[1:])
@@ -48,7 +48,9 @@ class Rope:
     short_factor: tuple[float, ...] = key((), read_by=("longrope",))
 
 
-TAKES = {kind: tuple(entry.name for entry in fields(Rope) if kind in entry.metadata["read_by"]) for kind in ROPE_KINDS}
+KEYS_BY_KIND = {
+    kind: tuple(entry.name for entry in fields(Rope) if kind in entry.metadata["read_by"]) for kind in ROPE_KINDS
+}
 """The keys each kind reads, in addition to theta."""
 
 
@@ -72,7 +74,7 @@ def check_rope(rope: Rope, seq_len: int, where: str) -> None:
             f"{where}: long_factor and short_factor divide, so each number must be above 0",
             fix="use 1 to leave a frequency alone",
         )
-    takes = TAKES[rope.kind]
+    takes = KEYS_BY_KIND[rope.kind]
     if "original_seq_len" in takes:
         _check_original(rope, seq_len, where)
     scales = rope.factor > 1 or (rope.kind == "longrope" and rope.attention_factor)

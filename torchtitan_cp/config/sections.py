@@ -12,8 +12,8 @@ from torchtitan_cp.config.data import Data, DataSource, ResolvedStageData, Sourc
 from torchtitan_cp.config.key import key
 from torchtitan_cp.config.rope import Rope
 
-LONGEST_SECONDS = 1e8  # three years; torch counts in nanoseconds
-LEAST_PIECES = 300  # of a trained vocabulary: 256 bytes are among them
+MAX_SECONDS = 1e8  # three years; torch counts in nanoseconds
+MIN_PIECES = 300  # of a trained vocabulary: 256 bytes are among them
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Job:
 
     dump_folder: str = "outputs/run"
     description: str = ""
-    timeout_seconds: float = key(300.0, least=1, most=LONGEST_SECONDS)
-    startup_timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
+    timeout_seconds: float = key(300.0, least=1, most=MAX_SECONDS)
+    startup_timeout_seconds: float = key(1800.0, least=1, most=MAX_SECONDS)
     max_restarts: int = key(3, least=0)
     log_level: str = key("info", choices=("debug", "info", "warning", "error"))
 
@@ -75,7 +75,7 @@ class Tokenizer:
     kind: str = key("sentencepiece", choices=("sentencepiece", "bytes", "huggingface"))
     path: str = key("", read_by=("sentencepiece", "huggingface"))
     bos: bool = True
-    vocab_size: int = key(4096, least=LEAST_PIECES)
+    vocab_size: int = key(4096, least=MIN_PIECES)
 
     @property
     def trained(self) -> bool:
@@ -307,7 +307,7 @@ class Checkpoint:
     keep_every_steps: int = key(0, least=0)
     asynchronous: bool = True
     export: str = key("no", choices=("no", "float32", "bfloat16"))
-    timeout_seconds: float = key(1800.0, least=1, most=LONGEST_SECONDS)
+    timeout_seconds: float = key(1800.0, least=1, most=MAX_SECONDS)
 
 
 @dataclass(frozen=True)

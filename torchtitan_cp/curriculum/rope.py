@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from torchtitan_cp.config.errors import ConfigError
 from torchtitan_cp.config.sections import Rope
-from torchtitan_cp.curriculum.stages import StagePlan
+from torchtitan_cp.curriculum.stages import ResolvedStage
 
 Frequencies = tuple[float, ...]
 
 
-def check_head_dim(stages: Sequence[StagePlan], head_dim: int) -> None:
+def check_head_dim(stages: Sequence[ResolvedStage], head_dim: int) -> None:
     """Refuse scalings that do not fit the model's heads.
 
     Raises:

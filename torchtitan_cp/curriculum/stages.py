@@ -26,7 +26,7 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan(Stage):
+class ResolvedStage(Stage):
     """A stage, ready to run: the keys of [[curriculum.stages]] with every default filled in, and what follows of them.
 
     Attributes:
@@ -74,9 +74,9 @@ class StagePlan(Stage):
         return {"seq_len": self.seq_len, "global_batch_tokens": self.global_batch_tokens, **text}
 
 
-def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
+def resolve_stages(config: Config, ranks: int) -> tuple[ResolvedStage, ...]:
     """Resolve every stage of a config that has passed `check_config` for this number of ranks."""
-    plans: list[StagePlan] = []
+    plans: list[ResolvedStage] = []
     for index, stage in enumerate(config.curriculum.stages):
         degrees = resolve_degrees(config.parallel, ranks, stage)
         dp, micro = degrees.stage_dp(stage), config.training.micro_batch_sequences
@@ -103,5 +103,5 @@ def resolve_stages(config: Config, ranks: int) -> tuple[StagePlan, ...]:
             "data": resolve_stage_data(config.data, stage),
             "resets_optimizer": stage.optimizer_state == "reset",
         }
-        plans.append(StagePlan(**{**vars(stage), **found}))
+        plans.append(ResolvedStage(**{**vars(stage), **found}))
     return tuple(plans)

@@ -17,18 +17,18 @@ class Budget:
 
     Attributes:
         max_share: fraction of the time of training and evaluation together; 1 is no limit.
-        trained_seconds, spent_seconds: of training and of evaluation so far.
+        trained_seconds, evaluation_seconds: of training and of evaluation so far.
         token_seconds: per token, of the last evaluation.
     """
 
     max_share: float
     trained_seconds: float = 0.0
-    spent_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     token_seconds: float = 0.0
 
     def affords(self, tokens: int) -> bool:
         """True if this many more tokens stay within max_share, at the speed of the last ones."""
-        spent = self.spent_seconds + tokens * self.token_seconds
+        spent = self.evaluation_seconds + tokens * self.token_seconds
         return self.max_share >= 1 or spent <= self.max_share * (self.trained_seconds + spent)
 
     @contextmanager
@@ -37,7 +37,7 @@ class Budget:
         begun = time.perf_counter()
         yield
         seconds = time.perf_counter() - begun
-        self.spent_seconds += seconds
+        self.evaluation_seconds += seconds
         self.token_seconds = seconds / tokens
 
 

@@ -35,7 +35,7 @@ class Event:
     """A number of a step on one rank, plain JSON: the first non-finite value of a tensor, or its largest.
 
     Attributes:
-        order: place in the order of the step, which is the same on all ranks.
+        order: in the step, which is the same on all ranks.
         micro_batch: of the rank, from 0; -1: of none.
         direction: forward or backward.
         module: by its name in the whole model; `loss` is the loss.
@@ -55,7 +55,7 @@ class Event:
     index: tuple[int, ...]
 
     @property
-    def place(self) -> tuple[str, str, str]:
+    def where(self) -> tuple[str, str, str]:
         """Direction, module, and which of its tensors."""
         return self.direction, self.module, self.what
 
@@ -81,8 +81,8 @@ class ModuleTrace:
 
     Attributes:
         seen: (largest absolute value, infinite where one is not finite; what it is of) of every tensor.
-        inputs, named: arguments of the module to keep by place and by name, tensors detached.
-        output_gradients: by the place among its outputs.
+        inputs, named: arguments of the module to keep by position and by name, tensors detached.
+        output_gradients: by position among its outputs.
     """
 
     def __init__(self, parts: Iterable[tuple[int, str, nn.Module]], keep: tuple[nn.Module, int] | None = None) -> None:
@@ -128,17 +128,17 @@ class ModuleTrace:
 
     def _see_all(self, part: tuple[int, str], name: str, what: str, values: tuple[Any, ...], keep: bool) -> None:
         number, micro_batch = part[0], self._forwards[part] - 1
-        for place, x in enumerate(values):
+        for position, x in enumerate(values):
             if isinstance(x, Tensor) and x.is_floating_point():
-                label = what if place == 0 else f"{what} {place}"
+                label = what if position == 0 else f"{what} {position}"
                 self._see(number, micro_batch, FORWARD, name, label, x)
                 if x.requires_grad:
                     x.register_hook(partial(self._see_gradient, number, micro_batch, name, f"{label} gradient"))
                 if x.requires_grad and keep:
-                    x.register_hook(partial(self._keep_gradient, place))
+                    x.register_hook(partial(self._keep_gradient, position))
 
-    def _keep_gradient(self, place: int, gradient: Tensor) -> None:
-        self.output_gradients[place] = gradient.clone()
+    def _keep_gradient(self, position: int, gradient: Tensor) -> None:
+        self.output_gradients[position] = gradient.clone()
 
     def _see_gradient(self, number: int, micro_batch: int, name: str, what: str, gradient: Tensor) -> None:
         self._backward_micro_batch = micro_batch
@@ -161,23 +161,23 @@ class ModuleTrace:
         if found := largest_value(x):
             self.seen.append((found[0], Event(order, micro_batch, direction, name, what, *found[1:])))
 
-    def outgrown(self, usual: "ModuleTrace") -> list[tuple[float, Event]]:
+    def growth_over(self, healthy: "ModuleTrace") -> list[tuple[float, Event]]:
         """(growth, what) of each tensor that grew more than all before it, in the order of the step.
 
         Args:
-            usual: of a healthy step of the same shape. Growth is how many times larger than there a tensor is, infinite
-                where it is not finite.
+            healthy: of a healthy step of the same shape. Growth is how many times larger a tensor is than there,
+                infinite where it is not finite.
         """
         before: dict[tuple[str, str, str], float] = {}
-        for value, event in usual.seen:
-            before[event.place] = max(value, before.get(event.place, 0.0))
-        most, outgrown = 0.0, []
+        for value, event in healthy.seen:
+            before[event.where] = max(value, before.get(event.where, 0.0))
+        most, grown = 0.0, []
         for value, event in sorted(self.seen, key=lambda each: each[1].order):
-            growth = value if math.isinf(value) else value / (before.get(event.place) or math.inf)
+            growth = value if math.isinf(value) else value / (before.get(event.where) or math.inf)
             if growth > most:
                 most = growth
-                outgrown.append((growth, event))
-        return outgrown
+                grown.append((growth, event))
+        return grown
 
 
 def is_recomputing() -> bool:
@@ -198,8 +198,8 @@ def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ..
     low, high = torch.aminmax(flat)  # which pass NaN on
     bad = not (low.isfinite() and high.isfinite())
     largest = flat.argmax() if high >= -low else flat.argmin()
-    place = (~flat.isfinite()).to(torch.uint8).argmax() if bad else largest
-    index = tuple(int(number) for number in torch.unravel_index(place, own.shape))
+    at = (~flat.isfinite()).to(torch.uint8).argmax() if bad else largest
+    index = tuple(int(number) for number in torch.unravel_index(at, own.shape))
     value = float(own[index])
     size = math.inf if bad else abs(value)
     return size, str(value) if bad else f"{size:.3g}", tuple(own.shape), index
@@ -208,11 +208,11 @@ def largest_value(x: Tensor) -> tuple[float, str, tuple[int, ...], tuple[int, ..
 def find_nonfinite_weight(parts: Iterable[nn.Module], prefix: str = "") -> Event | None:
     """The first weight of which this rank's shard has a non-finite value; the prefix is that of the parts' names."""
     for part in parts:
-        for place, (name, parameter) in enumerate(part.named_parameters(prefix=prefix)):
+        for number, (name, parameter) in enumerate(part.named_parameters(prefix=prefix)):
             found = largest_value(parameter)
             if found and math.isinf(found[0]):
                 module, _, own = name.rpartition(".")
-                return Event((WEIGHT, place), -1, FORWARD, module, f"parameter {own}", *found[1:])
+                return Event((WEIGHT, number), -1, FORWARD, module, f"parameter {own}", *found[1:])
     return None
 
 
@@ -233,19 +233,19 @@ def find_invalid_tokens(batches: Iterable[dict[str, Tensor]], vocabulary: int) -
     return None
 
 
-def find_origin(outgrown: Iterable[list[tuple[float, Event]]]) -> tuple[float, Event, list[int]] | None:
+def find_origin(grown: Iterable[list[tuple[float, Event]]]) -> tuple[float, Event, list[int]] | None:
     """Where bad values begin: the first tensor whose growth is at least the square root of the greatest growth.
 
     Numbers differ from step to step, and what follows a spike inherits its growth; growth multiplies, so the root lies
     between the two. Non-finite values have infinite growth, so the first of them is the origin.
 
     Args:
-        outgrown: of each rank, from ModuleTrace.outgrown.
+        grown: of each rank, from ModuleTrace.growth_over.
 
     Returns:
         (growth, what, the ranks where it is the first); None if nothing stands out.
     """
-    rows = list(outgrown)
+    rows = list(grown)
     most = max((growth for row in rows for growth, _ in row), default=0.0)
     if most < MIN_GROWTH:
         return None
@@ -265,7 +265,7 @@ class Diagnosis:
         reproduces: the step was bad again.
         culprit: the first bad event of all ranks, if one was found.
         ranks: on which it is the first.
-        place: of its token, as `row`, `local_token`, `sequence`, `global_token`, `document`; empty if it has none.
+        token: where it is, as `row`, `local_token`, `sequence`, `global_token`, `document`; empty if it has none.
         times: of a spike, how many times larger than in a healthy step; else 0.
     """
 
@@ -273,7 +273,7 @@ class Diagnosis:
     reproduces: bool
     culprit: Event | None = None
     ranks: tuple[int, ...] = ()
-    place: dict[str, int] = field(default_factory=dict)
+    token: dict[str, int] = field(default_factory=dict)
     times: float = 0.0
 
     @property
@@ -284,7 +284,7 @@ class Diagnosis:
     def as_json(self) -> dict[str, Any]:
         """As a bundle's report has it."""
         known = asdict(self)
-        return {"said": known.pop("summary"), **known.pop("place"), **known}
+        return {"said": known.pop("summary"), **known.pop("token"), **known}
 
 
 @dataclass(frozen=True)
@@ -329,9 +329,9 @@ class Diagnoser:
         ids = [{"tokens": batch.tokens, "labels": batch.labels} for batch in micro_batches]
         event = find_nonfinite_weight(part for _, part in self.parts)
         event = event or find_invalid_tokens(ids, self.vocabulary)
-        outgrown = [(math.inf, event)] if event else trace.outgrown(usual) if reproduces else []
+        grown = [(math.inf, event)] if event else trace.growth_over(usual) if reproduces else []
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, outgrown)
+        dist.all_gather_object(gathered, grown)
         origin = find_origin(gathered)
         repeated = "; it comes again when the step is repeated" + " without torch.compile" * self.compiled
         if origin is None and reproduces:
@@ -343,11 +343,11 @@ class Diagnoser:
             but = ", or torch.compile, which the repeat runs without" * self.compiled
             return Diagnosis(f"repeated, the step {what}: a hardware fault, or a race{but}", False)
         growth, culprit, ranks = origin
-        place = [self._locate(culprit, micro_batches) if dist.get_rank() == ranks[0] else {}]
-        dist.broadcast_object_list(place, ranks[0])
+        token = [self._locate(culprit, micro_batches) if dist.get_rank() == ranks[0] else {}]
+        dist.broadcast_object_list(token, ranks[0])
         times = 0.0 if math.isinf(growth) else growth
-        summary = _describe_culprit(culprit, ranks, place[0], times) + repeated * reproduces
-        return Diagnosis(summary, reproduces, culprit, tuple(ranks), place[0], times)
+        summary = _describe_culprit(culprit, ranks, token[0], times) + repeated * reproduces
+        return Diagnosis(summary, reproduces, culprit, tuple(ranks), token[0], times)
 
     @property
     def watched(self) -> list[tuple[int, str, nn.Module]]:
@@ -380,7 +380,7 @@ class Diagnoser:
         }
 
 
-def _describe_culprit(event: Event, ranks: list[int], place: dict[str, int], times: float) -> str:
+def _describe_culprit(event: Event, ranks: list[int], token: dict[str, int], times: float) -> str:
     on = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
     if event.order[0] == WEIGHT:
         return f"the {event.what} of {event.module} is {event.value} on {on} at {list(event.index)} of its shard"
@@ -390,9 +390,9 @@ def _describe_culprit(event: Event, ranks: list[int], place: dict[str, int], tim
         what = f"it begins on {on} in {event.direction}: the {event.what} of {event.module} is {event.value}"
         what += f", {times:.3g} times its value in a healthy step" if times else ""
     what += f", micro-batch {event.micro_batch}"
-    if place:
+    if token:
         what += (
-            f", at token {place['global_token']} of sequence {place['sequence']} "
-            f"(local token {place['local_token']} of row {place['row']}, document {place['document']})"
+            f", at token {token['global_token']} of sequence {token['sequence']} "
+            f"(local token {token['local_token']} of row {token['row']}, document {token['document']})"
         )
     return what

@@ -40,7 +40,7 @@ class Injector:
         # A part whose output is tied to the embedding holds the embedding for its weight, without running it.
         modules: dict[str, nn.Module] = {}
         for part in parts:
-            if part.opens:
+            if part.is_first:
                 modules["tok_embeddings"] = part.tok_embeddings
             for number, layer in part.layers.items():
                 modules |= dict(layer.named_modules(prefix=f"layers.{number}"))

@@ -239,9 +239,9 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
         if report["culprit"]["direction"] == BACKWARD:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
-    spike, place = report["times"], Event(**report["culprit"]).place
+    spike, where = report["times"], Event(**report["culprit"]).where
     least = MIN_FRACTION * float(report["culprit"]["value"]) if spike else math.inf
-    return next((event for value, event in trace.seen if value >= least and (event.place == place or not spike)), None)
+    return next((event for value, event in trace.seen if value >= least and (event.where == where or not spike)), None)
 
 
 def _make_plans(report: dict[str, Any]) -> dict[int, Plan]:

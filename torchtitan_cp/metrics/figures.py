@@ -18,7 +18,7 @@ DPI = 110
 MAX_LABELLED_CELLS = 150  # a larger heat map has colors only
 MAX_LABELLED_LINES = 12  # of more, about every nth has a label
 NOT_ALLOWED = -1
-MOST_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
+MAX_OCTAVES = 3  # loads of experts beyond 1/8 and 8 times the even share have the same color
 
 
 def draw_loss_by_position(curves: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> np.ndarray:
@@ -119,10 +119,10 @@ def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
     layers, experts = loads.shape
     width, height = 3.0 + min(6.0, 0.2 * experts), 1.6 + min(8.0, 0.2 * layers)
     figure, axes = _figure(width, height, xlabel="expert", ylabel="layer")
-    octaves = np.log2(np.clip(loads, 2.0**-MOST_OCTAVES, None))  # NaN stays
+    octaves = np.log2(np.clip(loads, 2.0**-MAX_OCTAVES, None))  # NaN stays
     colors = importlib.import_module("matplotlib").colormaps["RdBu_r"].with_extremes(under="black", bad="#dddddd")
-    shown = np.where(loads == 0, -MOST_OCTAVES - 1, octaves)
-    image = axes.imshow(shown, colors, aspect="auto", vmin=-MOST_OCTAVES, vmax=MOST_OCTAVES, interpolation="nearest")
+    shown = np.where(loads == 0, -MAX_OCTAVES - 1, octaves)
+    image = axes.imshow(shown, colors, aspect="auto", vmin=-MAX_OCTAVES, vmax=MAX_OCTAVES, interpolation="nearest")
     bar = figure.colorbar(image, label="tokens over the even share")
     bar.ax.yaxis.set_major_formatter(lambda octave, _: f"{2.0**octave:g}")
     for axis in (axes.xaxis, axes.yaxis):

@@ -136,7 +136,7 @@ class ChunkedCrossEntropy(nn.Module):
             of each token its loss and its squared logsumexp (0 where ignored); the largest logit of this rank's rows;
             the gradient of the products, in their dtype; None without `gradients`.
         """
-        logits = self.finish(products.float()) if self.softcap or self.scale != 1 else products
+        logits = self.to_logits(products.float()) if self.softcap or self.scale != 1 else products
         row = labels - (vocabulary.first if vocabulary else 0)
         is_here = (row >= 0) & (row < logits.shape[-1])
         row = (row * is_here).unsqueeze(-1)
@@ -154,14 +154,14 @@ class ChunkedCrossEntropy(nn.Module):
         slope = (1 + 2 * self.z_loss * log_sums) * weights
         d_logits = probabilities.mul_((slope * (own_log_sums - log_sums).exp()).unsqueeze(-1))
         d_logits = _subtract_at(d_logits, row, (is_here * weights).unsqueeze(-1))
-        return losses, squares, largest, self.finish_backward(d_logits, logits).to(products.dtype)
+        return losses, squares, largest, self.to_logits_backward(d_logits, logits).to(products.dtype)
 
-    def finish(self, products: Tensor) -> Tensor:
+    def to_logits(self, products: Tensor) -> Tensor:
         """Logits from the products of hidden states and output matrix, scaled and capped."""
         logits = products * self.scale if self.scale != 1 else products
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def finish_backward(self, d_logits: Tensor, logits: Tensor) -> Tensor:
+    def to_logits_backward(self, d_logits: Tensor, logits: Tensor) -> Tensor:
         """Gradient of the products, in place of the logits'."""
         slope = self.scale * (1 - (logits / self.softcap).square()) if self.softcap else self.scale
         return d_logits.mul_(slope) if self.softcap or self.scale != 1 else d_logits

@@ -21,12 +21,12 @@ from torchtitan_cp.attention import prepare_plan
 from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import resolve_degrees
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.tokenizer import usable_cores
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.planner.fake import WORKING, FakeMode, Message, StepTracker, fake_flex, fake_job, real_tensors
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import ResolvedRun, resolve_run
@@ -45,7 +45,7 @@ class StageWalk(NamedTuple):
         messages: collective -> how often, over the micro-batches walked.
     """
 
-    stage: StagePlan
+    stage: ResolvedStage
     micro_batches: int
     peak_bytes: int
     by_kind: dict[str, int]
@@ -60,11 +60,11 @@ class StageWalk(NamedTuple):
 class DryModel(ParallelModel):
     """The model of one rank, with fake tensors."""
 
-    def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, begins: StagePlan) -> None:
+    def __init__(self, run: ResolvedRun, world: World, tracker: StepTracker, stage: ResolvedStage) -> None:
         with real_tensors():
-            meshes = Meshes(world.device.device.type, run.degrees[begins.index])
-        super().__init__(run, world, meshes, begins)
-        self.tracker, self.tp_and_pp = tracker, (begins.tp, begins.pp)
+            meshes = Meshes(world.device.device.type, run.degrees[stage.index])
+        super().__init__(run, world, meshes, stage)
+        self.tracker, self.tp_and_pp = tracker, (stage.tp, stage.pp)
         for parameter in self.parts.parameters():
             parameter.grad = torch.zeros_like(parameter)
             self._set_kind(parameter, "weights")
@@ -76,7 +76,7 @@ class DryModel(ParallelModel):
                         self._set_kind(value, "optimizer")
         self.zero_grad()
 
-    def walk(self, stage: StagePlan) -> StageWalk:
+    def walk(self, stage: ResolvedStage) -> StageWalk:
         """A whole optimizer step of a stage."""
         if self.pipeline:
             self.pipeline.release()  # what an earlier stage left
@@ -122,7 +122,7 @@ def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> l
         raise ConfigError(f"there is no rank {rank} among {ranks}", fix=f"use --rank 0 to {ranks - 1}")
     kernel = "auto" if device == "cpu" else config.context_parallel.kernel
     config = config.with_keys(context_parallel={"kernel": kernel})
-    run = resolve_run(with_shared_batches(config, ranks), ranks, model_args_of(config))
+    run = resolve_run(with_shared_batches(config, ranks), ranks, sized_model_args(config))
     run = dataclasses.replace(run, config=run.config.with_keys(compile={"enable": False}, parallel={"async_tp": False}))
     processes = min(usable_cores(), len(run.stages))
     with stage_walker(run, rank, device) as walk:
@@ -157,11 +157,11 @@ def with_shared_batches(config: Config, ranks: int) -> Config:
 
 
 @contextmanager
-def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[Callable[[StagePlan], StageWalk]]:
+def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[Callable[[ResolvedStage], StageWalk]]:
     """Be one rank of a job. Yields what walks a stage, with one model while tp and pp stay the same."""
     tracker, models = StepTracker(device), list[DryModel]()
 
-    def walk(stage: StagePlan) -> StageWalk:
+    def walk(stage: ResolvedStage) -> StageWalk:
         if models and models[0].tp_and_pp != (stage.tp, stage.pp):
             models.clear()  # frees its memory first, as a relaunch does
         if not models:
@@ -176,10 +176,10 @@ def stage_walker(run: ResolvedRun, rank: int, device: str = "cpu") -> Iterator[C
         models.clear()
 
 
-_walk_stage: Callable[[StagePlan], StageWalk]
+_walk_stage: Callable[[ResolvedStage], StageWalk]
 
 
-def _walk(stage: StagePlan) -> StageWalk:
+def _walk(stage: ResolvedStage) -> StageWalk:
     """Walk a stage in a process of a pool."""
     return _walk_stage(stage)
 

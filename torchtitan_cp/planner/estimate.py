@@ -11,7 +11,7 @@ from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction
 from torchtitan_cp.planner.devices import ASYNC_TP_EXPOSED, HOST_BANDWIDTH, Cluster
 from torchtitan_cp.planner.memory import Memory, block_bytes, kept_bytes, rank_memory
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.stage import PlannedRank, PlannedStage
 from torchtitan_cp.planner.strategy_costs import BACKWARD_FLOPS, FORWARD_FLOPS, FP32_BYTES, STRATEGY_COSTS, LayerCost
 from torchtitan_cp.training.resolve import resolve_run
@@ -51,8 +51,8 @@ class Estimate(PlannedStage):
     @cached_property
     def memory(self) -> Memory:
         """The peak of a step on the pipeline rank that holds most."""
-        moments = (memory for own in self.ranks for memory in rank_memory(self, own))
-        return max(moments, key=lambda memory: memory.total)
+        phases = (memory for own in self.ranks for memory in rank_memory(self, own))
+        return max(phases, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
@@ -123,12 +123,12 @@ def plan_config(config: Config, cluster: Cluster, model_args: Any = None) -> tup
     """An estimate of each stage of a config on all ranks of a cluster, without preparing its corpus.
 
     Args:
-        model_args: what `model_args_of` returned, if it is known.
+        model_args: what `sized_model_args` returned, if it is known.
 
     Raises:
         UserError, ContextParallelError: what a run on so many ranks would refuse.
     """
-    run = resolve_run(config, cluster.ranks, model_args or model_args_of(config))
+    run = resolve_run(config, cluster.ranks, model_args or sized_model_args(config))
     inactive: dict[str, Any] = {} if cluster.accelerator.capability else OFFLOADS
     return tuple(
         Estimate(run.config_of(stage).with_keys(**inactive), run.model_args, degrees, stage, cluster)
@@ -159,7 +159,7 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
         layer = _layer_seconds(planned, state_layer(planned), 0)
         layer["attention"] += _recurrence_seconds(planned)
         layers.append((states, layer))
-    total = _ends_seconds(planned, own)
+    total = _outer_seconds(planned, own)
     for count, layer in layers:
         for name, seconds in layer.items():
             total[name] = total.get(name, 0.0) + count * stage.micro_batches * seconds
@@ -196,8 +196,8 @@ def _layer_seconds(planned: PlannedStage, attention: LayerCost, window: int) -> 
     tokens, tp, sequences = planned.tokens, planned.degrees.tp, planned.stage.micro_batch_sequences
     mode, tiles = config.activation.checkpoint, config.activation.mlp_tiles
     product_rate = cluster.rate(config.training.compute_dtype, cluster.accelerator.linear)
-    forward = 2 * planned.counts.token_matrices * tokens / product_rate
-    mlp = 2 * 3 * args.dim * args.token_ffn_dim / tp * tokens / product_rate
+    forward = 2 * planned.counts.active_matrices * tokens / product_rate
+    mlp = 2 * 3 * args.dim * args.active_ffn_dim / tp * tokens / product_rate
     # Tiles run again for themselves, and before that with a block that is.
     in_tiles = 0.0 if tiles == 1 else mlp
     again = {"none": 0.0, "selective": in_tiles}.get(mode, forward)
@@ -233,8 +233,8 @@ def _elementwise_bytes(planned: PlannedStage) -> float:
     """Bytes that elementwise kernels move in a layer's forward."""
     args = planned.args
     heads = (args.n_heads + args.n_kv_heads) * args.head_dim
-    values = WIDTH_PASSES * args.dim + HEAD_PASSES * heads + FFN_PASSES * args.token_ffn_dim
-    values += COPY_PASSES * args.token_copies * args.dim
+    values = WIDTH_PASSES * args.dim + HEAD_PASSES * heads + FFN_PASSES * args.active_ffn_dim
+    values += COPY_PASSES * args.experts_per_token * args.dim
     return planned.tokens * values / planned.degrees.tp * planned.element_bytes * _fused(planned)
 
 
@@ -272,11 +272,11 @@ def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> 
     return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
-def _ends_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
+def _outer_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     """Output layer and loss, the ends' weights, and hidden states between pipeline ranks; of a step."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
     tokens, times = planned.tokens, planned.stage.micro_batches
-    matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.closes else 0
+    matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.is_last else 0
     fused = _fused(planned) if degrees.tp == 1 else 1.0
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
@@ -284,7 +284,7 @@ def _ends_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     seconds = {
         "linear layers": 6 * matrix * tokens * times / rate,
         "elementwise kernels": cluster.memory_seconds(logits) * times,
-        "FSDP messages": sum(_fsdp_seconds(planned, own.end_parameters)) * (times if degrees.pp == 1 else 1),
+        "FSDP messages": sum(_fsdp_seconds(planned, own.outer_parameters)) * (times if degrees.pp == 1 else 1),
         "tensor-parallel messages": 4 * cluster.collective_seconds(hidden, planned.degrees.tp, 1) * times,
     }
     if degrees.pp > 1:

@@ -13,9 +13,9 @@ KINDS = ("weights", "gradients", "optimizer", "block_inputs", "attention", "mlp"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by kind, and the moment at which they are most."""
+    """Bytes of one rank by kind, and the phase of a step in which they are most."""
 
-    moment: str
+    phase: str
     by_kind: dict[str, float]
 
     @property
@@ -78,8 +78,8 @@ def block_bytes(planned: PlannedStage) -> BlockBytes:
         given=given,
         out=out,
         all_to_all=trade,
-        ffn=tokens * 4 * args.token_ffn_dim / tp * c,
-        copies=tokens * 2 * args.token_copies * e * c / tp,
+        ffn=tokens * 4 * args.active_ffn_dim / tp * c,
+        copies=tokens * 2 * args.experts_per_token * e * c / tp,
     )
 
 
@@ -121,32 +121,32 @@ def _second_norm_kept(block: BlockBytes, tiles: int) -> float:
     return again + (block.second_norm if tiles == 1 else block.stream)
 
 
-Moment = tuple[str, float, dict[str, float]]
-"""What a moment is called, the share of activations freed by then, and what it adds, by kind."""
+Phase = tuple[str, float, dict[str, float]]
+"""What a phase is called, the share of activations freed by then, and what it adds, by kind."""
 
 
 def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
-    """Each moment of a step on a pipeline rank."""
+    """Each phase of a step on a pipeline rank."""
     always, parked = _always(planned, own)
     weights = _gathered_weights(planned, own)
     block = block_bytes(planned)
     kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
-    # The ends' gradients, whole and on their way to their shards.
-    reduced = own.end_parameters * (planned.element_bytes + planned.reduce_bytes)
-    moments: list[Moment] = [
-        *_loss_moments(planned, own, weights),
-        *_block_moments(planned, own, block, kept[2], weights),
+    # The outer parameters' gradients, whole and on their way to their shards.
+    reduced = own.outer_parameters * (planned.element_bytes + planned.reduce_bytes)
+    phases: list[Phase] = [
+        *_loss_phases(planned, own, weights),
+        *_block_phases(planned, own, block, kept[2], weights),
         ("reduction of the last gradients", 1.0, {"communication": weights + reduced}),
         ("update, with some of the state back from the host", 1.0, {"optimizer": parked}),
     ]
     waiting = _waiting_losses(planned, own)
-    for moment, gone, extra in moments:
+    for phase, gone, extra in phases:
         left = own.kept_layers * (1 - gone)
         held = {kind: left * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
         # Without accumulation a shard's gradient exists once its layer has run backward.
         shards = gone if planned.stage.micro_batches == 1 else 1.0
         now = always | {"gradients": always["gradients"] * shards, "loss": waiting * ("optimizer" not in extra)}
-        yield Memory(moment, {kind: sum(part.get(kind, 0.0) for part in (now, held, extra)) for kind in KINDS})
+        yield Memory(phase, {kind: sum(part.get(kind, 0.0) for part in (now, held, extra)) for kind in KINDS})
 
 
 def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], float]:
@@ -174,15 +174,15 @@ def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
     again = parallel.fsdp_reshard != "never" and parallel.pp == 1
     # At work: one, those gathered ahead, and the buffer a gather arrives in.
     blocks = min(own.layers, 2 + parallel.fsdp_prefetch) if again else own.layers + 1
-    gathered = (blocks * block + own.end_parameters) * planned.element_bytes
+    gathered = (blocks * block + own.outer_parameters) * planned.element_bytes
     # A pipeline reduces once a step: until then whole gradients add up.
     whole = own.parameters + own.layers * (block - planned.counts.block)
     return gathered + (whole * planned.reduce_bytes if parallel.pp > 1 else 0)
 
 
-def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Moment]:
+def _loss_phases(planned: PlannedStage, own: PlannedRank, weights: float) -> list[Phase]:
     """Logits of a chunk forward; the output's fp32 gradient and its scaled one backward."""
-    if not own.closes:
+    if not own.is_last:
         return []
     args, tp, c = planned.args, planned.degrees.tp, planned.element_bytes
     rows = -(-args.vocab_size // tp)
@@ -202,20 +202,20 @@ def _loss_moments(planned: PlannedStage, own: PlannedRank, weights: float) -> li
 
 def _waiting_losses(planned: PlannedStage, own: PlannedRank) -> float:
     """Gradients that the losses of other micro-batches have made by a backward: gpipe runs all forwards first."""
-    if not (own.closes and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
+    if not (own.is_last and planned.degrees.pp > 1 and planned.config.parallel.pp_schedule == "gpipe"):
         return 0.0
     matrix = -(-planned.args.vocab_size // planned.degrees.tp) * planned.args.dim
     one = matrix * FP32_BYTES + planned.tokens * planned.args.dim * planned.element_bytes
     return (planned.stage.micro_batches - 1) * one
 
 
-def _block_moments(
+def _block_phases(
     planned: PlannedStage, own: PlannedRank, block: BlockBytes, kept_mlp: float, weights: float
-) -> list[Moment]:
+) -> list[Phase]:
     """The first and the last layer to run backward, each in its MLP and in its attention."""
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
-    output = -(-args.vocab_size // tp) * args.dim * c if own.closes else 0
+    output = -(-args.vocab_size // tp) * args.dim * c if own.is_last else 0
     # A block's gradients whole, and two reduce-scatters of them under way; a pipeline's add up in `weights`.
     reduced = planned.gathered_block * (c + 2 * planned.reduce_bytes) + output
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
@@ -254,7 +254,7 @@ def _block_moments(
     layer = [("MLP", in_mlp), ("attention", in_attention)]
     if working := _delta_rule_bytes(planned):
         layer.append(("gated delta rule", in_attention | {"attention": recomputed * again + working}))
-    moments: list[Moment] = [(f"{part} of the first layer backward", 0.0, extra) for part, extra in layer]
+    phases: list[Phase] = [(f"{part} of the first layer backward", 0.0, extra) for part, extra in layer]
     if tp > 1 and recomputed:
         # The ranks' parts of the attention's product whole, in the order in which they are summed, and their sum.
         whole = block.stream * tp
@@ -263,9 +263,9 @@ def _block_moments(
             "attention": in_mlp["attention"],
             "communication": traffic + 2 * (whole + gradient),
         }
-        moments.append(("sum of the first layer's attention over tp", 0.0, in_sum))
+        phases.append(("sum of the first layer's attention over tp", 0.0, in_sum))
     if own.kept_layers == own.layers:
         # One micro-batch at a time: when the last layer runs backward, the others' activations are gone.
         gone = 1 - 1 / own.layers
-        moments += [(f"{part} of the last layer backward", gone, extra) for part, extra in layer]
-    return moments
+        phases += [(f"{part} of the last layer backward", gone, extra) for part, extra in layer]
+    return phases

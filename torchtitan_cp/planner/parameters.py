@@ -15,7 +15,7 @@ class Parameters:
     Attributes:
         block: of one layer; the mean, where they differ.
         muon: of these, those of matrices: no norm, bias or sink.
-        token_matrices: of its matrices, those that a token uses: only some experts.
+        active_matrices: of its matrices, those that a token uses: only some experts.
         experts: of a layer's, those of all its experts.
         embedding: V E, and what else is outside the layers.
         head: the last norm, and the output's V E where it is not tied to the embedding.
@@ -23,36 +23,36 @@ class Parameters:
 
     block: int
     muon: int
-    token_matrices: int
+    active_matrices: int
     experts: int
     embedding: int
     head: int
 
-    def ends(self, opens: bool, closes: bool, tied: bool) -> int:
-        """Outside the layers, on a pipeline rank that has the first layer (`opens`) or the last (`closes`)."""
-        embedding = self.embedding if opens or (closes and tied) else 0
-        return embedding + (self.head if closes else 0)
+    def outer(self, is_first: bool, is_last: bool, tied: bool) -> int:
+        """Outside the layers, on a pipeline rank that has the first layer (`is_first`) or the last (`is_last`)."""
+        embedding = self.embedding if is_first or (is_last and tied) else 0
+        return embedding + (self.head if is_last else 0)
 
 
 def count_parameters(args: Any, tp: int = 1) -> Parameters:
     """Parameters of a model with `vocab_size` set, on one of `tp` ranks that share its matrices."""
     output = args.dim * args.vocab_size
-    matrices, met = (
+    matrices, active = (
         (count - output) // args.n_layers // tp for count in (args.matrix_parameters(), args.linear_parameters())
     )
-    experts = (matrices - met) * args.n_experts // max(1, args.n_experts - args.token_copies)
+    experts = (matrices - active) * args.n_experts // max(1, args.n_experts - args.experts_per_token)
     output_rows = 0 if args.tie_embeddings else -(-args.vocab_size // tp)
     block, embedding = matrices + args.small_parameters(tp), args.embedding_parameters(tp)
-    return Parameters(block, matrices, met, experts, embedding, (output_rows + 1) * args.dim)
+    return Parameters(block, matrices, active, experts, embedding, (output_rows + 1) * args.dim)
 
 
 def total_parameters(args: Any) -> int:
     """All parameters of a model with `vocab_size` set."""
     counts = count_parameters(args)
-    return args.n_layers * counts.block + counts.ends(True, True, args.tie_embeddings)
+    return args.n_layers * counts.block + counts.outer(True, True, args.tie_embeddings)
 
 
-def model_args_of(config: Config) -> Any:
+def sized_model_args(config: Config) -> Any:
     """The config's ModelArgs with the vocabulary set, without preparing its corpus: the model's, or the tokenizer's.
 
     Raises:

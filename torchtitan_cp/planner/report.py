@@ -24,7 +24,7 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
             **{kind.replace("_", " "): f"{size / GIB:.2f}" for kind, size in memory.by_kind.items()},
             "sum": f"{memory.total / GIB:.2f}",
             "fits": "yes" if estimate.fits else "NO",
-            "peak during": memory.moment,
+            "peak during": memory.phase,
         },
         "attention's messages, sent by a rank: MiB a layer, GiB a step": {
             "cp": str(stage.cp),
@@ -88,5 +88,5 @@ def print_estimates(console: Console, estimates: Sequence[Estimate]) -> None:
             over = (estimate.memory.total - estimate.cluster.usable_bytes) / GIB
             console.print(
                 f"DOES NOT FIT: {estimate.stage.name} needs {estimate.memory.total / GIB:.1f} GiB a rank, {over:.1f} "
-                f"more than the device has, during {estimate.memory.moment}. --search looks for a layout that fits"
+                f"more than the device has, during {estimate.memory.phase}. --search looks for a layout that fits"
             )

@@ -11,10 +11,10 @@ from torchtitan_cp.config.sections import LRScheduler, Stage
 from torchtitan_cp.parallel.checks import check_tensor_parallel
 from torchtitan_cp.planner.devices import Cluster
 from torchtitan_cp.planner.estimate import Estimate, plan_config
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 
-MOST_PIPELINE_RANKS = 16
+MAX_PIPELINE_RANKS = 16
 
 
 class Choice(NamedTuple):
@@ -37,7 +37,7 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     Raises:
         UserError, ContextParallelError: nothing fits, or a run would refuse everything that was tried.
     """
-    args, refused = model_args_of(config), list[Exception]()
+    args, refused = sized_model_args(config), list[Exception]()
     tried = {choice: stage_options(config, args, choice, cluster, refused) for choice in choices(args, cluster)}
     picked = {choice: [best(options) for options in stages] for choice, stages in tried.items()}
     days = {
@@ -71,7 +71,7 @@ def choices(args: Any, cluster: Cluster) -> Iterator[Choice]:
             check_tensor_parallel(args, tp)
         except ConfigError:
             continue
-        for pp in _powers(min(cluster.ranks // tp, args.n_layers, MOST_PIPELINE_RANKS)):
+        for pp in _powers(min(cluster.ranks // tp, args.n_layers, MAX_PIPELINE_RANKS)):
             if cluster.ranks % (tp * pp) == 0:
                 fsdp, node = cluster.ranks // (tp * pp), cluster.accelerator.ranks_per_node // tp
                 sizes = dict.fromkeys((1, node, fsdp) if args.n_experts else (1,))

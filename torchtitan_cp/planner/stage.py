@@ -10,7 +10,7 @@ from torchtitan_cp.attention import AttentionMask, choose_strategy
 from torchtitan_cp.attention.kernels import Case, choose_for_case
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.degrees import Degrees
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.parallel.pipeline_stages import PipelineStages, plan_pipeline
 from torchtitan_cp.planner.devices import Cluster
@@ -29,16 +29,16 @@ class PlannedRank:
         windows: of those that attend to keys, 0 for none; the others carry a recurrent state.
         pipeline_stages: how many.
         kept_layers: layers times the micro-batches whose activations are held at once.
-        closes: it has the output layer.
-        end_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
+        is_last: it has the output layer.
+        outer_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
     """
 
     layers: int
     windows: tuple[int, ...]
     pipeline_stages: int
     kept_layers: float
-    closes: bool
-    end_parameters: int
+    is_last: bool
+    outer_parameters: int
     parameters: int
 
 
@@ -56,7 +56,7 @@ class PlannedStage:
     config: Config
     args: Any
     degrees: Degrees
-    stage: StagePlan
+    stage: ResolvedStage
     cluster: Cluster
     mask: AttentionMask = field(default_factory=AttentionMask)
 
@@ -94,7 +94,7 @@ class PlannedStage:
         """Bytes of the rows that a layer sends to experts for a micro-batch, T K E, also to itself; 0 without ep."""
         if self.degrees.ep == 1:
             return 0.0
-        return self.tokens / self.degrees.tp * self.args.token_copies * self.args.dim * self.element_bytes
+        return self.tokens / self.degrees.tp * self.args.experts_per_token * self.args.dim * self.element_bytes
 
     @cached_property
     def dispatch_passes(self) -> float:
@@ -122,10 +122,10 @@ class PlannedStage:
         own = [layer for number in numbers for layer in range(*pipeline.layers[number])]
         windows = tuple(self.args.layer_windows[layer] for layer in own if not self.args.state_sizes[layer])
         kept = len(own) * self._chunks_held(rank, len(numbers)) / len(numbers)
-        closes = len(pipeline.owner) - 1 in numbers
-        ends = counts.ends(0 in numbers, closes, self.args.tie_embeddings)
+        is_last = len(pipeline.owner) - 1 in numbers
+        ends = counts.outer(0 in numbers, is_last, self.args.tie_embeddings)
         parameters = len(own) * counts.block + ends
-        return PlannedRank(len(own), windows, len(numbers), kept, closes, ends, parameters)
+        return PlannedRank(len(own), windows, len(numbers), kept, is_last, ends, parameters)
 
     def _chunks_held(self, rank: int, per_rank: int) -> int:
         """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_cp.config import Config, ConfigError
 
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 
 
 def check_same_job(config: Config, sources: Iterable[Path]) -> None:
@@ -58,16 +58,16 @@ def check_agreement(where: str, facts: Mapping[str, Any]) -> None:
             shown = [f"{_name_ranks(first[1], hosts)} {name} {first[0]}"]
             lines.append(", ".join(shown + [f"{_name_ranks(found, hosts)} {value}" for value, found in others]))
     if lines:
-        more = f"; and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
+        more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
         raise ConfigError(
-            f"the ranks differ in {where}: {'; '.join(lines[:MOST_SHOWN])}{more}",
+            f"the ranks differ in {where}: {'; '.join(lines[:MAX_SHOWN])}{more}",
             fix="start every node from the same files, arguments, checkpoints and text",
         )
 
 
 def _name_ranks(ranks: list[int], hosts: list[str]) -> str:
     own = {hosts[rank] for rank in ranks}
-    shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + f" and {len(ranks) - MOST_SHOWN} more" * (len(ranks) > MOST_SHOWN)
+    shown = ", ".join(map(str, ranks[:MAX_SHOWN])) + f" and {len(ranks) - MAX_SHOWN} more" * (len(ranks) > MAX_SHOWN)
     shown += f" on {own.pop()}" if len(own) == 1 < len(set(hosts)) else ""  # all on one host of several
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 

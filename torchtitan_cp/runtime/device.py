@@ -142,15 +142,15 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def seed_step(seed: int, stage: int, step: int, role: tuple[int, ...]) -> None:
+def seed_step(seed: int, stage: int, step: int, coordinate: tuple[int, ...]) -> None:
     """Seed the random numbers of an optimizer step from its place alone, whatever ran before it.
 
     Args:
         seed: training.seed.
         stage: its index in the curriculum; step: of the stage, both from 0.
-        role: coordinates of this rank along the axes whose ranks must draw different numbers.
+        coordinate: coordinates of this rank along the axes whose ranks must draw different numbers.
     """
-    digest = hashlib.sha256(repr((seed, stage, step, role)).encode()).digest()
+    digest = hashlib.sha256(repr((seed, stage, step, coordinate)).encode()).digest()
     # Before CUDA is in use, torch.manual_seed takes milliseconds to write down who called it.
     generators = torch if torch.cuda.is_initialized() else torch.default_generator
     generators.manual_seed(int.from_bytes(digest[:7], "big"))

@@ -43,7 +43,7 @@ STORE_HOST = 0  # the rank that holds the job's store, where each attempt has on
 GRACE_SECONDS = 2.0
 # What a rank may be silent for: a tenth of its time limit, but three beats at least. A rank that computes, compiles or
 # writes beats all the same, unless a call into C holds Python's lock that long, as unpickling a large object does.
-SILENT_FRACTION, SILENT_BEATS, MOST_SILENT_SECONDS = 0.1, 3, 120.0
+SILENT_FRACTION, SILENT_BEATS, MAX_SILENT_SECONDS = 0.1, 3, 120.0
 # For a rank whose process on this host has ended or is stopped. It may also be about to leave, or held by a debugger.
 GONE_BEATS = 2
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -161,7 +161,7 @@ class Watchdog:
         waited, busy_seconds, looked, watched = 0.0, 0.0, time.monotonic(), _now
         while not self._left.wait(waited):
             activity = _now
-            most_silent = min(SILENT_FRACTION * activity.limit_seconds, MOST_SILENT_SECONDS)
+            most_silent = min(SILENT_FRACTION * activity.limit_seconds, MAX_SILENT_SECONDS)
             most_silent = max(SILENT_BEATS * self.beat_seconds, most_silent)
             self._beat(most_silent)
             # Time between two looks counts up to what lies between them: a scheduler may have held the job still.

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import ResolvedStageData
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_steps
 from torchtitan_cp.data.batches.samples import StageSamples
 from torchtitan_cp.data.batches.stream import TokenStream
@@ -153,7 +153,7 @@ class DataPipeline:
         held_out = {name: source.validation for name, source in sources if source.validation.tokens}
         self.held_out = {name: stream(store, seed=0, shuffle=False) for name, store in held_out.items()}
 
-    def start_stage(self, stage: StagePlan, progress: Progress) -> None:
+    def start_stage(self, stage: ResolvedStage, progress: Progress) -> None:
         """Read this stage's sequences from now on.
 
         Args:
@@ -168,7 +168,7 @@ class DataPipeline:
             self.streams, stage.seq_len, data, seed, stage.index, sequences, first_tokens, steps, skipped_steps
         )
 
-    def check_epochs(self, stages: Sequence[StagePlan], progress: Progress) -> None:
+    def check_epochs(self, stages: Sequence[ResolvedStage], progress: Progress) -> None:
         """Refuse stages for which data.max_epochs leaves too little text, up to one that a gate may end earlier.
 
         Raises:
@@ -185,7 +185,7 @@ class DataPipeline:
             if stage.until:
                 return
 
-    def stage_data(self, stage: StagePlan) -> ResolvedStageData:
+    def stage_data(self, stage: ResolvedStage) -> ResolvedStageData:
         """The stage's data; a stage without a mixture weighs the sources by their tokens."""
         by_tokens = {name: float(stream.store.tokens) for name, stream in self.streams.items()}
         return replace(stage.data, mixture=stage.data.mixture or by_tokens)
@@ -207,7 +207,7 @@ class DataPipeline:
         streams = (plain or self.held_out).values()
         return max(streams, key=lambda stream: stream.store.tokens).read(number * count, count)
 
-    def describe_stage(self, stage: StagePlan) -> str:
+    def describe_stage(self, stage: ResolvedStage) -> str:
         """What is special about the stage's text, each item after a semicolon; empty if nothing is."""
         data, notes, mixture = stage.data, [], self.samples.data.mixture
         if len(self.streams) > 1:

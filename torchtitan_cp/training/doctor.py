@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from torchtitan_cp.attention import AttentionMask, make_plan
-from torchtitan_cp.attention.doctor import examine, louder
-from torchtitan_cp.attention.recording import Side
+from torchtitan_cp.attention.doctor import examine, raised_weights
+from torchtitan_cp.attention.recording import ModelRun
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.data.batches.loader import Samples, read_step
@@ -19,10 +19,10 @@ from torchtitan_cp.runtime.device import World
 from torchtitan_cp.training import parity
 from torchtitan_cp.training.model import LayerAttention
 from torchtitan_cp.training.plain_attention import PlainAttention
-from torchtitan_cp.training.resolve import examined_config
+from torchtitan_cp.training.resolve import doctor_config
 from torchtitan_cp.training.trainer import Trainer
 
-DOCTOR_TOKENS, LEAST_TOKENS = 256, 16
+DOCTOR_TOKENS, MIN_TOKENS = 256, 16
 
 
 @dataclass
@@ -58,13 +58,13 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     Raises:
         ConfigError: the unsharded model does not fit on one rank, or the sequence is too short for documents.
     """
-    trainer = Trainer(examined_config(config, world.size), world)
+    trainer = Trainer(doctor_config(config, world.size), world)
     parity.check_fits(trainer)
     # One at least as long as the sequence masks nothing.
     windows = (w for w in trainer.model.args.layer_windows if w < trainer.stages[-1].seq_len)
     largest = max(windows, default=0)
     stage = parity.shorten(trainer, trainer.stages[-1], length, max(DOCTOR_TOKENS, largest * 5 // 4 + 128))
-    if stage.seq_len < LEAST_TOKENS:
+    if stage.seq_len < MIN_TOKENS:
         raise ConfigError(
             f"the doctor cuts a sequence into documents, for which {stage.seq_len} tokens are too few",
             fix=f"give it a length: --doctor {DOCTOR_TOKENS}",
@@ -81,10 +81,10 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
         (batch,) = read_step(samples, layout, 0)
         if torch.is_grad_enabled():
             return trainer.forward_backward((batch,)).loss / world.size
-        trainer.model.measure(batch, trainer.model.token_loss)
+        trainer.model.forward(batch, trainer.model.token_loss)
         return 0.0
 
-    def single(plans: Any = None) -> Side:
+    def single(plans: Any = None) -> ModelRun:
         attention: Any = LayerAttention() if plans else PlainAttention()
         model = parity.single_model(trainer, stage, weights, attention, torch.float32)
         own_attention = nullcontext if plans else getattr(model, "own_attention", nullcontext)
@@ -93,11 +93,11 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
             samples.changed = changed
             return parity.single_loss(trainer, layout, model, plans, own_attention)
 
-        return Side(model, step, lambda: parity.gradients_of(model), peak)
+        return ModelRun(model, step, lambda: parity.gradients_of(model), peak)
 
-    with louder(trainer.model.parts.parameters()):
+    with raised_weights(trainer.model.parts.parameters()):
         weights = parity.gather(trainer, lambda p: p)
-        ranks = Side(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
+        ranks = ModelRun(trainer.model.parts[0], step, lambda: parity.gather(trainer, lambda p: p.grad), peak)
         alone = replace(layout, make_plan=make_plan).plans(mask)
         report = examine(layout.plans(mask)[0], ranks, lambda: (single(), single(alone)), 1, list(range(world.size)))
     if world.rank == 0:

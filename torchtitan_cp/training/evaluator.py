@@ -15,8 +15,8 @@ from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Evaluation
-from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, read_rows
+from torchtitan_cp.curriculum import ResolvedStage
+from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, collate
 from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
 from torchtitan_cp.evaluation.held_out import Budget, evaluating, unigram_loss
 from torchtitan_cp.evaluation.prompts import Frame, Prompt, PromptWriter
@@ -87,7 +87,7 @@ class Evaluator:
         model: ParallelModel,
         data_pipeline: DataPipeline,
         settings: Evaluation,
-        first_stage: StagePlan,
+        first_stage: ResolvedStage,
         set_activity: Callable[[str], None],
         stop_requested: Callable[[], bool],
     ) -> None:
@@ -100,7 +100,7 @@ class Evaluator:
         self.prompts = PromptWriter(lambda text: encode([text])[0][0], data_pipeline.filler, settings.passkey)
 
     def evaluate(
-        self, stage: StagePlan, batch_layout: BatchLayout, progress: Progress, *, at_end: bool
+        self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, *, at_end: bool
     ) -> EvaluationResult | None:
         """Measure what [evaluation] asks for and there is time for, and what the stage's gate asks for. Collective.
 
@@ -166,7 +166,7 @@ class Evaluator:
     # Losses --------------------------------------------------------------------------------------------------
 
     def held_out_losses(
-        self, batch_layout: BatchLayout, stage: StagePlan, block: int = 0, tokens: int = 0
+        self, batch_layout: BatchLayout, stage: ResolvedStage, block: int = 0, tokens: int = 0
     ) -> HeldOutLosses | None:
         """Losses of held-out text, the same text on any number of ranks; None if there is none. Collective.
 
@@ -189,7 +189,7 @@ class Evaluator:
         label_counts = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         with evaluating(self.model.parts), self.budget.spending(count * seq_len):
             for batch in self._batches(samples.sequence, count, layout):
-                result = self.model.measure(batch, self.model.token_loss)
+                result = self.model.forward(batch, self.model.token_loss)
                 if result is None or not self.model.meshes.owns_loss:
                     continue
                 losses = result[1]
@@ -214,7 +214,7 @@ class Evaluator:
         return HeldOutLosses(sources, starts, sums[:-1], late, by_turn.cpu(), label_counts.cpu(), epochs)
 
     def _short_loss_rise(
-        self, stage: StagePlan, batch_layout: BatchLayout, progress: Progress, at_end: bool
+        self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, at_end: bool
     ) -> float | None:
         """By which fraction the loss at the first stage's length rose; None if it is not measured."""
         for_gate, ranks, first = "short_loss_rise" in stage.until, stage.cp * stage.tp, self.first_stage
@@ -231,7 +231,7 @@ class Evaluator:
         found = self.held_out_losses(resized(batch_layout, first.seq_len), first, tokens=tokens)
         return found.loss / before - 1 if found else None
 
-    def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: StagePlan) -> float | None:
+    def _context_gain(self, held_out: HeldOutLosses, batch_layout: BatchLayout, stage: ResolvedStage) -> float | None:
         """How much lower the loss is with all of the context than within blocks; None if it is not measured."""
         block = self.settings.context_gain_tokens
         tokens = max(self.settings.tokens, batch_layout.seq_len)
@@ -256,11 +256,11 @@ class Evaluator:
             self.set_activity("evaluating with the others")
             if any_rank(self.stop_requested(), device=self.model.device)[0]:
                 raise _Stopped
-            yield read_rows(read_limited, batch_layout, list(range(first, first + rows)))
+            yield collate(read_limited, batch_layout, list(range(first, first + rows)))
 
     # Retrieval -----------------------------------------------------------------------------------------------
 
-    def measure_retrieval(self, stage: StagePlan, batch_layout: BatchLayout) -> dict[str, Retrieval]:
+    def measure_retrieval(self, stage: ResolvedStage, batch_layout: BatchLayout) -> dict[str, Retrieval]:
         """Accuracy of every variant of prompts over lengths and depths. Collective."""
         passkey = self.settings.passkey
         if not (passkey.trials and self.data_pipeline.held_out):
@@ -287,7 +287,7 @@ class Evaluator:
             found[variant] = Retrieval(accuracy, lengths, depths)
         return found
 
-    def _frame(self, stage: StagePlan) -> Frame:
+    def _frame(self, stage: ResolvedStage) -> Frame:
         """Of the chat template, where the stage reads conversations."""
         config, mixture = self.data_pipeline.config, self.data_pipeline.stage_data(stage).mixture
         if not any(source.conversations and mixture.get(name) for name, source in config.data.by_name().items()):
@@ -327,7 +327,7 @@ class Evaluator:
                     break
                 tried = min(count, tried + batch_layout.sequences)
                 with self.budget.spending(batch_layout.tokens):
-                    wrong = self.model.measure(batch, wrong_answers)
+                    wrong = self.model.forward(batch, wrong_answers)
                     if wrong is not None and self.model.meshes.owns_loss:
                         for number, own in zip(batch.numbers, wrong.tolist(), strict=True):
                             mistakes[min(number, count - 1)] += own

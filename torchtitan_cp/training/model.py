@@ -25,7 +25,7 @@ from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.strategies import resolve_strategy
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import Compile, Rope
-from torchtitan_cp.curriculum import StagePlan, rope_frequencies
+from torchtitan_cp.curriculum import ResolvedStage, rope_frequencies
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch
 from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.build import build_optimizer, check_rules, set_learning_rates
@@ -43,7 +43,7 @@ from torchtitan_cp.training import registry
 from torchtitan_cp.training.resolve import ResolvedRun
 
 # (hidden `[B, S/cp, E]`, rows of the output matrix here, labels `[B, S/cp]`, which rows those are) -> any result
-Measure = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
+Compute = Callable[[Tensor, Tensor, Tensor, VocabularyShard | None], Any]
 WATCHED = ("forward", "backward", "optimizer", "cp_wait", "cp_flight")
 
 
@@ -141,7 +141,7 @@ class ParallelModel:
         run: its model_args have the vocabulary set; the pipeline is split by the layers' cost in the longest stage.
         world: this process among the ranks.
         meshes: of the run.
-        begins: the stage of the curriculum whose tp, pp and activation the parts are made with.
+        stage: the stage of the curriculum whose tp, pp and activation the parts are made with.
 
     Attributes:
         parts: modules, in order of their layers.
@@ -152,16 +152,16 @@ class ParallelModel:
         mesh: (pp, dp, cp, tp) of the current stage.
         observe: called with each micro-batch of a step and the losses of its tokens, on ranks with the last part.
         watches: stopwatches by name; see `pop_timings`.
-        role: this rank's place in pp, dp and cp of the current stage. Tensor-parallel peers share it and so draw the
-            same random numbers.
+        coordinate: this rank's, along pp, dp and cp of the current stage. Tensor-parallel peers share it and so draw
+            the same random numbers.
     """
 
-    def __init__(self, run: ResolvedRun, world: World, meshes: Meshes, begins: StagePlan) -> None:
+    def __init__(self, run: ResolvedRun, world: World, meshes: Meshes, stage: ResolvedStage) -> None:
         config, args = run.config, run.model_args
         self.config, self.world, self.meshes, self.args = config, world, meshes, args
         self.device = world.device.device
         self.compute_dtype = getattr(torch, config.training.compute_dtype)
-        self.activation = begins.activation
+        self.activation = stage.activation
         settings, mesh = config.parallel, meshes.pp
         self.layers = plan_pipeline(settings, mesh.size(), layer_costs(args, run.longest))
         sharding = registry.architecture(config.model).sharding
@@ -173,7 +173,7 @@ class ParallelModel:
             part = registry.empty_model(config.model, args, self.attend)
             whole = {name: parameter.numel() for name, parameter in part.named_parameters()}
             part.keep(*self.layers.layers[number])
-            parallelize(part, meshes, sharding, run.config_of(begins))
+            parallelize(part, meshes, sharding, run.config_of(stage))
             dispatch_experts(part, self.routing, experts[0].get_group() if experts else None, settings.expert_capacity)
             self.parts.append(part)
         self.parameter_count, self.parameter_names = sum(whole.values()), list(whole)
@@ -198,7 +198,7 @@ class ParallelModel:
         settings, dtype = self.config.optimizer, self.compute_dtype
         self.optimizers = [build_optimizer(part, settings, compute_dtype=dtype) for part in self.parts]
 
-    def configure_stage(self, stage: StagePlan) -> BatchLayout:
+    def configure_stage(self, stage: ResolvedStage) -> BatchLayout:
         """Set what the stage changes: process groups, RoPE frequencies, activation checkpointing. Collective.
 
         Returns:
@@ -209,7 +209,7 @@ class ParallelModel:
             self._wrap_blocks(self.config.compile)
         self.mesh = mesh = self.meshes.for_cp(stage.cp)
         settings = self.config.context_parallel
-        self.role = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
+        self.coordinate = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
         hybrid = stage.strategy == "hybrid"
         cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
         names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
@@ -265,11 +265,11 @@ class ParallelModel:
         def run(forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch) -> Tensor:
             weights = None if batch.weights is None else move(batch.weights)
 
-            def measure(*head: Any) -> tuple[Tensor, Tensor]:
+            def compute(*head: Any) -> tuple[Tensor, Tensor]:
                 total, losses = self.token_loss(*head, weights)
                 return total * (tokens / divisor.clamp_min(1)), losses
 
-            result = self._forward(forward, state, batch, measure)
+            result = self._forward(forward, state, batch, compute)
             if isinstance(result, Tensor):
                 return result
             losses = result[1]
@@ -311,25 +311,25 @@ class ParallelModel:
         loss.backward()
 
     @torch.no_grad()
-    def measure(self, batch: MicroBatch, measure: Measure) -> Any:
-        """The result of `measure` on a micro-batch, as `token_loss` or `optim.wrong_answers`. Collective.
+    def forward(self, batch: MicroBatch, compute: Compute) -> Any:
+        """The result of `compute` on a micro-batch, as `token_loss` or `optim.wrong_answers`. Collective.
 
         None on a rank without the last part.
         """
-        run = partial(self._forward, measure=measure)
+        run = partial(self._forward, compute=compute)
         if self.pipeline:
             return self.pipeline.evaluate(batch, self._hidden(batch), run)
         return run(self.parts[0], None, batch)
 
-    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, measure: Measure) -> Any:
+    def _forward(self, forward: Callable[..., Any], state: Tensor | None, batch: MicroBatch, compute: Compute) -> Any:
         """Forward of one part on a micro-batch.
 
         Args:
             state: hidden states of the part before it; None for the first part, which reads the tokens.
-            measure: what the last part computes from its hidden states.
+            compute: what the last part computes from its hidden states.
 
         Returns:
-            the result of `measure` from the last part, hidden states from the others.
+            the result of `compute` from the last part, hidden states from the others.
         """
         move = self.world.device.move
         tokens, labels, positions = (move(x) for x in (batch.tokens, batch.labels, batch.positions))
@@ -337,7 +337,7 @@ class ParallelModel:
         def head(hidden: Tensor, output: nn.Linear) -> Any:
             hidden, weight, group, first = vocabulary_shard(hidden, output.weight)
             vocabulary = VocabularyShard(group, first) if group else None
-            return measure(hidden, weight, labels, vocabulary)
+            return compute(hidden, weight, labels, vocabulary)
 
         return forward(tokens if state is None else state, positions, batch.plans, head)
 
@@ -403,14 +403,14 @@ class ParallelModel:
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         (place,) = (self.mesh.mesh == rank).nonzero().tolist()
-        return tuple(place[1:3]) == self.role[1:]
+        return tuple(place[1:3]) == self.coordinate[1:]
 
     def resolve_strategy(self, plan: Plan) -> str:
         """The name of the exchange between ranks; what was chosen for `auto`."""
         tp = self.meshes.degrees.tp
         return resolve_strategy(plan, self.args.n_heads // tp, self.args.n_kv_heads // tp)[0]
 
-    def pipeline_summary(self, stage: StagePlan) -> str:
+    def pipeline_summary(self, stage: ResolvedStage) -> str:
         """Schedule, layers and bubble of the pipeline, for the log; empty without one."""
         if self.pipeline is None:
             return ""

@@ -28,8 +28,8 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_dump_folder
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.curriculum import StagePlan
-from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, read_rows, read_step
+from torchtitan_cp.curriculum import ResolvedStage
+from torchtitan_cp.data.batches.loader import BatchLayout, assign_sequences, collate, read_step
 from torchtitan_cp.runtime.device import Device, World
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import cast_parameters, set_rope
@@ -102,7 +102,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     comparisons = []
     for stage in sorted(layouts.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
-            trainer = Trainer(config, world, begins=stage.index)
+            trainer = Trainer(config, world, stage=stage.index)
         check_fits(trainer)
         comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:
@@ -113,13 +113,13 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     return all(comparison.holds for comparison in comparisons)
 
 
-def _kind(stage: StagePlan) -> tuple[Any, ...]:
+def _kind(stage: ResolvedStage) -> tuple[Any, ...]:
     """What a short step depends on."""
     layout = stage.tp, stage.pp, stage.cp, stage.strategy, stage.all_to_all_ranks
     return *layout, stage.data.document_mask, stage.data.restart_positions, stage.rope
 
 
-def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHORT_TOKENS) -> StagePlan:
+def shorten(trainer: Trainer, stage: ResolvedStage, length: int, default: int = SHORT_TOKENS) -> ResolvedStage:
     """The stage at a short length, with one micro-batch, or one for each pipeline rank.
 
     Args:
@@ -142,7 +142,7 @@ def shorten(trainer: Trainer, stage: StagePlan, length: int, default: int = SHOR
     return replace(stage, seq_len=seq_len, micro_batches=micro_batches, global_batch_tokens=tokens)
 
 
-def _compare(trainer: Trainer, stage: StagePlan) -> Comparison:
+def _compare(trainer: Trainer, stage: ResolvedStage) -> Comparison:
     """Run a stage's first step both ways. Collective."""
     pipeline = f" x pp {stage.pp}" * (stage.pp > 1)
     tensor = f" x tp {stage.tp}" * (stage.tp > 1)
@@ -187,7 +187,7 @@ def _parallel_step(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Values,
 
 
 def _single_step(
-    trainer: Trainer, stage: StagePlan, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
+    trainer: Trainer, stage: ResolvedStage, batch_layout: BatchLayout, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Values, int]:
     """All sequences of the step on this rank alone, with the plain model and full logits in fp32, and peak memory."""
     model = single_model(trainer, stage, weights, PlainAttention(), dtype)
@@ -200,7 +200,11 @@ def _single_step(
 
 
 def single_model(
-    trainer: Trainer, stage: StagePlan, weights: dict[str, Tensor], attention: Callable[..., Tensor], dtype: torch.dtype
+    trainer: Trainer,
+    stage: ResolvedStage,
+    weights: dict[str, Tensor],
+    attention: Callable[..., Tensor],
+    dtype: torch.dtype,
 ) -> Any:
     """The whole model on this rank, with these weights and this attention."""
     args, device = trainer.model.args, trainer.device.device
@@ -256,7 +260,7 @@ def all_sequences(trainer: Trainer, batch_layout: BatchLayout) -> tuple[Tensor, 
     samples, normalization = trainer.data_pipeline.samples, trainer.config.training.loss_normalization
     numbers = assign_sequences(samples, 0, batch_layout).flatten().tolist()
     alone = replace(batch_layout, make_plan=make_plan, windows=(), weighted=normalization == "conversation")
-    batch = read_rows(samples.sequence, alone, numbers)
+    batch = collate(samples.sequence, alone, numbers)
     documents = [torch.repeat_interleave(torch.tensor(samples.document_lengths(number))) for number in numbers]
     weights = (batch.labels != IGNORED).float() if batch.weights is None else batch.weights
     mean = 1.0 if normalization == "batch_tokens" else weights.double().mean().item() or 1.0

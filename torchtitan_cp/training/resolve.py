@@ -15,7 +15,7 @@ from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS, check_config, check_dump_folder, check_stages
 from torchtitan_cp.config.degrees import Degrees, resolve_degrees
 from torchtitan_cp.config.sections import Data, Rope, SourceKeys, Stage
-from torchtitan_cp.curriculum import StagePlan, check_head_dim, resolve_stages
+from torchtitan_cp.curriculum import ResolvedStage, check_head_dim, resolve_stages
 from torchtitan_cp.data.corpus.chat import find_chat_template
 from torchtitan_cp.data.corpus.documents import check_corpus
 from torchtitan_cp.metrics.throughput import layer_costs
@@ -36,7 +36,7 @@ class ResolvedRun:
 
     config: Config
     ranks: int
-    stages: tuple[StagePlan, ...]
+    stages: tuple[ResolvedStage, ...]
     degrees: tuple[Degrees, ...]
     model_args: Any
 
@@ -45,7 +45,7 @@ class ResolvedRun:
         """Sequence length of the longest stage, in tokens."""
         return max(stage.seq_len for stage in self.stages)
 
-    def config_of(self, stage: StagePlan) -> Config:
+    def config_of(self, stage: ResolvedStage) -> Config:
         """The config with the tp, pp and activation memory of a stage."""
         return replace(self.config, activation=stage.activation).with_keys(parallel={"tp": stage.tp, "pp": stage.pp})
 
@@ -169,7 +169,7 @@ def exact_config(config: Config) -> Config:
     )
 
 
-def examined_config(config: Config, ranks: int) -> Config:
+def doctor_config(config: Config, ranks: int) -> Config:
     """The config as the doctor runs it: the last stage, all ranks on each sequence, in fp32, nothing compiled."""
     check_stages(config)
     last = config.curriculum.stages[-1]
@@ -201,7 +201,7 @@ def check_files(config: Config) -> None:
     check_dump_folder(config.job.dump_folder)
 
 
-def check_first_weights(config: Config, args: Any) -> None:
+def check_hub_weights(config: Config, args: Any) -> None:
     """Check that model.hub_checkpoint has weights, with `hub.load` also of these ModelArgs, unless the run resumes.
 
     Raises:

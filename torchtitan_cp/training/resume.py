@@ -9,34 +9,34 @@ from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.curriculum import StagePlan
+from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
 OWN_ROPE = "the model's own"
-Stages = tuple[StagePlan, ...]
+Stages = tuple[ResolvedStage, ...]
 Saved = tuple[Path, Progress]  # a checkpoint, and where its run stood
 
 
-def is_stage_over(progress: Progress, stages: Stages) -> bool:
+def is_stage_trained(progress: Progress, stages: Stages) -> bool:
     """Whether no step is left of the current stage."""
     return progress.stage_done or progress.stage_step >= stages[progress.stage].steps
 
 
-def is_stage_finished(progress: Progress, stages: Stages) -> bool:
+def is_stage_evaluated(progress: Progress, stages: Stages) -> bool:
     """Whether no step is left of the current stage, and its evaluation is over."""
-    return is_stage_over(progress, stages) and progress.evaluated_step == progress.step
+    return is_stage_trained(progress, stages) and progress.evaluated_step == progress.step
 
 
 def count_steps(progress: Progress, stages: Stages) -> int:
     """Optimizer steps of the whole run: those taken, and those left of the current stage and after it."""
-    left = 0 if is_stage_over(progress, stages) else stages[progress.stage].steps - progress.stage_step
+    left = 0 if is_stage_trained(progress, stages) else stages[progress.stage].steps - progress.stage_step
     return progress.step + left + sum(later.steps for later in stages[progress.stage + 1 :])
 
 
-def find_first_stage(saved: Saved | None, stages: Stages) -> StagePlan:
+def find_first_stage(saved: Saved | None, stages: Stages) -> ResolvedStage:
     """The stage that training begins or resumes in. A process keeps its tp and pp to its end.
 
     Raises:
@@ -50,7 +50,7 @@ def find_first_stage(saved: Saved | None, stages: Stages) -> StagePlan:
             f"{path} was written in stage {progress.stage + 1}, and the config has {len(stages)}",
             fix="put the stages back, or give the new run a folder of its own: --job.dump_folder=...",
         )
-    return stages[min(progress.stage + is_stage_finished(progress, stages), len(stages) - 1)]
+    return stages[min(progress.stage + is_stage_evaluated(progress, stages), len(stages) - 1)]
 
 
 def resume(
@@ -88,7 +88,7 @@ def resume(
             "stage %d has taken %d steps and the config gives it %d: it ends here",
             *(stage.index + 1, progress.stage_step, stage.steps),
         )
-    goes_on = progress.stage_step and not is_stage_over(progress, stages)
+    goes_on = progress.stage_step and not is_stage_trained(progress, stages)
     rope, now = before.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
     if goes_on and rope != now:
         changed = _changes(rope, now) if rope and now else [f"{rope or OWN_ROPE} -> {now or OWN_ROPE}"]

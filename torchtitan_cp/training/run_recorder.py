@@ -16,7 +16,7 @@ from torchtitan_cp.checkpoint.weights import TOKENIZER_FILE
 from torchtitan_cp.config import to_toml
 from torchtitan_cp.config.check import RUN_CONFIG, check_dump_folder
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.curriculum import StagePlan, describe_rope
+from torchtitan_cp.curriculum import ResolvedStage, describe_rope
 from torchtitan_cp.curriculum.gate import Verdict
 from torchtitan_cp.data.batches.loader import MicroBatch
 from torchtitan_cp.data.corpus.statistics import statistics_table
@@ -54,7 +54,7 @@ class RunRecorder:
     """
 
     def __init__(self, model: ParallelModel, data: DataPipeline, metrics_logger: MetricsLogger) -> None:
-        self.model, self.data, self.logger = model, data, metrics_logger
+        self.model, self.data, self.log = model, data, metrics_logger
         self.config, self.world = config, world = model.config, model.world
         device, self.folder = world.device, Path(config.job.dump_folder)
         self.peak = find_peak(device.device, device.name, model.compute_dtype, config.metrics.peak_tflops)
@@ -79,7 +79,7 @@ class RunRecorder:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        config, device, logger = self.config, self.world.device, self.logger
+        config, device, logger = self.config, self.world.device, self.log
         if self.world.rank == 0:
             text, tokenizer = to_toml(config), self.data.corpus.tokenizer
             check_dump_folder(config.job.dump_folder)
@@ -106,7 +106,7 @@ class RunRecorder:
         )
         logger.console.start_bar()
 
-    def start_stage(self, stage: StagePlan, progress: Progress, batch: MicroBatch, seconds: float) -> None:
+    def start_stage(self, stage: ResolvedStage, progress: Progress, batch: MicroBatch, seconds: float) -> None:
         """Say what the stage is, and draw who computes what of its first micro-batch if several ranks share it.
 
         Args:
@@ -115,7 +115,7 @@ class RunRecorder:
         """
         exchange = self.model.resolve_strategy(batch.plan)
         step, first = progress.step, progress.step - progress.stage_step
-        self.logger.say(
+        self.log.say(
             f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
             f"sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
@@ -128,15 +128,15 @@ class RunRecorder:
         self.stage_losses = self._new_breakdown(stage)
         if batch.plan.ranks > 1:
             title = f"{stage.name}: {exchange}, {batch.plan.layout.name}"
-            self.logger.image("curriculum/attention_tiles", step, figures.draw_attention_owners, batch.plan, title)
+            self.log.image("curriculum/attention_tiles", step, figures.draw_attention_owners, batch.plan, title)
 
-    def start_step(self, stage: StagePlan, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+    def start_step(self, stage: ResolvedStage, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare for a step. Every metrics.interval-th one is recorded in more detail."""
         self.micro_batches, detailed = micro_batches, step % self.config.metrics.interval == 0
         self.step_losses = self._new_breakdown(stage) if detailed else None
         self.model.observe = self._add_losses if detailed else None
 
-    def _new_breakdown(self, stage: StagePlan) -> LossBreakdown:
+    def _new_breakdown(self, stage: ResolvedStage) -> LossBreakdown:
         return LossBreakdown(stage.seq_len, list(self.data.streams), self.model.device)
 
     def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
@@ -148,7 +148,7 @@ class RunRecorder:
 
     def record_step(
         self,
-        stage: StagePlan,
+        stage: ResolvedStage,
         progress: Progress,
         report: StepReport,
         *,
@@ -199,9 +199,11 @@ class RunRecorder:
         )
         self.newest, self.routing = record, None if skipped else routing
         self.speeds[stage.index] = SPEED_DECAY * self.speeds.get(stage.index, speed) + (1 - SPEED_DECAY) * speed
-        self.logger.step(record, total_steps)
+        self.log.step(record, total_steps)
 
-    def _details(self, stage: StagePlan, report: StepReport, speed: float, routing: Routing | None) -> dict[str, Any]:
+    def _details(
+        self, stage: ResolvedStage, report: StepReport, speed: float, routing: Routing | None
+    ) -> dict[str, Any]:
         """The other fields of a healthy step's record; most of them every metrics.interval steps. Collective."""
         details = {
             "learned_tokens": report.learned_tokens,
@@ -244,9 +246,9 @@ class RunRecorder:
         self.peak_checked = self.peak_checked or self.peak.warn_if_exceeded(mfu)
         return mfu
 
-    def record_evaluation(self, stage: StagePlan, step: int, result: EvaluationResult) -> None:
+    def record_evaluation(self, stage: ResolvedStage, step: int, result: EvaluationResult) -> None:
         """Record the result of an evaluation."""
-        self.evaluation, self.evaluated_at, logger = result, step, self.logger
+        self.evaluation, self.evaluated_at, logger = result, step, self.log
         logger.say("\n".join(result.lines(step, stage.seq_len)))
         record = {"step": step, "stage": stage.name, "seq_len": stage.seq_len, **result.to_json()}
         scalars = {f"validation/{name}": value for name, value in result.scalars(stage.seq_len).items()}
@@ -263,19 +265,19 @@ class RunRecorder:
         """Draw the load of the experts in the newest step, once, and say how much they dropped."""
         if self.routing:
             counts, _, dropped = self.routing
-            self.logger.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts)))
+            self.log.image("experts/load", step, lambda: figures.draw_expert_loads(expert_loads(counts)))
             if dropped:
-                self.logger.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
+                self.log.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
         self.routing = None
 
-    def record_gate(self, stage: StagePlan, progress: Progress, verdict: Verdict, outcome: str) -> None:
+    def record_gate(self, stage: ResolvedStage, progress: Progress, verdict: Verdict, outcome: str) -> None:
         """Record how far the stage's gate is from opening. `outcome`: what follows from the verdict."""
-        self.logger.say(f"{outcome}: {verdict.why}", tag="gate", step=progress.step)
+        self.log.say(f"{outcome}: {verdict.why}", tag="gate", step=progress.step)
         bounds = {f"{name}_wanted": bound for name, bound in stage.until.items()}
         values = {**verdict.measured, **bounds, "of_max_tokens": progress.stage_step / stage.steps}
-        self.logger.scalars({f"gate/{name}": value for name, value in values.items()}, progress.step)
+        self.log.scalars({f"gate/{name}": value for name, value in values.items()}, progress.step)
 
-    def end_stage(self, stage: StagePlan, progress: Progress) -> None:
+    def end_stage(self, stage: ResolvedStage, progress: Progress) -> None:
         """Print the table of the stages so far, and draw their losses by position."""
         self._draw_routing(progress.step)
         first, last, steps = progress.stage_losses[str(stage.index)]
@@ -283,7 +285,7 @@ class RunRecorder:
         if curve:
             self.training_curves[stage.name] = (list(curve), list(curve.values()))
             draw, curves = figures.draw_loss_by_position, self.training_curves
-            self.logger.image("train/loss_by_position", progress.step, draw, curves)
+            self.log.image("train/loss_by_position", progress.step, draw, curves)
         result = self.evaluation if self.evaluated_at == progress.step else None
         if result:
             held_out = zip(result.position_starts, result.position_losses, strict=True)
@@ -301,8 +303,8 @@ class RunRecorder:
             "mfu": self.newest.mfu if self.newest else None,
             "GiB": self.newest.peak_memory_bytes / 2**30 if self.newest else None,
         }
-        self.logger.console.print_stages(self.stage_rows.values())
-        self.logger.say(self.data.describe_epochs(progress.text_step))
+        self.log.console.print_stages(self.stage_rows.values())
+        self.log.say(self.data.describe_epochs(progress.text_step))
 
     def finish(self) -> None:
         """Print where to look next."""
@@ -316,8 +318,8 @@ class RunRecorder:
         if self.config.metrics.tensorboard:
             board = folder / TENSORBOARD_FOLDER
             lines.append(f"look at it:  tensorboard --logdir {board}, then http://localhost:6006/#custom_scalars")
-        self.logger.console.close()
-        self.logger.say("\n".join(lines))
+        self.log.console.close()
+        self.log.say("\n".join(lines))
 
 
 def _describe_exchange(plan: Plan, exchange: str) -> str:

@@ -14,7 +14,7 @@ from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
-from torchtitan_cp.curriculum import StagePlan, judge
+from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
@@ -37,7 +37,7 @@ from torchtitan_cp.training.evaluator import Evaluator
 from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.model import ParallelModel
 from torchtitan_cp.training.resolve import fit_vocabulary, resolve_run
-from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_finished, is_stage_over, resume
+from torchtitan_cp.training.resume import count_steps, find_first_stage, is_stage_evaluated, is_stage_trained, resume
 from torchtitan_cp.training.run_recorder import RunRecorder
 from torchtitan_cp.training.step import StepRunner
 
@@ -51,20 +51,20 @@ class Trainer:
         config: of the run; it is checked against the number of ranks.
         world: this process among them.
         model_args: of the model, if they are known.
-        begins: number of the stage whose tp and pp this process has; None: of the stage where the run stands.
+        stage: number of the stage whose tp and pp this process has; None: of the stage where the run stands.
 
     Attributes:
         progress: where the run stands.
     """
 
-    def __init__(self, config: Config, world: World, model_args: Any = None, begins: int | None = None) -> None:
+    def __init__(self, config: Config, world: World, model_args: Any = None, stage: int | None = None) -> None:
         run = resolve_run(config, world.size, model_args)
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages
         self.folder = Path(config.job.dump_folder)
         self.checkpoints = CheckpointManager(self.folder / CHECKPOINTS, config.checkpoint)
         self.saved = self.checkpoints.find_newest() if config.checkpoint.enable else None
-        first = find_first_stage(self.saved, self.stages) if begins is None else self.stages[begins]
+        first = find_first_stage(self.saved, self.stages) if stage is None else self.stages[stage]
         if config.training.deterministic:
             use_deterministic_kernels()
 
@@ -80,7 +80,7 @@ class Trainer:
         args = fit_vocabulary(run, corpus.tokenizer.vocab_size)
         self.meshes = Meshes(self.device.device.type, run.degrees[first.index])
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
-        self.steps = StepRunner(self.model, self._stop_and_save_requests)
+        self.step_runner = StepRunner(self.model, self._stop_and_save_requests)
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.evaluator = Evaluator(
             self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
@@ -107,7 +107,7 @@ class Trainer:
     # Where the run stands ----------------------------------------------------------------------------------
 
     @property
-    def stage(self) -> StagePlan:
+    def stage(self) -> ResolvedStage:
         """The current stage."""
         return self.stages[self.progress.stage]
 
@@ -119,13 +119,13 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do."""
-        return self.stage is self.stages[-1] and self._stage_finished()
+        return self.stage is self.stages[-1] and self._is_evaluated()
 
-    def _stage_over(self) -> bool:
-        return is_stage_over(self.progress, self.stages)
+    def _is_trained(self) -> bool:
+        return is_stage_trained(self.progress, self.stages)
 
-    def _stage_finished(self) -> bool:
-        return is_stage_finished(self.progress, self.stages)
+    def _is_evaluated(self) -> bool:
+        return is_stage_evaluated(self.progress, self.stages)
 
     @property
     def needs_relaunch(self) -> bool:
@@ -167,7 +167,7 @@ class Trainer:
             self._set_activity("connecting to the other ranks over gloo, for saves")
             self.checkpoints.connect()
         self.recovery_policy = RecoveryPolicy(self.config.health, self.progress.health)
-        self.steps.start_stage(self.progress.recent)
+        self.step_runner.start_stage(self.progress.recent)
         self.recorder = RunRecorder(self.model, self.data_pipeline, self.metrics_logger)
         self.recorder.start(done)
         try:
@@ -187,7 +187,7 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest checkpoint, or the weights to start from. Collective."""
         self.progress = resume(self.saved, self.progress, self.stages, self.model, self.checkpoints)
-        self.evaluator.budget.trained_seconds, self.evaluator.budget.spent_seconds = self.progress.seconds
+        self.evaluator.budget.trained_seconds, self.evaluator.budget.evaluation_seconds = self.progress.seconds
         if not self.finished:
             self.data_pipeline.check_epochs(self.stages, self.progress)
 
@@ -195,7 +195,7 @@ class Trainer:
         """Train stage by stage until the end, a stop or a halt, and save the state then."""
         try:
             while not (self.finished or self.stopping):
-                if self._stage_finished():
+                if self._is_evaluated():
                     self._leave_stage()
                 if self.needs_relaunch:
                     break
@@ -208,7 +208,7 @@ class Trainer:
 
     # A stage -----------------------------------------------------------------------------------------------
 
-    def _run_stage(self, stage: StagePlan) -> None:
+    def _run_stage(self, stage: ResolvedStage) -> None:
         """Take the steps left of a stage, with its own process groups, frequencies and loader, and evaluate at its end.
 
         It returns after a bad step too, as the loader has to skip text then. If a stop cut the evaluation short, only
@@ -219,7 +219,7 @@ class Trainer:
         self.watchdog_timeout_seconds = self.config.job.startup_timeout_seconds
         self._set_activity(f"entering stage {stage.index + 1}", step=self.progress.step + 1)
         batch_layout = self.enter_stage(stage)
-        left = 0 if self._stage_over() else stage.steps - self.progress.stage_step
+        left = 0 if self._is_trained() else stage.steps - self.progress.stage_step
         ropes = self.progress.ropes | {str(stage.index): stage.rope_recipe}
         # A finished stage that was lengthened goes on.
         read_tokens = {} if left else self.progress.read_tokens
@@ -244,19 +244,19 @@ class Trainer:
                 self._save_if_due(False)
                 return
             interval = self.config.evaluation.interval
-            if interval and self.progress.step % interval == 0 and not (self._stage_over() or self.stopping):
+            if interval and self.progress.step % interval == 0 and not (self._is_trained() or self.stopping):
                 self._evaluate(stage, batch_layout)
-            if self._stage_over():
+            if self._is_trained():
                 break
             self._save_if_due(False)
             if self.stopping:
                 return
-        if not (self._stage_finished() or self.stopping):
+        if not (self._is_evaluated() or self.stopping):
             self._evaluate(stage, batch_layout)
-        if left and self._stage_over():
+        if left and self._is_trained():
             self._set_progress(read_tokens=self._read_tokens())
-        self._save_if_due(self._stage_finished())
-        if self._stage_finished():
+        self._save_if_due(self._is_evaluated())
+        if self._is_evaluated():
             self.recorder.end_stage(stage, self.progress)
 
     def _leave_stage(self) -> None:
@@ -268,14 +268,14 @@ class Trainer:
         self._set_progress(
             stage=progress.stage + 1, stage_step=0, stage_done=False, source_tokens=read_tokens, read_tokens={}
         )
-        self.steps.start_stage([])  # another length has other numbers
+        self.step_runner.start_stage([])  # another length has other numbers
         self.device.release_memory()  # for its groups
 
     def _read_tokens(self) -> dict[str, int]:
         """Tokens of each source that this stage and those before it have read."""
         return self.progress.source_tokens | self.data_pipeline.samples.tokens_after(self.progress.text_step)
 
-    def enter_stage(self, stage: StagePlan) -> BatchLayout:
+    def enter_stage(self, stage: ResolvedStage) -> BatchLayout:
         """Make the groups, frequencies and samples that a stage needs. Collective.
 
         Returns:
@@ -292,7 +292,7 @@ class Trainer:
 
     # A step ------------------------------------------------------------------------------------------------
 
-    def _step(self, stage: StagePlan, batches: Iterator[tuple[MicroBatch, ...]]) -> bool:
+    def _step(self, stage: ResolvedStage, batches: Iterator[tuple[MicroBatch, ...]]) -> bool:
         """One optimizer step: read, forward and backward, check, update, record. Returns whether it was healthy."""
         begun, number = time.perf_counter(), self.progress.step + 1
         self._set_activity("waiting for its batch", step=number)
@@ -305,10 +305,10 @@ class Trainer:
         self.recorder.start_step(stage, number, micro_batches)
         report = self.forward_backward(micro_batches)
         self.stopping, self.save_requested = report.stop, report.save
-        healthy = not self.steps.monitor.is_bad(report)
+        healthy = not self.step_runner.monitor.is_bad(report)
         if healthy:
             self._update(stage, report, lr)
-            self.steps.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
+            self.step_runner.healthy_batches = micro_batches if self.config.health.on_spike == "trip" else ()
         else:
             self._recover(stage, report, micro_batches)
         seconds = time.perf_counter() - begun
@@ -322,19 +322,19 @@ class Trainer:
             seconds=seconds,
             skipped=not healthy,
             total_steps=self.total_steps,
-            routing=self.steps.routing,
+            routing=self.step_runner.routing,
         )
         return healthy
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> StepReport:
         """Forward and backward of the next step, and its report over all ranks. Collective."""
-        return self.steps.run(self.progress, micro_batches)
+        return self.step_runner.run(self.progress, micro_batches)
 
-    def _update(self, stage: StagePlan, report: StepReport, lr: float) -> None:
+    def _update(self, stage: ResolvedStage, report: StepReport, lr: float) -> None:
         """Let the optimizers run, and count the step."""
         self.model.update(lr, report.grad_norm)
         self.recovery_policy.record_healthy_step()
-        self.steps.monitor.spikes.record_healthy_step(report)
+        self.step_runner.monitor.spikes.record_healthy_step(report)
         progress, name = self.progress, str(stage.index)
         first = progress.stage_losses.get(name, [report.loss])[0]
         row = [first, report.loss, float(progress.stage_step + 1)]
@@ -345,7 +345,7 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
         self._keep_health()
-        if routing := self.steps.routing:
+        if routing := self.step_runner.routing:
             rate = self.config.training.router_bias_update
             for part in self.model.parts if rate else ():
                 update_router_biases(part.router_biases, routing.counts, rate)  # type: ignore[arg-type]
@@ -357,11 +357,11 @@ class Trainer:
     def _keep_health(self) -> None:
         """Put the state of what watches the run into the progress."""
         state = dataclasses.asdict(self.recovery_policy.state)
-        self._set_progress(health=state, recent=self.steps.monitor.spikes.recent)
+        self._set_progress(health=state, recent=self.step_runner.monitor.spikes.recent)
 
     # A bad step --------------------------------------------------------------------------------------------
 
-    def _recover(self, stage: StagePlan, report: StepReport, micro_batches: tuple[MicroBatch, ...]) -> None:
+    def _recover(self, stage: ResolvedStage, report: StepReport, micro_batches: tuple[MicroBatch, ...]) -> None:
         """Skip the text of a bad step, or go back to a checkpoint; no weight has changed. Collective.
 
         Raises:
@@ -374,7 +374,7 @@ class Trainer:
         limit = max(job.timeout_seconds, job.startup_timeout_seconds, self.config.checkpoint.timeout_seconds)
         if self.config.health.replay:
             set_activity("running a bad step again with the others", step, limit)
-            found = self.steps.diagnose(step, report, micro_batches, policy.state)
+            found = self.step_runner.diagnose(step, report, micro_batches, policy.state)
             what, weights_finite = f"{what}. {found.summary[0].upper()}{found.summary[1:]}", found.weights_finite
 
         def find_good_checkpoint(before: int | None) -> tuple[Path, Progress] | None:
@@ -391,7 +391,7 @@ class Trainer:
             path, saved = checkpoint
             self.checkpoints.load(path, self.model.parts, self.model.optimizers)
             self.progress = self.progress.after_rollback(saved)
-            self.steps.start_stage(saved.recent)
+            self.step_runner.start_stage(saved.recent)
             # So that a resumed run skips that text too.
             self.save_requested = True
         self._keep_health()
@@ -399,13 +399,13 @@ class Trainer:
 
     # Between steps -----------------------------------------------------------------------------------------
 
-    def _evaluate(self, stage: StagePlan, batch_layout: BatchLayout) -> None:
+    def _evaluate(self, stage: ResolvedStage, batch_layout: BatchLayout) -> None:
         """Evaluate on held-out text, and end the stage if its gate opens. Collective."""
         job = self.config.job
         # A stage's first evaluation may compile, as its first step may.
         first = self.evaluated_stage != stage.index
         self.watchdog_timeout_seconds = max(job.timeout_seconds, first * job.startup_timeout_seconds)
-        found = self.evaluator.evaluate(stage, batch_layout, self.progress, at_end=self._stage_over())
+        found = self.evaluator.evaluate(stage, batch_layout, self.progress, at_end=self._is_trained())
         self.watchdog_timeout_seconds = job.timeout_seconds
         reshard(self.model.parts)  # without a backward, gathered weights that are kept would stay their parameters
         self.model.pop_timings()  # those of the evaluation are not the next step's
@@ -419,17 +419,17 @@ class Trainer:
                 self._set_progress(short_loss=found.loss, short_tokens=self.config.evaluation.tokens)
             if stage.until:
                 self._judge(stage, found)
-        if self._stage_over() and (found or not self.stopping):
+        if self._is_trained() and (found or not self.stopping):
             self._set_progress(evaluated_step=self.progress.step)
 
-    def _judge(self, stage: StagePlan, found: EvaluationResult) -> None:
+    def _judge(self, stage: ResolvedStage, found: EvaluationResult) -> None:
         """End the stage if its gate opens."""
         verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
         if verdict.opened:
             self._set_progress(stage_done=True)
             outcome = f"ends after {self.progress.stage_step} of {stage.steps} steps"
         else:
-            outcome = "ends at max_tokens, and its gate did not open" if self._stage_over() else "goes on"
+            outcome = "ends at max_tokens, and its gate did not open" if self._is_trained() else "goes on"
         self.recorder.record_gate(stage, self.progress, verdict, f"stage {stage.index + 1} {outcome}")
 
     def _stop_requested(self) -> bool:
@@ -464,7 +464,7 @@ class Trainer:
             if self.world.rank == 0:
                 logger.error("NO CHECKPOINT of step %d: a weight is not finite", self.progress.step)
             return
-        self._set_progress(seconds=[self.evaluator.budget.trained_seconds, self.evaluator.budget.spent_seconds])
+        self._set_progress(seconds=[self.evaluator.budget.trained_seconds, self.evaluator.budget.evaluation_seconds])
         self.checkpoints.save(self.progress, self.model.parts, self.model.optimizers, stage_end=stage_end)
 
     def _save_the_last(self) -> None:
@@ -478,7 +478,7 @@ class Trainer:
             self.checkpoints.wait()
             # A rank may have lost contact in the last moment of a save that ended well elsewhere.
             if any_rank(self.checkpoints.newest_step != self.progress.step, device=self.device.device)[0]:
-                self._save(self._stage_finished())
+                self._save(self._is_evaluated())
             self.checkpoints.close()  # waits for it
             if self.checkpoints.newest_step != self.progress.step:
                 raise UserError(

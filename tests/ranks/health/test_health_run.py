@@ -120,7 +120,7 @@ def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 def set_fault(trainer: Trainer, fault: Inject) -> None:
     """On all ranks: make this fault from now on, and no other."""
     model = trainer.model
-    trainer.steps.injector = Injector(fault, model.parts, model.args.vocab_size, model.shares_batch_with)
+    trainer.step_runner.injector = Injector(fault, model.parts, model.args.vocab_size, model.shares_batch_with)
 
 
 def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
@@ -130,7 +130,7 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
     handler = logging.Handler()
     handler.emit = lambda record: seen.logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchtitan_cp").addHandler(handler)
-    take, recover, diagnose = trainer._step, trainer._recover, trainer.steps.diagnose
+    take, recover, diagnose = trainer._step, trainer._recover, trainer.step_runner.diagnose
 
     def with_fault(*arguments: Any) -> bool:
         set_fault(trainer, faults.get(trainer.progress.step + 1, Inject()))
@@ -149,7 +149,7 @@ def watched_run(path: Path, faults: dict[int, Inject], *overrides: str) -> Seen:
         return found
 
     trainer._step, trainer._recover = with_fault, recovering  # type: ignore[method-assign]
-    trainer.steps.diagnose = diagnosing  # type: ignore[method-assign]
+    trainer.step_runner.diagnose = diagnosing  # type: ignore[method-assign]
     trainer.run()
     dist.barrier()
     logging.getLogger("torchtitan_cp").removeHandler(handler)
@@ -731,7 +731,7 @@ def diagnose_compiled(path: Path, *overrides: str) -> tuple[str, bool]:
     loss = trainer.model.token_loss
     with trainer.model.uncompiled():
         assert loss.compiled_losses is None
-    found = trainer.steps.diagnoser.diagnose(1, batches, report, ())
+    found = trainer.step_runner.diagnoser.diagnose(1, batches, report, ())
     assert all(parameter.grad is None for parameter in trainer.model.parts.parameters())
     restored = [vars(layer)["forward"] for layer in layers] == compiled
     return found.summary, restored and loss.compiled_losses is not None

@@ -18,7 +18,7 @@ from torchtitan_cp.health.inject import SPIKE, Injector, fault_in
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.opens = True
+        self.is_first = True
         self.tok_embeddings = nn.Embedding(10, 4)
         self.layers = nn.ModuleDict({str(n): nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for n in "01"})
 

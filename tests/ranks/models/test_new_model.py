@@ -45,7 +45,7 @@ class LinearBlock(nn.Module):
 class LinearModel(nn.Module):
     def __init__(self, shape: LinearShape, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.opens = self.closes = True
+        self.is_first = self.is_last = True
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
         self.layers = nn.ModuleDict({str(n): LinearBlock(shape, attend) for n in range(shape.n_layers)})
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)

@@ -201,7 +201,7 @@ def leaks(path: Path) -> dict[str, tuple[bool, bool]]:
             losses = []
             for change in (0, 1):
                 tokens = whole.index_put(at, (whole[at] + change) % 256)
-                measured = trainer.model.measure(
+                measured = trainer.model.forward(
                     dataclasses.replace(batch, tokens=batch.plan.shard(tokens, 1)), trainer.model.token_loss
                 )
                 losses.append(batch.plan.unshard(measured[1], 1))

@@ -31,7 +31,7 @@ ROUTERS = (
     *("score_function='sigmoid'", "routed_scaling_factor=2.5", "n_groups=3", "groups_per_token=2"),
     *("n_shared_experts=2", "expert_bias=true", "router_z_loss=0.05"),
 )
-# Scores of a fresh router lie close together. With seed 0 and on some CPUs, ranks that sum in another order choose
+# ScoreMod of a fresh router lie close together. With seed 0 and on some CPUs, ranks that sum in another order choose
 # another expert for a token from step 15 on (loads differ by one choice): norms agree to 2e-5 before, to 2e-3 after.
 ROUTED = (*EXPERTS, FOUR_LAYERS, "training.seed=1", *(f"model.overrides.{option}" for option in ROUTERS))
 HYBRID_MODEL = (

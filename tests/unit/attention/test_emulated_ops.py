@@ -19,7 +19,7 @@ from benchmarks.simulation import simulate
 from tests.support.emulated_ops import EMULATED, MISREADINGS, OPERATORS, emulate
 from tests.support.oracle import attention_with_gradients
 from torchtitan_cp.attention import AttentionMask, PlanError
-from torchtitan_cp.attention.kernels import KERNELS, Scores, choose_kernel, cudnn, efficient, flash
+from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_kernel, cudnn, efficient, flash
 from torchtitan_cp.attention.tiles import CAUSAL, FULL
 
 ATEN = torch.ops.aten
@@ -247,7 +247,7 @@ def calls_that_are_refused() -> dict[str, tuple[Callable[[], Any], str]]:
         "cudnn: one query": (lambda: cudnn_call(qkv(1, 24), False), "query sequence length 1"),
         "cudnn: alignment": (lambda: cudnn_call(shifted, False), "misaligned"),
         "cudnn: the log-sum-exp without its last dim": (
-            lambda: cudnn.backward(dout, q, k, v, dout, q[..., 0].float(), FULL, Scores(SCALE)),
+            lambda: cudnn.backward(dout, q, k, v, dout, q[..., 0].float(), FULL, ScoreMod(SCALE)),
             r"Stats must be \[B, H, S, 1\]",
         ),
         "efficient: grouped heads": (lambda: efficient_call(tensors, False), "grouped heads are not taken"),
@@ -287,9 +287,9 @@ def test_a_plan_of_cudnn_keeps_the_strides_of_out_and_dout_that_it_was_built_wit
         cudnn_call([q, k, v, dout], False)
         assert (cudnn_call([q, k, v, other_strides(dout)], False)[1] - want[1]).norm() > 0.1 * want[1].norm()
     with emulate() as calls:
-        out, lse = cudnn.forward(q, k, v, FULL, Scores(SCALE))
+        out, lse = cudnn.forward(q, k, v, FULL, ScoreMod(SCALE))
         for dout_layout, out_layout in itertools.product((dout, other_strides(dout)), (out, other_strides(out))):
-            gradients = cudnn.backward(dout_layout, q, k, v, out_layout, lse, FULL, Scores(SCALE))
+            gradients = cudnn.backward(dout_layout, q, k, v, out_layout, lse, FULL, ScoreMod(SCALE))
             assert_equal(list(gradients), want[1:])
     assert calls["_scaled_dot_product_cudnn_attention_backward"] == 4
 
@@ -299,9 +299,9 @@ def test_the_efficient_operator_assumes_that_rows_of_out_lie_side_by_side() -> N
     want = by_torch(tensors)
     with emulate():
         q, k, v, dout = tensors
-        out, lse = efficient.forward(q, k, v, FULL, Scores(SCALE))
+        out, lse = efficient.forward(q, k, v, FULL, ScoreMod(SCALE))
         wide = torch.cat([out, out], 2)[:, :, :4]
-        assert_equal(list(efficient.backward(dout, q, k, v, wide, lse, FULL, Scores(SCALE))), want[1:])
+        assert_equal(list(efficient.backward(dout, q, k, v, wide, lse, FULL, ScoreMod(SCALE))), want[1:])
         rows = [x.transpose(1, 2) for x in (dout, q, k, v)]
         padded = F.pad(lse.transpose(1, 2), (0, 8)).contiguous()
         mask = [True, True, True, False]
@@ -319,8 +319,8 @@ def test_the_efficient_operator_assumes_that_rows_of_out_lie_side_by_side() -> N
 def test_cudnn_hands_tiles_of_one_row_to_flash(queries: int, keys: int, band: Any) -> None:
     q, k, v, dout = tensors = qkv(queries, keys, dims=(16, 8))
     with emulate() as calls:
-        out, lse = cudnn.forward(q, k, v, band, Scores(SCALE))
-        gradients = cudnn.backward(dout, q, k, v, out, lse, band, Scores(SCALE))
+        out, lse = cudnn.forward(q, k, v, band, ScoreMod(SCALE))
+        gradients = cudnn.backward(dout, q, k, v, out, lse, band, ScoreMod(SCALE))
     assert calls == {"_flash_attention_forward": 1, "_flash_attention_backward": 1}
     for got, want in zip((out, *gradients), by_torch(tensors), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -331,9 +331,9 @@ def test_a_variable_that_changes_the_layout_of_the_log_sum_exp_is_refused(monkey
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     with emulate():
         with pytest.raises(PlanError, match=r"TORCH_CUDNN_SDPA_AVOID_RECOMPILE = 1 changes the layout .* unset it, or"):
-            cudnn.forward(q, k, v, FULL, Scores(SCALE))
+            cudnn.forward(q, k, v, FULL, ScoreMod(SCALE))
         monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0")
-        cudnn.forward(q, k, v, FULL, Scores(SCALE))
+        cudnn.forward(q, k, v, FULL, ScoreMod(SCALE))
 
 
 def test_cudnn_is_refused_where_kernels_must_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,5 +424,5 @@ def test_nothing_is_left_behind() -> None:
     assert before == KERNELS
     q, k, v, _ = qkv(8, 8)
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        flash.forward(q, k, v, FULL, Scores(SCALE))
+        flash.forward(q, k, v, FULL, ScoreMod(SCALE))
     assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU") for name in OPERATORS)

@@ -21,7 +21,7 @@ from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, 
 from torchtitan_cp.attention.kernels import (
     KERNELS,
     Alibi,
-    Scores,
+    ScoreMod,
     choose_for_case,
     choose_kernel,
     efficient,
@@ -74,11 +74,11 @@ def run_tiles(name: str, tiles: list[Tile], tensors: list[Tensor], together: boo
     kernel = KERNELS[name]
     softmax = RunningSoftmax(q, v.shape[-1])
     for step in steps:
-        add_outputs(softmax, q, KeyBlock(k, v, step, Scores(0.11)), kernel)
+        add_outputs(softmax, q, KeyBlock(k, v, step, ScoreMod(0.11)), kernel)
     out, lse = softmax.result()
     sums = [GradientSum(x) for x in (q, k, v)]
     for step in steps:
-        add_gradients(sums, (dout, q, out, lse), KeyBlock(k, v, step, Scores(0.11)), kernel)
+        add_gradients(sums, (dout, q, out, lse), KeyBlock(k, v, step, ScoreMod(0.11)), kernel)
     return [out, *(gradient.total() for gradient in sums)]
 
 
@@ -260,7 +260,7 @@ def test_flex_does_a_whole_step_in_one_call(mask: AttentionMask, scores: str, fl
     tensors = [x.double() for x in draw(256, 256, (4, 2), (16, 16), "cpu", torch.float32)]
     kernel, reference, tiles = KERNELS["flex"], KERNELS["reference"], plan.steps[0].tiles
     alibi = Alibi(torch.tensor([0.5, 0.1, 0.02, 0.0]), plan.positions, plan.positions)
-    how = {"plain": Scores(0.2), "capped": Scores(0.2, 1.5), "biased": Scores(0.2, alibi=alibi)}[scores]
+    how = {"plain": ScoreMod(0.2), "capped": ScoreMod(0.2, 1.5), "biased": ScoreMod(0.2, alibi=alibi)}[scores]
     q, k, v, dout = tensors
     merged = RunningSoftmax(q, 16)
     block = KeyBlock(k, v, tiles, how)
@@ -316,7 +316,7 @@ def test_flex_compiles_no_graph_for_each_new_mask(monkeypatch: pytest.MonkeyPatc
                 keys = sum(stop - start for start, stop in step.receive)
                 if step.tiles:
                     q, k, v, _ = draw(256, keys, (4, 2), (16, 16), "cpu", torch.float32)
-                    flex.forward(q, k, v, step.tiles, Scores(0.2))
+                    flex.forward(q, k, v, step.tiles, ScoreMod(0.2))
     assert graphs.frame_count <= 4, "the first shapes, any length of keys, one and many intervals"
 
 
@@ -470,7 +470,7 @@ def test_the_efficient_kernel_gets_rows_of_out_that_lie_side_by_side(monkeypatch
     monkeypatch.setattr(efficient, "_BACKWARD", backward)
     whole = torch.randn(1, 32, 4, 8)
     q = out = whole[:, :, 1:3]
-    efficient.backward(out, q, q, q, out, torch.zeros(1, 32, 2), FULL, Scores(1.0))
+    efficient.backward(out, q, q, q, out, torch.zeros(1, 32, 2), FULL, ScoreMod(1.0))
     [(_, _, row, _)] = strides
     assert row == 2 * 8
 

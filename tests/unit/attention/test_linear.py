@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.support.linear_cases import draw, with_gradients
 from torchtitan_cp.attention import AttentionMask, attend, causal_conv, gated_delta_rule, make_plan, selective_scan
 from torchtitan_cp.attention.linear.kernel import CHUNK, GROUPED_FROM, Factors, scan
-from torchtitan_cp.attention.recording import Side, record
+from torchtitan_cp.attention.recording import ModelRun, record
 
 S = 130
 PLAN = make_plan(S, mask=AttentionMask(document_lengths=((50, 80),)))
@@ -87,7 +87,7 @@ class Convolution(nn.Module):
 
 def test_a_recording_of_own_values_takes_a_convolution_for_its_input() -> None:
     model, x = Convolution(), torch.arange(3.0 * S).view(1, S, 3)
-    side = Side(model, lambda _: model(x).sum(), dict, lambda: lambda: 0)
+    side = ModelRun(model, lambda _: model(x).sum(), dict, lambda: lambda: 0)
     with torch.no_grad():
         trace = record(side, 1, S, own_values=True)
     assert (trace.error, trace.loss) == ("", x.sum().item())

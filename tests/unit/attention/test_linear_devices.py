@@ -72,10 +72,10 @@ def test_fused_kernels_give_what_chunks_in_torch_give_on_each_of_four_ranks(
         entering, leaving = (
             0.1 * torch.randn(runs, *states, generator=generator, dtype=torch.float64).to(device) for _ in range(2)
         )
-        for run in set(range(runs)) - {one.run for one in segments if one.leaves}:
+        for run in set(range(runs)) - {one.run for one in segments if one.continues}:
             leaving[run] = 0.0
         for one in segments:
-            if one.leaves:
+            if one.continues:
                 close(fused.summarize(one), plain.summarize(one))
             if one.offset:
                 close(fused.gradient_inside(one), plain.gradient_inside(one))

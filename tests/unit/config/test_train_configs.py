@@ -10,7 +10,7 @@ from tests.support.deep import deep_rows
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.cli.check import preflight
 from torchtitan_cp.config import Config, load_config
-from torchtitan_cp.curriculum import StagePlan, resolve_stages
+from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 
 FILES = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
 
@@ -32,7 +32,7 @@ def load(path: Path, dump_folder: Path, *overrides: str) -> Config:
     return load_config(path, [*own, f"--job.dump_folder={dump_folder}", *overrides])
 
 
-def planned_pairs(config: Config, stage: StagePlan) -> int:
+def planned_pairs(config: Config, stage: ResolvedStage) -> int:
     """Query-key pairs in the tiles of every rank of one context-parallel group."""
     settings, ranks = config.context_parallel, stage.cp
     inner = ranks if stage.strategy == "all_to_all" else stage.all_to_all_ranks

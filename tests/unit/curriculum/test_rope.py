@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import check_config
 from torchtitan_cp.config.names import ROPE_KINDS
-from torchtitan_cp.config.rope import TAKES
+from torchtitan_cp.config.rope import KEYS_BY_KIND
 from torchtitan_cp.config.sections import Curriculum, Rope, Stage
 from torchtitan_cp.curriculum import check_head_dim, describe_rope, resolve_stages, rope_frequencies
 from torchtitan_cp.curriculum.rope import SCALINGS, powers
@@ -31,7 +31,9 @@ def theirs(rope: Rope, head_dim: int, seq_len: int) -> tuple[list[float], float]
     """Frequencies and attention factor by transformers, which takes our keys under its names; 0 is not given."""
     kind, positions = rope.kind, 2**16
     parameters: dict[str, Any] = {"rope_theta": rope.theta}
-    parameters |= {name: getattr(rope, name) for name in TAKES[kind] if getattr(rope, name) or name == "truncate"}
+    parameters |= {
+        name: getattr(rope, name) for name in KEYS_BY_KIND[kind] if getattr(rope, name) or name == "truncate"
+    }
     if kind == "ntk":  # the published formula is "dynamic" with factor 1 at this length
         kind, parameters["factor"], seq_len = "dynamic", 1.0, round(rope.factor * positions)
     if kind == "longrope":
@@ -55,7 +57,7 @@ def draw(kind: str, generator: random.Random) -> tuple[Rope, int, int]:
     """A scaling with keys drawn at random, a head_dim and a length."""
     head_dim, original = generator.choice([16, 64, 80, 96, 128, 256]), generator.choice([2048, 4096, 8192, 32768])
     keys: dict[str, Any] = {"factor": generator.choice([2.0, 3.5, 8.0, 40.0])}
-    if "original_seq_len" in TAKES[kind]:
+    if "original_seq_len" in KEYS_BY_KIND[kind]:
         keys["original_seq_len"] = original
     if kind == "llama3":
         keys["low_freq_factor"], keys["high_freq_factor"] = generator.uniform(0.5, 2), generator.uniform(4, 8)
@@ -65,7 +67,7 @@ def draw(kind: str, generator: random.Random) -> tuple[Rope, int, int]:
     if kind == "longrope":
         keys["long_factor"] = tuple(generator.uniform(1, 64) for _ in range(head_dim // 2))
         keys["short_factor"] = tuple(generator.uniform(1, 2) for _ in range(generator.choice([0, head_dim // 2])))
-    attention = generator.choice(["published", "given", "deepseek"]) if "attention_factor" in TAKES[kind] else ""
+    attention = generator.choice(["published", "given", "deepseek"]) if "attention_factor" in KEYS_BY_KIND[kind] else ""
     if attention == "given":
         keys["attention_factor"] = generator.uniform(0.5, 2)
     if attention == "deepseek" and kind == "yarn":
@@ -103,7 +105,7 @@ def test_draws_reach_every_key_and_both_lists() -> None:
 
 
 def test_every_kind_has_its_keys_and_its_formula() -> None:
-    assert set(ROPE_KINDS) == set(TAKES) == set(SCALINGS)
+    assert set(ROPE_KINDS) == set(KEYS_BY_KIND) == set(SCALINGS)
 
 
 def test_unscaled_frequencies_are_powers_of_theta() -> None:

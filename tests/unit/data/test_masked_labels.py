@@ -14,7 +14,7 @@ from tests.support.memory import MemoryStore, separated
 from torchtitan_cp.attention import make_plan
 from torchtitan_cp.config.labels import IGNORED
 from torchtitan_cp.config.sections import ResolvedStageData
-from torchtitan_cp.data.batches.loader import BatchLayout, read_rows
+from torchtitan_cp.data.batches.loader import BatchLayout, collate
 from torchtitan_cp.data.batches.samples import PackedSequence, PackedStream
 from torchtitan_cp.data.batches.stream import TokenStream
 
@@ -96,8 +96,8 @@ def _offsets(sequence: PackedSequence) -> list[int]:
 def test_weights_go_to_ranks_as_labels_do_and_only_where_they_are_wanted() -> None:
     stream = packed(CONCAT, 16)
     layout = BatchLayout(16, 1, 2, 1, 0, make_plan)
-    assert read_rows(stream.sequence, layout, [0, 1]).weights is None
-    batch = read_rows(stream.sequence, replace(layout, weighted=True), [0, 1])
+    assert collate(stream.sequence, layout, [0, 1]).weights is None
+    batch = collate(stream.sequence, replace(layout, weighted=True), [0, 1])
     expected = np.stack([stream.sequence(number).weights for number in (0, 1)])
     assert torch.equal(batch.weights, batch.plan.shard(torch.from_numpy(expected), dim=1))
 

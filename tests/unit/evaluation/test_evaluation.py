@@ -37,15 +37,15 @@ def test_accuracy_at_a_length_is_of_the_longest_up_to_it_and_unknown_if_that_was
 
 
 def test_a_budget_says_no_where_the_next_tokens_would_go_beyond_its_share() -> None:
-    budget = Budget(0.1, trained_seconds=90.0, spent_seconds=5.0, token_seconds=0.5)
+    budget = Budget(0.1, trained_seconds=90.0, evaluation_seconds=5.0, token_seconds=0.5)
     assert budget.affords(10), "10 of 100 seconds"
     assert not budget.affords(11)
-    assert Budget(1.0, spent_seconds=5.0, token_seconds=0.5).affords(1000), "all of the time"
-    assert not Budget(0.0, trained_seconds=90.0, spent_seconds=0.1).affords(1)
+    assert Budget(1.0, evaluation_seconds=5.0, token_seconds=0.5).affords(1000), "all of the time"
+    assert not Budget(0.0, trained_seconds=90.0, evaluation_seconds=0.1).affords(1)
     with budget.spending(tokens=4):
         pass
-    assert 5.0 < budget.spent_seconds < 6.0
-    assert budget.token_seconds == pytest.approx((budget.spent_seconds - 5.0) / 4)
+    assert 5.0 < budget.evaluation_seconds < 6.0
+    assert budget.token_seconds == pytest.approx((budget.evaluation_seconds - 5.0) / 4)
 
 
 def test_losses_by_turn_are_said_and_plotted_where_there_are_conversations() -> None:

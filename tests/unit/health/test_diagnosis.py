@@ -54,7 +54,7 @@ def measured(net: nn.Module, *inputs: Tensor) -> ModuleTrace:
 
 
 def traced(net: nn.Module, *inputs: Tensor) -> Event | None:
-    origin = find_origin([measured(net, *inputs).outgrown(ModuleTrace([]))])
+    origin = find_origin([measured(net, *inputs).growth_over(ModuleTrace([]))])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     return origin and origin[1]
 
@@ -176,10 +176,12 @@ def test_what_outgrew_a_healthy_step_first_is_where_a_spike_arises() -> None:
     torch.manual_seed(0)
     net, healthy, other = Net(), torch.randn(5, 4), torch.randn(5, 4)
     usual = measured(net, healthy, other)
-    assert any(value > 0 and event.place == ("forward", "inner.up", "output") for value, event in usual.seen)
-    assert find_origin([measured(net, other, healthy).outgrown(usual)]) is None, "steps differ, and nothing stands out"
+    assert any(value > 0 and event.where == ("forward", "inner.up", "output") for value, event in usual.seen)
+    assert find_origin([measured(net, other, healthy).growth_over(usual)]) is None, (
+        "steps differ, and nothing stands out"
+    )
     net.inner.scale = 1000.0
-    found = find_origin([[], measured(net, other, healthy).outgrown(usual)])
+    found = find_origin([[], measured(net, other, healthy).growth_over(usual)])
     assert found is not None
     times, event, ranks = found
     assert (event.module, event.what, event.direction, event.micro_batch) == ("inner.down", "input", "forward", 0)

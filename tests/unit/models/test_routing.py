@@ -229,4 +229,4 @@ def test_sizes_are_those_of_the_model() -> None:
     assert DEEPSEEK.matrix_parameters() == matrices
     unused = 2 * sum(p[4:].numel() for p in MoeBlock(DEEPSEEK, PlainAttention(), 0).experts.parameters())
     assert DEEPSEEK.linear_parameters() == matrices - unused
-    assert DEEPSEEK.token_ffn_dim == (4 + 2) * 40
+    assert DEEPSEEK.active_ffn_dim == (4 + 2) * 40

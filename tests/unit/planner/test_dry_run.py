@@ -13,7 +13,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import StageWalk, dry_run
 from torchtitan_cp.planner.estimate import plan_config
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
 
@@ -237,7 +237,7 @@ def test_what_is_remembered_counts_as_what_is_run(tmp_path: Path, monkeypatch: p
 def test_a_stage_takes_the_same_when_nothing_was_walked_before_it(tmp_path: Path) -> None:
     """Nor are DTensor's trials on whole tensors counted, nor what a pipeline holds from a stage that is over."""
     config, _ = walk_of_two(tmp_path)
-    stages = resolve_run(config, 4, model_args_of(config)).stages
+    stages = resolve_run(config, 4, sized_model_args(config)).stages
     alone = [walk_all(config, [stage])[0] for stage in stages]
     assert walk_all(config, [stages[0], *stages, stages[0]]) == [alone[0], *alone, alone[0]]
 

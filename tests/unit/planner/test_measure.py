@@ -15,7 +15,7 @@ from torchtitan_cp.config import ConfigError, load_config
 from torchtitan_cp.planner import measure
 from torchtitan_cp.planner.devices import ACCELERATORS, MEMORY_BANDWIDTH
 from torchtitan_cp.planner.measure import measure_accelerator
-from torchtitan_cp.planner.parameters import model_args_of
+from torchtitan_cp.planner.parameters import sized_model_args
 from torchtitan_cp.runtime.device import Device
 from torchtitan_cp.training.registry import register
 
@@ -32,7 +32,7 @@ def test_rates_are_work_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     register(ARCHITECTURES)
     options = [f"--model.overrides={{{SIZES}}}", "--training.compute_dtype=float32", "--metrics.peak_tflops=0.5"]
     config = load_config(write_run(tmp_path), options)
-    shape = model_args_of(config)
+    shape = sized_model_args(config)
     found = measure_accelerator(config, shape, 2)
     tokens = config.curriculum.stages[0].seq_len
     assert found.peak_flops[torch.float32] == 0.5e12

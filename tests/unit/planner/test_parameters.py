@@ -16,7 +16,7 @@ from torchtitan_cp.config import load_config
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.metrics.throughput import flops_per_token
 from torchtitan_cp.planner.estimate import model_flops
-from torchtitan_cp.planner.parameters import count_parameters, model_args_of, total_parameters
+from torchtitan_cp.planner.parameters import count_parameters, sized_model_args, total_parameters
 from torchtitan_cp.training.registry import register
 
 
@@ -57,7 +57,7 @@ def test_a_token_meets_the_experts_it_goes_to_and_the_router() -> None:
     router, balance = 3 * 64 * 8, 3 * 8
     assert counter.get_total_flops() == (model_flops(shape, 32)[0] / 3 + 2 * router) * 32 + 2 * balance
     counts = count_parameters(shape)
-    assert counts.block - counts.token_matrices == 6 * 3 * 64 * 96 + 2 * 64
+    assert counts.block - counts.active_matrices == 6 * 3 * 64 * 96 + 2 * 64
 
 
 def test_attention_flops_are_those_that_torch_counts_for_a_full_mask_times_its_causal_share() -> None:
@@ -79,7 +79,7 @@ def test_flops_agree_with_those_that_a_run_reports(windows: tuple[int, ...]) -> 
 
 def test_the_vocabulary_is_the_shapes_or_else_the_tokenizers() -> None:
     def vocabulary(*overrides: str) -> int:
-        size: int = model_args_of(load_config("train_configs/quickstart.toml", overrides)).vocab_size
+        size: int = sized_model_args(load_config("train_configs/quickstart.toml", overrides)).vocab_size
         return size
 
     register(ARCHITECTURES)

@@ -10,7 +10,7 @@ from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.cli.plan import main
 from torchtitan_cp.config import load_config
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import Estimate, _ends_seconds, plan_config
+from torchtitan_cp.planner.estimate import Estimate, _outer_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 from torchtitan_cp.training.registry import register
@@ -167,7 +167,7 @@ def test_replicas_on_other_nodes_wait_for_the_gradients_of_embedding_and_output_
     stages = "--curriculum.stages=[{seq_len = 4096, steps = 1, global_batch_tokens = 8388608}]"
     config = load_config(LONG, [stages, "--lr_scheduler.warmup_steps=0", "--parallel.dp_replicate=8"])
     fast, slow = (plan_config(config, make_cluster("h100-80g", 8, network_bandwidth=rate))[0] for rate in (50e9, 1e9))
-    ends = [_ends_seconds(estimate, estimate.ranks[0])["FSDP messages"] for estimate in (fast, slow)]
+    ends = [_outer_seconds(estimate, estimate.ranks[0])["FSDP messages"] for estimate in (fast, slow)]
     assert ends[1] > 2 * ends[0]
 
 

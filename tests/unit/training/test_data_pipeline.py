@@ -12,13 +12,13 @@ from tests.support.texts import text_corpus
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import Config
 from torchtitan_cp.config.sections import Curriculum, Data, DataSource, Stage
-from torchtitan_cp.curriculum import StagePlan, resolve_stages
+from torchtitan_cp.curriculum import ResolvedStage, resolve_stages
 from torchtitan_cp.data.corpus.cache import prepare
 from torchtitan_cp.data.errors import DataError
 from torchtitan_cp.training.data_pipeline import DataPipeline
 
 
-def pipeline_of(folder: Path, **keys: Any) -> tuple[DataPipeline, StagePlan]:
+def pipeline_of(folder: Path, **keys: Any) -> tuple[DataPipeline, ResolvedStage]:
     sources = tuple(
         DataSource(name=name, source="text", path=str(text_corpus(folder / name)), validation_fraction=0.2)
         for name in ("books", "notes")

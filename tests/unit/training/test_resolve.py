@@ -19,8 +19,8 @@ from torchtitan_cp.training.registry import register, start_folder
 from torchtitan_cp.training.resolve import (
     ResolvedRun,
     check_files,
-    check_first_weights,
-    examined_config,
+    check_hub_weights,
+    doctor_config,
     fit_vocabulary,
     resolve_run,
 )
@@ -129,7 +129,7 @@ def test_the_doctor_asks_nothing_of_what_only_the_whole_training_has(
     overrides = [f"--curriculum.stages=[{stages}1024}}]", "--evaluation.interval=2", *of_training]
     path = write_run(tmp_path)
     resolve(path, 1, *overrides)
-    examined = examined_config(load_config(path, overrides), 4)
+    examined = doctor_config(load_config(path, overrides), 4)
     assert [stage.seq_len for stage in resolve_run(examined, 4).stages] == [256]
 
 
@@ -172,10 +172,10 @@ def test_the_checkpoint_to_start_from_brings_its_template(tmp_path: Path) -> Non
     config = load_config(path, ["--data.chat_template=", f"--model.hub_checkpoint={hub}"])
     check_files(config)
     with pytest.raises(ConfigError, match=r"hub has neither model.safetensors nor .*\n  fix: give a folder"):
-        check_first_weights(config, None)
-    check_first_weights(config.with_keys(model={"load_weights": False}), None)
+        check_hub_weights(config, None)
+    check_hub_weights(config.with_keys(model={"load_weights": False}), None)
     (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
-    check_first_weights(config, None)  # of a run that goes on
+    check_hub_weights(config, None)  # of a run that goes on
     assert CacheBuilder(config.data, config.tokenizer, lambda: False, start_folder(config.model)).build()["folders"]
     trained = config.with_keys(tokenizer={"kind": "sentencepiece", "vocab_size": 320})
     assert tokenizer_of(trained).vocab_size == 320, "generate and export train it again where the run's copy is gone"

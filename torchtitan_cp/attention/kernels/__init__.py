@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError, check_name
 from torchtitan_cp.attention.kernels import cpu, cudnn, efficient, flash, flex, reference
-from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, Scores
+from torchtitan_cp.attention.kernels.kernel import Alibi, Case, Kernel, ScoreMod
 
 logger = logging.getLogger(__name__)
 
@@ -85,4 +85,4 @@ def choose_for_case(name: str, case: Case) -> str:
     )
 
 
-__all__ = ["KERNELS", "Alibi", "Case", "Kernel", "Scores", "check_kernel", "choose_for_case", "choose_kernel"]
+__all__ = ["KERNELS", "Alibi", "Case", "Kernel", "ScoreMod", "check_kernel", "choose_for_case", "choose_kernel"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Kernel, Scores, same_dims
+from torchtitan_cp.attention.kernels.kernel import Kernel, ScoreMod, same_dims
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.tiles import FULL
@@ -12,7 +12,7 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
     """In the accumulation dtype: as fast as bf16, and not rounded before it is merged. A backward would be slower."""
     dtype = accumulation_dtype(q.dtype)
     q, k, v_padded = same_dims(q.to(dtype), k.to(dtype), v.to(dtype))
@@ -22,7 +22,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tupl
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, dout, out = same_dims(q, k, v, dout, out)

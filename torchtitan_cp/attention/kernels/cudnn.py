@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import flash
-from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, Scores
+from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, ScoreMod
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import FULL
 
@@ -19,7 +19,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 OTHER_LSE_LAYOUT = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
     if 1 in (q.shape[1], k.shape[1]):
         return flash.forward(q, k, v, band, scores)
     if os.environ.get(OTHER_LSE_LAYOUT) == "1":
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tupl
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
     if 1 in (q.shape[1], k.shape[1]):
         return flash.backward(dout, q, k, v, out, lse, band, scores)

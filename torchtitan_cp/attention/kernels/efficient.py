@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
+from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, ScoreMod
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.tiles import FULL
@@ -14,7 +14,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 LSE_ROWS = 32  # the log-sum-exp is stored in whole blocks of 32 queries
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
     copies = q.shape[2] // k.shape[2]
     rows = (q.transpose(1, 2), *(x.repeat_interleave(copies, 2).transpose(1, 2) for x in (k, v)))
     out, lse, *_ = _FORWARD(*rows, None, True, 0.0, band != FULL, scale=scores.scale)
@@ -22,7 +22,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tupl
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads = k.shape[2]
     k, v = (x.repeat_interleave(q.shape[2] // heads, 2) for x in (k, v))

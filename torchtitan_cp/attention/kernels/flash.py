@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, Scores, same_dims
+from torchtitan_cp.attention.kernels.kernel import HALF, Kernel, ScoreMod, same_dims
 from torchtitan_cp.attention.kernels.packed import Packed
 from torchtitan_cp.attention.mask import Band
 
@@ -18,7 +18,7 @@ _FORWARD = torch.ops.aten._flash_attention_forward
 _BACKWARD = torch.ops.aten._flash_attention_backward
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, shape: Band | Packed, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, shape: Band | Packed, scores: ScoreMod) -> tuple[Tensor, Tensor]:
     q, k, v_padded = same_dims(q, k, v)
     lengths, window = _arguments(q, k, shape)
     out, lse, *_ = _FORWARD(q, k, v_padded, *lengths, 0.0, False, False, scale=scores.scale, **window)
@@ -26,7 +26,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, shape: Band | Packed, scores: Score
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Band | Packed, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Band | Packed, scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk_dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, dout, out = same_dims(q, k, v, dout, out)

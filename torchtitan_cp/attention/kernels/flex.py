@@ -22,24 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from torchtitan_cp.attention.compiling import above_autograd, compile_whole
+from torchtitan_cp.attention.compiling import compile_whole, with_autograd
 from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
-from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, Scores
+from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, ScoreMod
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
 BLOCK = 128
 MASK_BYTES = 512 << 20  # on the device, and as much on the host; 1M tokens on 8 ranks take 129 MiB a plan
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-    with above_autograd(), torch.no_grad():
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: ScoreMod) -> tuple[Tensor, Tensor]:
+    with with_autograd(), torch.no_grad():
         return _run(q, k, v, tiles, scores)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: tuple[Tile, ...], scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: tuple[Tile, ...], scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with above_autograd():
+    with with_autograd():
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             out_step, lse_step = _run(leaves[0], leaves[1], leaves[2], tiles, scores)
@@ -51,7 +51,7 @@ def backward(
     return dq, dk, dv
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Scores) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: ScoreMod) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step; rows that no tile reaches have out 0 and lse -inf."""
     mask, hidden = block_mask(tiles, q, k.shape[1])
     out, extra = _attention(q.is_cuda)(
@@ -68,7 +68,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], scores: Score
     return out, extra.lse.transpose(1, 2).float().masked_fill(hidden, float("-inf"))
 
 
-def _score_change(scores: Scores) -> Callable[..., Tensor] | None:
+def _score_change(scores: ScoreMod) -> Callable[..., Tensor] | None:
     """What happens to a scaled score: (score, batch row, head, query row, key row) -> score."""
     _, cap, alibi = scores
     if cap:
@@ -161,4 +161,4 @@ def classify_blocks(intervals: Tensor, queries: int, keys: int) -> tuple[Tensor,
 
 
 TAKEN = (*HALF, torch.float32)
-KERNEL = Kernel(forward, backward, "cuda", TAKEN, range(16, WIDEST), whole_steps=True, any_scores=True, prepare=prepare)
+KERNEL = Kernel(forward, backward, "cuda", TAKEN, range(16, WIDEST), whole_steps=True, score_mods=True, prepare=prepare)

@@ -55,7 +55,7 @@ class Alibi(NamedTuple):
     keys: Tensor
 
 
-class Scores(NamedTuple):
+class ScoreMod(NamedTuple):
     """How q . k becomes a score.
 
     Attributes:
@@ -68,7 +68,7 @@ class Scores(NamedTuple):
     softcap: float = 0.0
     alibi: Alibi | None = None
 
-    def of_tile(self, tile: Tile) -> "Scores":
+    def of_tile(self, tile: Tile) -> "ScoreMod":
         """The same for the rows of a tile."""
         if self.alibi is None:
             return self
@@ -93,13 +93,13 @@ class Kernel:
             takes a single tile.
         whole_steps: whether one call does all tiles of a step: forward and backward take these instead of a band, and
             rows that no tile reaches have out 0 and lse -inf.
-        any_scores: whether it takes a soft-cap or linear biases.
+        score_mods: whether it takes a soft-cap or linear biases.
         deterministic: whether its backward gives the same bits in every run.
         prepare: (tiles of a step, batch rows or 1 if they are alike, queries, keys) does ahead what the host has to do.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Any, ScoreMod], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, ScoreMod], tuple[Tensor, Tensor, Tensor]]
     device: str | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, *HALF)
     head_dims: range = range(1, WIDEST)
@@ -107,7 +107,7 @@ class Kernel:
     takes_band: Callable[[int, int, Band], bool] = lambda queries, keys, band: False
     kind: Callable[[int, int, Band], Hashable] | None = None
     whole_steps: bool = False
-    any_scores: bool = False
+    score_mods: bool = False
     deterministic: bool = True
     prepare: Callable[[tuple[Tile, ...], int, int, int], Any] | None = None
 
@@ -118,8 +118,8 @@ class Kernel:
         dtypes = " or ".join(map(str, self.dtypes))
         refusals = {
             "its backward is not deterministic": case.deterministic and not self.deterministic,
-            "it has no logit soft-cap": case.softcap and not self.any_scores,
-            "it has no ALiBi": case.alibi and not self.any_scores,
+            "it has no logit soft-cap": case.softcap and not self.score_mods,
+            "it has no ALiBi": case.alibi and not self.score_mods,
             "it has no ALiBi under a logit soft-cap": case.alibi and case.softcap,
             f"it runs on {self.device}, not {case.device}": self.device not in (None, case.device),
             f"it takes {dtypes}, not {case.dtype}": case.dtype not in self.dtypes,

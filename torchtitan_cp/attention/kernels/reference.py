@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.kernel import Alibi, Kernel, Scores
+from torchtitan_cp.attention.kernels.kernel import Alibi, Kernel, ScoreMod
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.merge import accumulation_dtype
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: ScoreMod) -> tuple[Tensor, Tensor]:
     logits = _visible(_capped(q, k, scores), band, scores.alibi)
     lse = logits.logsumexp(-1)
     out = torch.einsum("bhgqk,bkhd->bqhgd", (logits - lse[..., None]).exp(), v.to(logits.dtype))
@@ -16,7 +16,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tupl
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: ScoreMod
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Source: the derivation in FlashAttention (Dao et al., 2022), appendix B."""
     capped = _capped(q, k, scores)
@@ -34,7 +34,7 @@ def backward(
     return dq, dk, dv
 
 
-def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+def _capped(q: Tensor, k: Tensor, scores: ScoreMod) -> Tensor:
     """`[B, Hkv, Hq/Hkv, Sq, Sk]`, fp32 or fp64, of hidden pairs too."""
     dtype = accumulation_dtype(q.dtype)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
@@ -60,4 +60,4 @@ def mask_scores(scores: Tensor, band: Band) -> Tensor:
     return scores
 
 
-KERNEL = Kernel(forward, backward, takes_band=lambda queries, keys, band: True, any_scores=True)
+KERNEL = Kernel(forward, backward, takes_band=lambda queries, keys, band: True, score_mods=True)

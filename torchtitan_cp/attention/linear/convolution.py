@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import find_group
-from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.compiling import with_autograd
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.layout import cut_by_document, documents_of
 from torchtitan_cp.attention.linear.operator import check_inputs
@@ -126,7 +126,7 @@ def convolve_backward(dout: Tensor, inputs: list[Tensor], handle: Tensor, silu: 
     """The gradients of the inputs."""
     plan, (x, *parameters) = find_plan(handle), inputs
     width = parameters[0].shape[1]
-    with above_autograd(), torch.enable_grad():
+    with with_autograd(), torch.enable_grad():
         leaves = [y.detach().requires_grad_() for y in (_hold(x, plan, width), *parameters)]
         dheld, *dparameters = torch.autograd.grad(_convolve(plan, silu, *leaves), leaves, dout)
     given, taken, *_ = _find_reads(plan, width)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.compiling import with_autograd
 from torchtitan_cp.attention.kernels.device_cache import to_device
 from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, own_segments
 from torchtitan_cp.attention.merge import accumulation_dtype
@@ -95,17 +95,17 @@ class FlashKernel:
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """See TorchKernel."""
         segments = self._by_row([segment])
-        with above_autograd(), torch.enable_grad():
+        with with_autograd(), torch.enable_grad():
             start = self.zeros[segment.rows].requires_grad_()
             out, _ = self._run(self.inputs, segments, start)
             return torch.autograd.grad(out, start, self._rows(self.dout, segments))[0]
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """See TorchKernel."""
-        with above_autograd(), torch.enable_grad():
+        with with_autograd(), torch.enable_grad():
             leaves = Inputs(*(x.detach().requires_grad_() for x in self.inputs))
             ends = self._run(leaves, self.segments, self._at([s.offset > 0 for s in self.segments], entering))
-            dends = self._rows(self.dout, self.segments), self._at([s.leaves for s in self.segments], leaving)
+            dends = self._rows(self.dout, self.segments), self._at([s.continues for s in self.segments], leaving)
             return list(torch.autograd.grad(ends, leaves, dends))
 
     def _run(self, inputs: Inputs, segments: list[DocumentSegment], start: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.compiling import above_autograd
+from torchtitan_cp.attention.compiling import with_autograd
 from torchtitan_cp.attention.kernels.device_cache import to_device
 from torchtitan_cp.attention.linear import flash_linear
 from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, document_offsets, offsets_on_host
@@ -95,7 +95,7 @@ class TorchKernel:
         leaves = [self._split(x) for x in inputs._replace(g=inputs.g.masked_fill(begins, float("-inf")))]
         if dout is not None:
             self.dout = self._split(dout)
-        with above_autograd(), torch.set_grad_enabled(dout is not None):
+        with with_autograd(), torch.set_grad_enabled(dout is not None):
             self.leaves = Inputs(*(x.requires_grad_(dout is not None) for x in leaves))
             self.made = make_factors(self.leaves, scale, rule)
         self.factors = Factors(*(x.detach() for x in self.made))
@@ -106,7 +106,7 @@ class TorchKernel:
         return self.factors.k_out.mT @ self.factors.u
 
     @cached_property
-    def asked(self) -> Tensor:
+    def own_dstates(self) -> Tensor:
         """Each chunk's gradient of its entering state, own outputs only, `[N, B, Hk, R, K, V]`."""
         return self.factors.q_in.mT @ self.dout - self.factors.w.mT @ (self.factors.attn.mT @ self.dout)
 
@@ -131,8 +131,8 @@ class TorchKernel:
 
     def gradient_inside(self, segment: DocumentSegment) -> Tensor:
         """G, what a segment's own outputs ask of the state that enters it, `[b, H, K, V]`."""
-        asked = self.asked[self._chunks(segment)]
-        return self.scan(self._of(segment), asked, {}, back=True)[1].flatten(1, 2)
+        own_dstates = self.own_dstates[self._chunks(segment)]
+        return self.scan(self._of(segment), own_dstates, {}, back=True)[1].flatten(1, 2)
 
     def gradients(self, entering: Tensor, leaving: Tensor) -> list[Tensor]:
         """The gradients of the inputs.
@@ -141,9 +141,9 @@ class TorchKernel:
             entering: states that enter the runs; leaving: gradients of those that leave them, `[runs, B, H, K, V]`.
         """
         states = self._chunk_states(entering)
-        dstates, _ = self.scan(self.factors, self.asked, dict(zip(self.lasts, leaving, strict=False)), back=True)
+        dstates, _ = self.scan(self.factors, self.own_dstates, dict(zip(self.lasts, leaving, strict=False)), back=True)
         dfactors = factor_gradients(self.factors, states, self.dout, dstates)
-        with above_autograd():
+        with with_autograd():
             return [self._join(x) for x in torch.autograd.grad(self.made, self.leaves, dfactors)]
 
     def _chunk_states(self, entering: Tensor) -> Tensor:

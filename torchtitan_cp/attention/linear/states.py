@@ -55,7 +55,7 @@ class DocumentSegment(NamedTuple):
         row: batch row, or ALL_ROWS.
         local: its first local row; tokens: how many it has.
         begin: how far its first token is from the run's; offset: from the document's.
-        leaves: whether its document goes on after it.
+        continues: whether its document goes on after it.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class DocumentSegment(NamedTuple):
     tokens: int
     begin: int
     offset: int
-    leaves: bool
+    continues: bool
 
     @property
     def rows(self) -> slice:
@@ -199,7 +199,7 @@ class StateExchange:
         ranks, me = range(self.plan.ranks), self.plan.rank
         by_rank = [[s for document in senders for s in document if s.rank == rank] for rank in ranks]
         made = [x.split(self.shares, 1) for x in (make(by_rank[me]) if by_rank[me] else [])]
-        columns = [[self.value_dim + map_dim * (s.offset > 0 and s.leaves) for s in held] for held in by_rank]
+        columns = [[self.value_dim + map_dim * (s.offset > 0 and s.continues) for s in held] for held in by_rank]
         shapes = [[self._shape(me, number) for number in of_rank] for of_rank in columns]
         received = self.group.uneven_all_to_all([self._flat(x[rank] for x in made) for rank in ranks], shapes)
         return dict(zip(chain(*by_rank), chain(*received), strict=True))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_cp.attention.collectives import Group
-from torchtitan_cp.attention.kernels import Alibi, Kernel, Scores
+from torchtitan_cp.attention.kernels import Alibi, Kernel, ScoreMod
 from torchtitan_cp.attention.kernels.packed import Packed, pack
 from torchtitan_cp.attention.merge import ALL, GradientSum, Rows, RunningSoftmax
 from torchtitan_cp.attention.plan import KeyRows, Plan
@@ -33,7 +33,7 @@ class Call:
 
     plan: Plan
     kernel: Kernel
-    scores: Scores
+    scores: ScoreMod
     key_heads: int
     ring_group: Group
     all_to_all_group: Group
@@ -47,7 +47,7 @@ class Call:
         )
         return replace(self, sinks=sinks, slopes=slopes)
 
-    def scores_for(self, keys: KeyRows) -> Scores:
+    def scores_for(self, keys: KeyRows) -> ScoreMod:
         """The scores of this rank's queries and these keys: with the linear biases of their rows."""
         layout, slopes = self.plan.ring_layout, self.slopes
         if slopes is None:
@@ -103,7 +103,7 @@ class KeyBlock(NamedTuple):
     k: Tensor
     v: Tensor
     tiles: tuple[Tile, ...]
-    scores: Scores
+    scores: ScoreMod
 
 
 def add_outputs(softmax: RunningSoftmax, q: Tensor, block: KeyBlock, kernel: Kernel) -> None:
@@ -134,7 +134,7 @@ class _KernelCall(NamedTuple):
     queries: Rows
     keys: Rows
     shape: Any
-    scores: Scores
+    scores: ScoreMod
     flipped: bool = False
 
     def run(self, function: Callable[..., Any], *rows: Tensor) -> Any:

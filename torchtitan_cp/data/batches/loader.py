@@ -194,10 +194,10 @@ def assign_sequences(samples: Samples, step: int, batch_layout: BatchLayout) -> 
 def read_step(samples: Samples, batch_layout: BatchLayout, step: int) -> tuple[MicroBatch, ...]:
     """This rank's micro-batches of a step of the stage."""
     own = assign_sequences(samples, step, batch_layout)[:, batch_layout.dp_rank].tolist()
-    return tuple(read_rows(samples.sequence, batch_layout, numbers) for numbers in own)
+    return tuple(collate(samples.sequence, batch_layout, numbers) for numbers in own)
 
 
-def read_rows(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
+def collate(read: Callable[[int], PackedSequence], batch_layout: BatchLayout, numbers: list[int]) -> MicroBatch:
     """The micro-batch of these sequences, with the plans for their documents."""
     rows = [read(number) for number in numbers]
     lengths = tuple(row.document_lengths for row in rows)

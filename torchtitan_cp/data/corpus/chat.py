@@ -20,7 +20,7 @@ TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 TODAY = datetime(2024, 7, 26)  # for every template, so that tokens depend on no day; the default of Llama 3.1's
-MOST_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
+MAX_CHARACTERS = 10_000_000  # in a conversation, which is tokenized in one piece
 
 Messages = Sequence[Mapping[str, Any]]
 Ranges = list[tuple[int, int]]  # (start, stop) of characters, in order and apart from each other
@@ -175,7 +175,7 @@ def check_messages(messages: Any) -> None:
             roles = f"; roles are {', '.join(ROLES)}" * ("role" in problem)
             raise BadRecordError(problem, f"message {number}: {message!r:.80}{roles}")
         characters += sum(map(len, texts))
-    if characters >= MOST_CHARACTERS:
+    if characters >= MAX_CHARACTERS:
         raise BadRecordError("conversation of 10 MB or more", f"{characters} characters")
 
 

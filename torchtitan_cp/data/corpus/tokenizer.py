@@ -17,7 +17,7 @@ import numpy as np
 import sentencepiece
 
 from torchtitan_cp.config.extras import import_extra
-from torchtitan_cp.config.sections import LEAST_PIECES
+from torchtitan_cp.config.sections import MIN_PIECES
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.store import read_json, replace_file
 from torchtitan_cp.data.errors import DataError
@@ -369,7 +369,7 @@ def _explain(message: str, vocab_size: int) -> DataError:
     if most := re.search(r"too high.*<= (\d+)", message):
         return DataError(
             f"the corpus is too small for a tokenizer of tokenizer.vocab_size = {vocab_size} pieces",
-            fix=(f"set tokenizer.vocab_size to at most {most[1]}, " if int(most[1]) >= LEAST_PIECES else "")
+            fix=(f"set tokenizer.vocab_size to at most {most[1]}, " if int(most[1]) >= MIN_PIECES else "")
             + "give more text, or set tokenizer.kind = 'bytes'",
         )
     if least := re.search(r"required_chars\. \d+ vs (\d+)", message):

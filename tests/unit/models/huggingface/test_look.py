@@ -61,12 +61,12 @@ def test_windows_and_the_frequencies_of_each_layer_are_found() -> None:
 def test_sinks_experts_and_routers_are_found() -> None:
     args = tiny("gpt-oss")
     assert all(layer.sinks for layer in args.look.layers)
-    assert args.token_copies == 2
+    assert args.experts_per_token == 2
     assert args.look.routers == ("model.layers.0.mlp.router", "model.layers.1.mlp.router")
     layer = args.look.layers[0]
     experts = 6 * 3 * 48 * 64
-    assert layer.matrices - layer.token_matrices == experts * 4 // 6
-    assert layer.token_mlp_matrices == experts * 2 // 6 + 6 * 48
+    assert layer.matrices - layer.active_matrices == experts * 4 // 6
+    assert layer.active_mlp_matrices == experts * 2 // 6 + 6 * 48
 
 
 def test_values_narrower_than_keys_and_a_scale_that_follows_yarn_are_found() -> None:
@@ -148,7 +148,7 @@ def test_counts_and_costs_are_those_of_the_native_architecture(flavor: str, conf
     assert flops_per_token(theirs, 4096) == flops_per_token(ours, 4096)
     assert layer_costs(theirs, 4096) == layer_costs(ours, 4096)
     assert model_flops(theirs, 4096) == model_flops(ours, 4096)
-    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "token_ffn_dim", "rotary_dim"):
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "active_ffn_dim", "rotary_dim"):
         assert getattr(theirs, name) == getattr(ours, name), name
 
 
