@@ -60,9 +60,11 @@ def _load_by_names(part: nn.Module, whole: Iterable[str], stored: Mapping[str, A
             of our first dim, as experts are separate tensors there.
 
     Raises:
-        ValueError: tensors are missing, one has another shape, or the model has no place for it.
+        ValueError: tensors are missing, one has another shape, the model has no place for it, or a tied output is
+            stored too and is not the embedding.
     """
-    known = {names["output.weight"], *(_hub_pattern(name, names) for name in whole)}  # a tied output may be stored too
+    output, tied = names["output.weight"], "output.weight" not in whole
+    known = {output, *(_hub_pattern(name, names) for name in whole)}
     unknown = [
         name
         for name in stored
@@ -71,14 +73,19 @@ def _load_by_names(part: nn.Module, whole: Iterable[str], stored: Mapping[str, A
     if unknown:
         raise ValueError(f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for name, parameter in part.named_parameters():
-        for hub_name, entry in hub_names(name, parameter.shape, names):
+        entries = hub_names(name, parameter.shape, names)
+        if tied and output in stored and name == "tok_embeddings.weight":
+            entries.append((output, None))
+        for hub_name, entry in entries:
             if hub_name not in stored:
                 raise ValueError(f"has no tensor {hub_name}, which is our {name}")
             tensor, shape = stored[hub_name], list(parameter.shape)
             theirs, ours = tensor.get_shape(), shape if entry is None else shape[1:]
             if theirs != ours:
                 raise ValueError(f"is of another model: {hub_name} has the shape {theirs}, and the model's is {ours}")
-            read_shard(tensor, [entry or 0] + [0] * (len(shape) - 1), parameter)
+            start = [entry or 0] + [0] * (len(shape) - 1)
+            if not read_shard(tensor, start, parameter, compare=tied and hub_name == output):
+                raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
 
 
 def hub_names(name: str, shape: Sequence[int], names: Mapping[str, str]) -> list[tuple[str, int | None]]:

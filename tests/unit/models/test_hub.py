@@ -341,10 +341,15 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_pipeline_stage_is_filled_from_the_whole_models_files(tmp_path: Path) -> None:
     save_model("llama, tied", tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
-    buffers = {"lm_head.weight": torch.ones(1), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    save_file({**whole, **buffers}, tmp_path / "model.safetensors")
+    tied = whole["model.embed_tokens.weight"].clone()
+    more = {"lm_head.weight": tied, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    save_file({**whole, **more}, tmp_path / "model.safetensors")
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, tie_embeddings=True), lambda *_: torch.zeros(()))
     names = [name for name, _ in model.named_parameters()]
+    start_from_hub(tmp_path, [model], names, HUB, (), 12)
+    save_file({**whole, **more, "lm_head.weight": tied + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"other values in lm_head.weight than in the weight that it is tied to\n"):
+        start_from_hub(tmp_path, [model], names, HUB, (), 12)
     model.keep(1, 3)
     start_from_hub(tmp_path, [model], names, HUB, (), 12)
     assert torch.equal(model.get_parameter("layers.2.ffn_norm.weight"), whole[THIRD_NORM])
