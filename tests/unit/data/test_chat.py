@@ -228,6 +228,31 @@ def test_several_marks_of_one_message_belong_to_it() -> None:
     assert learned(marked("gpt_oss"), messages, "last_assistant") == last
 
 
+ROLE = "<|{{ m.role }}|>"
+GENERATED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("turn", "teaches"),
+    [
+        (ROLE + "{{ m.content }}", False),  # the next turn's role ends an answer
+        (ROLE + "{{ m.content }}\n", False),
+        (ROLE + GENERATED + "{% endif %}</s>", False),  # behind the mark
+        ("{% generation %}" + ROLE + "{{ m.content }}{% endgeneration %}", True),
+        (ROLE + "{{ m.content }}</s>", True),
+        (None, True),
+    ],
+)
+def test_whether_a_template_teaches_to_end_an_answer(turn: str | None, teaches: bool) -> None:
+    sources = [f"{{% for m in messages %}}{turn}{{% endfor %}}"] if turn else [*map(marked, FAMILIES)]
+    sources += [] if turn else [*map(plain, FAMILIES), "{% if %}"]
+    for source in sources:
+        template = ChatTemplate(
+            source + "{% if add_generation_prompt %}<|assistant|>{% endif %}" * bool(turn), VARIABLES
+        )
+        assert [template.teaches_to_end(loss_on) for loss_on in ("assistant", "all")] == [teaches, True], source
+
+
 def test_a_template_that_refuses_messages_says_why() -> None:
     with pytest.raises(BadRecordError, match="user and assistant must take turns"):
         ChatTemplate(plain("mistral"), VARIABLES).render([*turns("a"), *turns("b")])

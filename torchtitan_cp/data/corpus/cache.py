@@ -150,6 +150,13 @@ class CacheBuilder:
         corpora = {}
         for name, source in self.sources.items():
             template = find_chat_template(source, self.settings, self.start) if source.conversations else None
+            if template and not template.teaches_to_end(source.loss_on):
+                logger.warning(
+                    "%s: the chat template writes nothing learned behind an answer, so the model does not learn to end "
+                    "one; put the token that ends the assistant's turn behind its text, within {%% generation %%} if "
+                    "the template has that",
+                    source.where,
+                )
             corpora[name] = Corpus(source, template)
         tokenizer = self._train_tokenizer(corpora.values()) if self.settings.trained else load_tokenizer(self.settings)
         folders = {name: str(self._tokenize(name, corpus, tokenizer)) for name, corpus in corpora.items()}

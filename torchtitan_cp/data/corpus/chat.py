@@ -112,6 +112,20 @@ class ChatTemplate:
             ranges = [(max(start, a), min(stop, b)) for start, stop in spans for a, b in ranges]
         return text, [(start, stop) for start, stop in ranges if start < stop]
 
+    def teaches_to_end(self, loss_on: str) -> bool:
+        """Whether something behind the text of an answer is learned too, as the token that ends a turn should be.
+
+        A template that does not take a question, an answer and another question is given the benefit of the doubt.
+        """
+        messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+        messages[1]["content"] = answer = "ANSWERPLACE"
+        try:
+            text, ranges = self.render_with_mask(messages, loss_on=loss_on)
+        except (BadRecordError, DataError):
+            return True
+        behind = text.find(answer) + len(answer)
+        return any(text[max(start, behind) : stop].strip() for start, stop in ranges)
+
 
 def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
     """The conversation in a row of the corpus as text, and what of it is learned.
