@@ -1,5 +1,6 @@
 """Weights of Hugging Face models in and out, with transformers as the judge; each rank reads its share alone."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +144,11 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
     assert type(back) is type(theirs)
     # A shorter stage that changes no rotary embedding takes no positions away.
     assert back.config.max_position_embeddings == (128 if "rope" in str(overrides) else 512)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    rope = written["rope_parameters"]  # a rotary embedding that all layers share also stands where it used to
+    assert written.get("rope_theta") == rope.get("rope_theta")
+    if "rope_theta" in rope:
+        assert written["rope_scaling"] == (None if rope["rope_type"] == "default" else rope)
     for name, values in back.state_dict().items():
         assert torch.equal(found[0].trained[name], values), name
     for rank in found if "--parallel.cp=2" not in overrides else ():
