@@ -80,7 +80,8 @@ def _parameter_groups(model: nn.Module, settings: sections.Optimizer) -> list[di
     groups: dict[tuple[float, float, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         rule = _rule_of(name, settings.groups)
-        matrix = parameter.ndim >= 2 and not name.endswith("bias")  # experts' biases have two dims
+        # Biases of experts and norms of each head have two dims.
+        matrix = parameter.ndim >= 2 and not re.search(r"bias$|norm\d*\.weight$", name)
         default = settings.weight_decay if matrix else 0.0
         decay = default if rule.weight_decay is None else rule.weight_decay
         # One fused update takes tensors of one mesh.

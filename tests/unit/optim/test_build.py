@@ -25,13 +25,13 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_biases_of_experts_are_biases_though_they_have_two_dims(name: str) -> None:
+def test_biases_of_experts_and_norms_of_heads_are_no_matrices_though_they_have_two_dims(name: str) -> None:
     model = small_net()
     model.layers[0].gate_up_proj_bias = torch.nn.Parameter(torch.zeros(4, 6))
+    model.layers[0].q_norm = torch.nn.LayerNorm((4, 6), bias=False)
     groups = build_optimizer(model, Optimizer(name=name, weight_decay=0.3)).param_groups
-    [group] = [group for group in groups if "layers.0.gate_up_proj_bias" in names_of(model, group)]
-    assert group["weight_decay"] == 0.0
-    assert not group["muon"]
+    others = [names_of(model, group) for group in groups if group["weight_decay"] == 0.0 and not group["muon"]]
+    assert {"layers.0.gate_up_proj_bias", "layers.0.q_norm.weight"} <= set.union(*others)
 
 
 def test_the_first_rule_that_matches_a_parameter_rules_it() -> None:
