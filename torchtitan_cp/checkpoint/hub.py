@@ -63,20 +63,16 @@ def _load_by_names(part: nn.Module, whole: Iterable[str], stored: Mapping[str, A
         ValueError: tensors are missing, one has another shape, the model has no place for it, or a tied output is
             stored too and is not the embedding.
     """
-    output, tied = names["output.weight"], "output.weight" not in whole
+    output = names["output.weight"]
+    tied = output in stored and "output.weight" not in whole
     known = {output, *(_hub_pattern(name, names) for name in whole)}
-    unknown = [
-        name
-        for name in stored
-        if known.isdisjoint((name, ENTRY.sub(r"\1.*.", name))) and not name.endswith(".rotary_emb.inv_freq")
-    ]
+    weights = [name for name in stored if not name.endswith(".rotary_emb.inv_freq")]
+    unknown = [name for name in weights if known.isdisjoint((name, ENTRY.sub(r"\1.*.", name)))]
     if unknown:
         raise ValueError(f"has tensors that the model has no place for: {', '.join(unknown[:3])}")
     for name, parameter in part.named_parameters():
-        entries = hub_names(name, parameter.shape, names)
-        if tied and output in stored and name == "tok_embeddings.weight":
-            entries.append((output, None))
-        for hub_name, entry in entries:
+        twice = [(output, None)] if tied and name == "tok_embeddings.weight" else []
+        for hub_name, entry in hub_names(name, parameter.shape, names) + twice:
             if hub_name not in stored:
                 raise ValueError(f"has no tensor {hub_name}, which is our {name}")
             tensor, shape = stored[hub_name], list(parameter.shape)

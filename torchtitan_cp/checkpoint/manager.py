@@ -309,15 +309,12 @@ def _can_be_copied(state: dict[str, Any]) -> bool:
 
 
 def _is_healthy(path: Path) -> bool:
-    try:
+    with suppress(DamagedError):
         return read_progress(path).healthy
-    except DamagedError:
-        return False
+    return False
 
 
 def _is_stage_end(path: Path) -> bool:
-    try:
+    with suppress(DamagedError):
         return read_manifest(path).stage_end
-    except DamagedError:
-        # Damaged, so unknown: kept, as its owner may still recover something.
-        return True
+    return True  # damaged, so unknown: kept, as its owner may still recover something

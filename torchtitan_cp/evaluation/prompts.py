@@ -142,10 +142,6 @@ def _passkey(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray
     return [writer.settings.needle.format(**secret) for secret in secrets], *writer.ask(secrets[0])
 
 
-def _multi_key(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> PlantedText:
-    return _passkey(writer, draw, filler, writer.settings.keys)
-
-
 def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: np.ndarray) -> PlantedText:
     secrets = writer.draw_secrets(draw, filler, HOPS + 1)
     names, value = [secret["name"] for secret in secrets], secrets[0]["key"]
@@ -156,6 +152,6 @@ def _variable_tracking(writer: PromptWriter, draw: np.random.Generator, filler: 
 
 VARIANTS: dict[str, Callable[[PromptWriter, np.random.Generator, np.ndarray], PlantedText]] = {
     "passkey": _passkey,
-    "multi_key": _multi_key,
+    "multi_key": lambda writer, draw, filler: _passkey(writer, draw, filler, writer.settings.keys),
     "variable_tracking": _variable_tracking,
 }

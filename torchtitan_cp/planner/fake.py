@@ -59,7 +59,8 @@ class FakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._pin_memory.default:
             return torch.empty_like(args[0])
-        real = FakeTensor not in types and not _on_gpu(kwargs)
+        on_gpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+        real = FakeTensor not in types and not on_gpu
         if real and (self.real_on_cpu or any(isinstance(x, Tensor) for x in tree_flatten((args, kwargs))[0])):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -77,11 +78,6 @@ class FakeMode(FakeTensorMode):
 def real_tensors() -> Any:
     """A context in which new tensors on the CPU have data, as the host reads meshes and plans; on a GPU none still."""
     return patch.object(FakeMode, "real_on_cpu", True)
-
-
-def _on_gpu(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cuda"
 
 
 def _even_counts(count: int, size: int) -> Tensor:

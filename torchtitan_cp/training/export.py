@@ -177,9 +177,8 @@ def _write_settings(
         older["rope_scaling"] = None if theirs["rope_type"] == "default" else theirs
     values = {**own, **config, **older, "dtype": dtype}
     write_json(out / "config.json", values)
-    generation = {"eos_token_id": values.get("eos_token_id")}
-    if start:
-        generation = read_json(start / "generation_config.json") or generation
+    stored = read_json(start / "generation_config.json") if start else None
+    generation = stored or {"eos_token_id": values.get("eos_token_id")}
     template = chat_template_of(saved.config)
     chats = any(source.conversations for source in saved.config.data.by_name().values())
     write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, saved.stage.seq_len, out, chats=chats)

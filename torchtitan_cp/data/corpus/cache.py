@@ -110,13 +110,7 @@ def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
     unigram_counts = np.load(folder / UNIGRAM_FILE)
     if separator >= 0:
         unigram_counts[separator] += np.count_nonzero(stores[0].document_lengths)
-    return PreparedSource(
-        stores[0],
-        stores[1],
-        statistics=statistics,
-        unigram_counts=unigram_counts,
-        fingerprint=manifest["content_fingerprint"],
-    )
+    return PreparedSource(stores[0], stores[1], statistics, unigram_counts, manifest["content_fingerprint"])
 
 
 class CacheBuilder:
@@ -152,10 +146,8 @@ class CacheBuilder:
             template = find_chat_template(source, self.settings, self.start) if source.conversations else None
             if template and not template.teaches_to_end(source.loss_on):
                 logger.warning(
-                    "%s: the chat template writes nothing learned behind an answer, so the model does not learn to end "
-                    "one; put the token that ends the assistant's turn behind its text, within {%% generation %%} if "
-                    "the template has that",
-                    source.where,
+                    f"{source.where}: the chat template writes nothing learned behind an answer, so the model does not "
+                    "learn to end one; put the token that ends a turn there, within {% generation %} if it has marks"
                 )
             corpora[name] = Corpus(source, template)
         tokenizer = self._train_tokenizer(corpora.values()) if self.settings.trained else load_tokenizer(self.settings)
@@ -237,8 +229,7 @@ class CacheBuilder:
         except OSError as error:
             raise DataError(
                 f"data.cache_folder = {str(self.root)!r} cannot be written: {error.strerror or error}",
-                fix="give data.cache_folder a folder that can be written and locked, on a disk with room for the "
-                "tokens",
+                fix="give data.cache_folder a folder that can be written and locked, on a disk with room for tokens",
             ) from error
 
     def _check_stop(self, activity: str) -> None:

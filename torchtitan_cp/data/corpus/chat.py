@@ -150,8 +150,7 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
 
 def _read_tools(tools: Any) -> list[Any] | None:
     """The tools of a row: a list, or its JSON; None if there are none."""
-    if isinstance(tools, str):
-        tools = parse_json(tools or "null", "tools that are not JSON")
+    tools = parse_json(tools or "null", "tools that are not JSON") if isinstance(tools, str) else tools
     if not isinstance(tools or [], list):
         raise BadRecordError("tools that are not a list", f"{tools!r:.80}")
     return tools

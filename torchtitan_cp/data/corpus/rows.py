@@ -186,10 +186,9 @@ def read_dataset(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) 
 
 def _open(datasets: Any, path: Path, source: SourceKeys) -> Any:
     """The split's rows, from a folder that `save_to_disk` wrote, a folder of data files, or a name."""
-    if (path / "dataset_dict.json").exists():
-        return datasets.load_from_disk(os.fspath(path))[source.split]
-    if (path / "state.json").exists():
-        return datasets.load_from_disk(os.fspath(path))
+    if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        saved = datasets.load_from_disk(os.fspath(path))
+        return saved[source.split] if isinstance(saved, dict) else saved
     return datasets.load_dataset(
         os.fspath(path) if path.exists() else source.path,
         source.subset or None,
