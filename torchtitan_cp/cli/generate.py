@@ -31,6 +31,7 @@ from torchtitan_cp.training.plain_attention import delta_steps
 from torchtitan_cp.training.registry import args_from, check_length, empty_model
 
 UNFINISHED = "\ufffd"  # what bytes decode to before their character is complete
+CONTEXT = 16  # tokens before a new one that are decoded with it, for the space between them
 
 
 # Keys and values of one layer's tokens so far, `[B, s, Hkv, D]`; with a window, only those it sees. Of layers without
@@ -155,14 +156,16 @@ def sample_token(logits: Tensor, temperature: float, generator: torch.Generator 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer, prompt: Sequence[int]) -> Iterator[str]:
     """Yield the text of the tokens as they come, in whole characters."""
-    ids = list(prompt)
+    ids = prompt[-CONTEXT:]
     text = tokenizer.decode(ids)
     yielded = len(text)
     for token in tokens:
-        ids.append(token)
+        ids = [*ids, token]
         text = tokenizer.decode(ids)
         if not text.endswith(UNFINISHED):
             yield text[yielded:]
+            ids = ids[-CONTEXT:]
+            text = tokenizer.decode(ids)
             yielded = len(text)
     if text[yielded:]:
         yield text[yielded:]

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +141,19 @@ def test_text_comes_in_whole_characters_and_all_of_it() -> None:
     parts = list(stream_text("bé→".encode(), ByteTokenizer(), prompt))
     assert parts == ["b", "é", "→"]
     assert list(stream_text("é".encode()[:1], ByteTokenizer(), prompt)) == ["\ufffd"]
+
+
+def test_the_text_of_a_token_takes_no_longer_after_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, decode = [], ByteTokenizer.decode
+
+    def counted(self: ByteTokenizer, ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", counted)
+    text = "→é and plain words " * 20
+    assert "".join(stream_text(text.encode(), ByteTokenizer(), list(b"before " * 1000))) == text
+    assert max(decoded) < 30
 
 
 def test_lines_come_from_a_pipe_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
