@@ -20,6 +20,7 @@ from torchtitan_cp.attention.kernels import KERNELS, Kernel, ScoreMod
 from torchtitan_cp.attention.kernels.kernel import Case
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.plan import busiest_rank
+from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.strategies.strategy import KeyBlock, add_gradients, add_outputs
 from torchtitan_cp.attention.tiles import ALL_ROWS, FULL, Tile
 
@@ -29,7 +30,7 @@ Steps = list[tuple[int, tuple[Tile, ...]]]  # (rows of K and V, tiles)
 
 def steps_of(plan: Plan) -> Steps:
     """What a rank computes, by step."""
-    if plan.strategy == "all_gather":
+    if STRATEGIES[plan.strategy].gathers_keys:
         return [(plan.sequence_length, plan.gathered_tiles)]
     return [(sum(stop - start for start, stop in step.receive), step.tiles) for step in plan.steps if step.tiles]
 

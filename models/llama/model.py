@@ -46,7 +46,7 @@ class Llama(nn.Module):
 
     def block(self, args: Any, attend: Attend, number: int) -> nn.Module:
         """Build a layer; relatives of Llama override this."""
-        return Block(args, Attention(args, attend, args.layer_windows[number]))
+        return Block(args, Attention(args, attend, args.layer_windows[number]), self.norm_type)
 
     def keep(self, first: int, stop: int) -> None:
         """Keep layers [first, stop), with the embedding before the first of all and the output after the last.
@@ -108,10 +108,10 @@ class Llama(nn.Module):
 
         Projections back into the residual stream are smaller with depth. Source: GPT-2.
         """
-        if "norm" in parameter:
-            return None
         if parameter.endswith((".bias", "sinks.weight")):
             return 0.0
+        if "norm" in parameter:
+            return None
         into_residual = parameter.removesuffix(".weight").endswith(("wo", "w2"))  # w2 of experts is no module
         return 0.02 * (2 * self.args.n_layers) ** -0.5 if into_residual else 0.02
 

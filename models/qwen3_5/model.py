@@ -42,7 +42,7 @@ class Hybrid(Llama):
         """See Llama."""
         linear = args.linear_layers[number]
         mixer = GatedDeltaNet(args, attend) if linear else GatedAttention(args, attend, args.layer_windows[number])
-        return Block(args, mixer, CenteredRMSNorm)
+        return Block(args, mixer, self.norm_type)
 
     def init_std(self, parameter: str) -> float | None:
         """See Llama. A norm's weight is added to one; a head forgets by about exp(-A), A from 0.1 to 10."""

@@ -155,16 +155,16 @@ def _split(part: Part, work: float, order: list[Bin], nodes: list[list[Bin]]) ->
 
 
 def _choose_bins(tokens: int, work: float, order: list[Bin], nodes: list[list[Bin]]) -> list[Bin]:
-    """The least loaded bins that can take so much, of fewer nodes if that takes no more bins than it saves nodes."""
+    """The least loaded bins that can take so much, on fewer nodes if each node saved costs at most one bin."""
     chosen = _least_loaded(tokens, work, order) or order
     spanned = len({one.node for one in chosen})
     if spanned > 1:
-        within, lacking, room = set[int](), 0.0, 0
+        within, load, room = set[int](), 0.0, 0
         for node in sorted(nodes, key=lambda node: sum([one.load for one in node])):
-            if lacking >= (1 - SLACK) * work and room >= tokens:
+            if -load >= (1 - SLACK) * work and room >= tokens:
                 break
             within.add(node[0].node)
-            lacking -= sum([one.load for one in node])
+            load += sum([one.load for one in node])
             room += sum([one.tokens for one in node])
         held = _least_loaded(tokens, work, inside := [one for one in order if one.node in within]) or inside
         if len(held) + len(within) <= len(chosen) + spanned:

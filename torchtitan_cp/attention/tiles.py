@@ -91,7 +91,7 @@ def dense_parts(queries: int, keys: int, band: Band) -> tuple[Tile, ...]:
 
 
 def _below_diagonal(queries: int, keys: int, high: int) -> list[Tile]:
-    """j - i <= high."""
+    """Tiles of the pairs (query i, key j) with j - i <= high."""
     first = max(0, -high)  # rows before it see nothing
     seen_by_all = min(high + first, keys)
     square = min(queries - first, keys - seen_by_all)

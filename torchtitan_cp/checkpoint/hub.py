@@ -298,7 +298,7 @@ def load_parts(
         read: `read_shard`; or of an architecture with `hub.load` another, so that parts on meta are checked alone.
 
     Raises:
-        ConfigError: it has not the tensors of this model.
+        ConfigError: it lacks tensors of this model.
     """
     stored = _open_tensors(folder)
     try:

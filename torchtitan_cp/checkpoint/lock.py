@@ -44,7 +44,7 @@ def run_dir_lock(folder: str | Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, stack: ExitStack) -> str:
-    """Lock the folder until the stack ends. Returns what the lock's file says now, and in no other start."""
+    """Lock the folder until the stack ends. Returns the text of its file, which no other start has."""
     check_dump_folder(str(folder))
     file = stack.enter_context((folder / LOCK_FILE).open("a+"))
     several_nodes = dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

@@ -488,7 +488,7 @@ class Stage:
     """
 
     name: str = ""
-    seq_len: int = key(0, least=1)
+    seq_len: int = key(0, least=1)  # has no default: 0 is refused
     steps: int = key(0, least=0)
     tokens: int = key(0, least=0)
     until: dict[str, float] = key({})  # noqa: RUF009

@@ -173,6 +173,7 @@ class ModuleTrace:
             before[event.where] = max(value, before.get(event.where, 0.0))
         most, grown = 0.0, []
         for value, event in sorted(self.seen, key=lambda each: each[1].order):
+            # What the healthy step did not have, or had as 0, does not count as growth.
             growth = value if math.isinf(value) else value / (before.get(event.where) or math.inf)
             if growth > most:
                 most = growth
@@ -315,6 +316,7 @@ class Diagnoser:
         """Run a bad step again and find the first bad value of all ranks. Collective.
 
         Args:
+            step: its number.
             micro_batches: of the step, each with `tokens`, `labels`, `plan` and `numbers` of its sequences.
             report: of the step.
             healthy: micro-batches of the newest healthy step, which a spike is compared with; empty if there is none.
@@ -323,7 +325,7 @@ class Diagnoser:
             return Diagnosis("there is no healthy step to compare it with yet, so its module is not known", False)
         usual, trace = ModuleTrace(self.watched), ModuleTrace(self.watched)
         if not report.findings:
-            self.run_step(0, healthy, usual.watching())
+            self.run_step(0, healthy, usual.watching())  # no step has this number, so no fault is injected
         again = self.run_step(step, micro_batches, trace.watching())
         reproduces = bool(again.findings or (again.spikes and not report.findings))
         ids = [{"tokens": batch.tokens, "labels": batch.labels} for batch in micro_batches]

@@ -1,8 +1,8 @@
 """One optimizer step in numbers: the fields of metrics.jsonl and their tags in TensorBoard."""
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Annotated, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, get_origin, get_type_hints
 
 Numbers = dict[str, float]
 
@@ -96,4 +96,5 @@ class StepRecord:
         return found
 
 
-TAGS = {entry.name: get_args(entry.type)[1] for entry in fields(StepRecord) if get_args(entry.type)}
+HINTS = get_type_hints(StepRecord, include_extras=True)
+TAGS = {name: hint.__metadata__[0] for name, hint in HINTS.items() if get_origin(hint) is Annotated}

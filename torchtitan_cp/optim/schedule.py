@@ -2,6 +2,7 @@
 
 To add a learning-rate shape, write a function beside `cosine`, and add its name to `LR_SHAPES` here and to
 LR_SHAPES in config/names.py; a test holds the two equal. Then regenerate docs/config.md (`CONTRIBUTING.md`).
+`end_fraction` may be 0: a shape that cannot end there needs a rule in config/check.py.
 """
 
 import math

@@ -91,5 +91,5 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     else:
         return {name: value}
     flat = {dotted: plain for key, entry in entries for dotted, plain in _flat(entry, key).items()}
-    # Ranks may have different entries, or none here.
+    # With the entries their names: a key that only some ranks have is a difference too.
     return {name: ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries), **flat}

@@ -159,11 +159,11 @@ def _write_settings(
 
     A run that started from the weights of model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
-    folder = start_folder(saved.config.model)
-    start = folder if saved.config.model.load_weights else None
+    hub_folder = start_folder(saved.config.model)
+    weights_folder = hub_folder if saved.config.model.load_weights else None
     rope, hub = saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
-    if start:
+    if weights_folder:
         before = {} if hub.load else hub_config(saved.config.model)
         before = before.get("text_config", before)  # of a model that sees pictures too
         own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
@@ -177,11 +177,11 @@ def _write_settings(
         older["rope_scaling"] = None if theirs["rope_type"] == "default" else theirs
     values = {**own, **config, **older, "dtype": dtype}
     write_json(out / "config.json", values)
-    stored = read_json(start / "generation_config.json") if start else None
+    stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
     generation = stored or {"eos_token_id": values.get("eos_token_id")}
     template = chat_template_of(saved.config)
     chats = any(source.conversations for source in saved.config.data.by_name().values())
-    write_tokenizer(saved.config.tokenizer, tokenizer, template, folder, saved.stage.seq_len, out, chats=chats)
+    write_tokenizer(saved.config.tokenizer, tokenizer, template, hub_folder, saved.stage.seq_len, out, chats=chats)
     known = generation.get("eos_token_id")
     ends = end_tokens(template, tokenizer) if template else [tokenizer.eos_id]
     generation["eos_token_id"] = sorted({*ends, *(known if isinstance(known, list) else [known])} - {None})

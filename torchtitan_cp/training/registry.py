@@ -50,7 +50,7 @@ def check_model(config: Config, stages: Iterable[Any], args: Any) -> None:
     """Refuse options that the architecture, or the model of these args, does not support.
 
     Args:
-        stages: StagePlans.
+        stages: ResolvedStages.
 
     Raises:
         ConfigError: naming the key, and the reason.

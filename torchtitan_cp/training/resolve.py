@@ -59,13 +59,14 @@ def resolve_run(config: Config, ranks: int, model_args: Any = None) -> ResolvedR
     - `registry.check_model`: degrees and flags that the architecture lacks, what this model cannot do, and the biases
       that training.router_bias_update changes.
     - `registry.config_for_hub`: whether Hugging Face's format can describe a model that each stage is to export.
-    - `parallel.check_tensor_parallel`: tp divides heads and MLP; `parallel.check_expert_parallel`: ep divides experts.
-    - `parallel.plan_pipeline`: there are enough layers for pp and the schedule, and this torch has the schedule.
+    - `parallel.checks.check_tensor_parallel`: tp divides heads and MLP; `check_expert_parallel`: ep divides experts.
+    - `parallel.pipeline_stages.plan_pipeline`: there are enough layers for pp and the schedule, which this torch has.
     - `attention.make_plan`: strategy, kernel and layout at this length and context-parallel degree.
 
     So pp = 3 is allowed if the degrees multiply to `ranks`, the architecture has pipelines (`check_model`), there are
     enough layers (`plan_pipeline`), and the schedule takes the step's micro-batches, the blocks' recomputation and
-    compile, and checkpoints are on where stages have another pp (all `check_config`).
+    compile, and checkpoints are on where stages have another pp (`_check_stage` and `_check_stage_sections` of
+    `config/check.py`).
 
     Args:
         model_args: of `config.model`, if they are known, e.g. with the tokenizer's vocabulary.

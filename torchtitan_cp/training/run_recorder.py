@@ -79,24 +79,24 @@ class RunRecorder:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        config, device, logger = self.config, self.world.device, self.log
+        config, device, log = self.config, self.world.device, self.log
         if self.world.rank == 0:
             text, tokenizer = to_toml(config), self.data.corpus.tokenizer
             check_dump_folder(config.job.dump_folder)
             replace_file(self.folder / RUN_CONFIG, text.encode())
             if tokenizer.path and config.tokenizer.trained:
                 replace_file(self.folder / TOKENIZER_FILE, tokenizer.path.read_bytes())
-            logger.open_files(self.folder, done)
+            log.open_files(self.folder, done)
             for found in read_evaluations(self.folder):
                 self.evaluation_curves[found["stage"]] = (found["position_starts"], found["position_losses"])
-            logger.text("config", f"```toml\n{text}\n```", done)
+            log.text("config", f"```toml\n{text}\n```", done)
             for name, stream in self.data.streams.items():
                 lengths = stream.store.document_lengths
-                logger.image(f"documents/{name}", done, figures.draw_document_lengths, lengths, name)
+                log.image(f"documents/{name}", done, figures.draw_document_lengths, lengths, name)
         if config.job.description:
-            logger.say(config.job.description)
+            log.say(config.job.description)
         named = config.model.flavor or Path(config.model.hub_checkpoint or config.model.config).stem
-        logger.say(
+        log.say(
             f"{config.model.architecture} {named}: "
             f"{self.model.parameter_count:,} parameters on "
             f"{self.world.size} x {device.name}, {device.backend}, compute in {config.training.compute_dtype}\n"
@@ -104,7 +104,7 @@ class RunRecorder:
             f"{self.model.meshes.summary()}\n"
             f"{statistics_table({name: source.statistics for name, source in self.data.corpus.sources.items()})}"
         )
-        logger.console.start_bar()
+        log.console.start_bar()
 
     def start_stage(self, stage: ResolvedStage, progress: Progress, batch: MicroBatch, seconds: float) -> None:
         """Say what the stage is, and draw who computes what of its first micro-batch if several ranks share it.
@@ -248,18 +248,18 @@ class RunRecorder:
 
     def record_evaluation(self, stage: ResolvedStage, step: int, result: EvaluationResult) -> None:
         """Record the result of an evaluation."""
-        self.evaluation, self.evaluated_at, logger = result, step, self.log
-        logger.say("\n".join(result.lines(step, stage.seq_len)))
+        self.evaluation, self.evaluated_at, log = result, step, self.log
+        log.say("\n".join(result.lines(step, stage.seq_len)))
         record = {"step": step, "stage": stage.name, "seq_len": stage.seq_len, **result.to_json()}
         scalars = {f"validation/{name}": value for name, value in result.scalars(stage.seq_len).items()}
-        logger.evaluation(record, scalars, step)
+        log.evaluation(record, scalars, step)
         self.evaluation_curves[stage.name] = (result.position_starts, result.position_losses)
         self._draw_routing(step)
-        logger.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
+        log.image("validation/loss_by_position", step, figures.draw_loss_by_position, self.evaluation_curves)
         for name, found in result.retrieval.items():
             options = {"trained_length": stage.seq_len, "title": name}
             if found.by_length():
-                logger.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *found, **options)
+                log.image(f"validation/{name}/{stage.name}", step, figures.draw_retrieval_map, *found, **options)
 
     def _draw_routing(self, step: int) -> None:
         """Draw the load of the experts in the newest step, once, and say how much they dropped."""

@@ -91,7 +91,7 @@ class TorchKernel:
         self.scan = partial(scan, in_groups=inputs.q.is_cuda and rule != "scan")
         self.dtype = accumulation_dtype(inputs.q.dtype)
         self.rows, self.held, self.places, self.firsts, self.lasts = _chunk_rows(plan, inputs.q)
-        begins = document_offsets(plan, inputs.q)[:, :, None, None] == 0
+        begins = document_offsets(plan, inputs.q)[:, :, None, None] == 0  # and forgets all state before it
         leaves = [self._split(x) for x in inputs._replace(g=inputs.g.masked_fill(begins, float("-inf")))]
         if dout is not None:
             self.dout = self._split(dout)
@@ -111,8 +111,8 @@ class TorchKernel:
         return self.factors.q_in.mT @ self.dout - self.factors.w.mT @ (self.factors.attn.mT @ self.dout)
 
     def summarize(self, segment: DocumentSegment) -> Tensor:
-        """Of the map S -> A S + B over a segment, B `[b, H, K, V]`; unless its document begins in it, A and B side by
-        side, `[b, H, K, K + V]`. A scan's A is diagonal: a column."""
+        """What a segment makes of the state S that enters it, A S + B: A and B side by side, `[b, H, K, K + V]`, or B
+        alone, `[b, H, K, V]`, if its document begins in it. A scan's A is diagonal: a column."""
         factors, added = self._of(segment), self.added[self._chunks(segment)]
         key_dim, value_dim = added.shape[-2:]
         starts = {}

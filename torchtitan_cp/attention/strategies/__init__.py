@@ -3,8 +3,9 @@
 To add one: write a file here with a `STRATEGY` (strategy.py has the interface), add its line to `STRATEGIES` below and
 its name to STRATEGIES in config/names.py (then regenerate docs/config.md), and what it costs to STRATEGY_COSTS in
 planner/strategy_costs.py.
-Rules that only it has (a mesh of two axes, no float8) belong in api.py; where it does not walk the steps of the ring,
-operator.prepare_plan prepares other tiles. Tests fail until the names agree, and the conformance tests run every
+Rules that only it has (a mesh of two axes, no float8) belong in api.py. The loader prepares the tiles of the plan's
+steps, or with `gathers_keys` the gathered ones (operator.prepare_plan). One rank always runs the ring: try a strategy
+on several with `benchmarks.simulation.simulate`. Tests fail until the names agree, and the conformance tests run every
 strategy of this registry; add a row to tests/ranks/training/test_parity.py.
 """
 

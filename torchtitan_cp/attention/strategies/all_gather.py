@@ -72,7 +72,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
     return dq, dk, dv, sink_gradient(dout, out, lse, call.sinks)
 
 
-STRATEGY = Strategy(forward, backward)
+STRATEGY = Strategy(forward, backward, gathers_keys=True)
 
 
 def gather_heads(

@@ -84,11 +84,13 @@ class Strategy:
         backward: (dout, residuals, call) -> (dq, dk, dv, dsinks), the first three in the inputs' dtypes, dsinks `[Hq]`
             of this rank's rows in their accumulation dtype; None without sinks.
         uses_all_to_all: whether the ranks of an all-to-all group trade heads for sequence.
+        gathers_keys: whether it computes the plan's `gathered_tiles`, on all keys, in place of the tiles of its steps.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor, Residuals]]
     backward: Callable[[Tensor, Residuals, Call], tuple[Tensor, Tensor, Tensor, Tensor | None]]
     uses_all_to_all: bool = False
+    gathers_keys: bool = False
 
 
 class KeyBlock(NamedTuple):

@@ -113,9 +113,9 @@ class PackedStream:
     def sequence(self, number: int) -> PackedSequence:
         """Sequence `number` of the stage from this source."""
         spans = self._spans(number)
-        tokens, learned, labels = _read(self.stream.store, spans)
+        tokens, targets, labels = _read(self.stream.store, spans)
         if not self.data.document_mask:
-            labels[:-1] = learned[1:]
+            labels[:-1] = targets[1:]
         named = tuple(Span(self.source, *span) for span in spans)
         row = PackedSequence(tokens, labels, np.arange(self.seq_len), self.document_lengths(number), named)
         return replace(row, positions=row.document_positions) if self.data.restart_positions else row
@@ -168,14 +168,15 @@ class PackedStream:
 
 
 def _read(store: TokenStore, spans: Sequence[Sequence[int]]) -> np.ndarray:
-    """Tokens of the spans; the same, IGNORED where not learned; of these the next in its document: `[3, S]` int64."""
+    """Of the spans, `[3, S]` int64: tokens; targets, the same but IGNORED where not learned; labels, the targets
+    shifted by one within each document."""
     rows = []
     for document, start, stop in spans:
         end = min(stop + 1, int(store.document_lengths[document]))
         text, mask = store.read(document, start, end), store.read_mask(document, start, end)
-        learned = np.append(text if mask is None else np.where(mask, text, IGNORED), IGNORED)
+        targets = np.append(text if mask is None else np.where(mask, text, IGNORED), IGNORED)
         count = stop - start
-        rows.append(np.stack([text[:count], learned[:count], learned[1 : count + 1]]))
+        rows.append(np.stack([text[:count], targets[:count], targets[1 : count + 1]]))
     return np.concatenate(rows, axis=1)
 
 

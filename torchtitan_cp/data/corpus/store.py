@@ -96,7 +96,7 @@ class TokenStore:
         self.folder, self.split, self.vocab_size, self.separator = folder, split, vocab_size, separator
         self._index = _map(folder / f"{split}.offsets.bin", INDEX_DTYPE)
         self._shard_tokens, self._offsets = int(self._index[0]), self._index[1:]
-        self.document_lengths = self._stored_lengths = np.diff(self._offsets)
+        self.document_lengths = self._stored_lengths = np.diff(self._offsets)  # the separator is not stored
         if separator >= 0:
             self.document_lengths = self._stored_lengths + (self._stored_lengths > 0)
         self.documents, self.tokens = len(self.document_lengths), int(self.document_lengths.sum())
@@ -121,7 +121,8 @@ class TokenStore:
             shard, offset = divmod(position, self._shard_tokens)
             parts.append(self._shards[shard][offset : offset + end - position])
             position += len(parts[-1])
-        return np.concatenate([*parts, np.full(int(start <= stored < stop), self.separator)])
+        separators = 1 if start <= stored < stop else 0
+        return np.concatenate([*parts, np.full(separators, self.separator)])
 
     def read_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
         """Which tokens of a document are learned, `[stop - start]` bool; None if the store has no masks: all are.
