@@ -27,7 +27,7 @@ from torchtitan_cp.parallel.apply import parallelize
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.tensor import enable_async_tp, vocabulary_shard
 
-SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61)
+SHAPE = LlamaArgs(32, 2, 4, 2, 8, 48, vocab_size=61, qkv_bias=True, qk_norm=True)
 
 
 def run_step(

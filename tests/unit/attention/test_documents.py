@@ -108,6 +108,9 @@ def test_messages_that_compute_hides_count_by_the_rates_given() -> None:
     slow, free = (documents(131_072, 8, mask, 8, 1, (cost, cost)) for cost in (50_000, 0))
     times = [relative_time(layout, mask, 131_072, 8, (50_000, 50_000)) for layout in (slow, free)]
     assert times[0] <= times[1]
+    # Each rank has 68 pairs, 36 of its own keys. Meanwhile 8 rows travel, as long as 40 pairs take: it waits for 4.
+    for ranks_per_node, costs in ((2, (5, 0)), (1, (0, 5))):
+        assert relative_time(zigzag(16, 2), AttentionMask(), 16, ranks_per_node, costs) == pytest.approx(72 / 68)
     assert sum(rows_sent(slow, mask, 131_072, 8)[0]) < sum(rows_sent(free, mask, 131_072, 8)[0])
 
 

@@ -51,7 +51,7 @@ def choose_strategy(query_heads: int, key_heads: int, ranks: int, band: Band, kv
         "ring" or "all_to_all".
     """
     # torch.compile traces this function with sizes it may not know, so it must not format text.
-    if ranks == 1 or kv_transfer != "exact" or band.low is not None or query_heads % ranks or key_heads % ranks:
+    if kv_transfer != "exact" or band.low is not None or query_heads % ranks or key_heads % ranks:
         return "ring"
     return "all_to_all" if _traded_share(query_heads, key_heads, ranks) < 0.5 else "ring"
 
