@@ -56,6 +56,10 @@ def test_a_token_gets_the_shared_sum_of_its_experts(option: str) -> None:
             want += w2 @ (F.silu(w1 @ x) * (w3 @ x))
         # Shares are fp32.
         assert (got[row, token] - want).norm() < 1e-6 * want.norm()
+    assert [x.dtype for x in block.router.bfloat16()(hidden.bfloat16())] == [torch.float32] * 2 + [
+        torch.int64,
+        torch.float32,
+    ]
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
