@@ -175,12 +175,12 @@ def _rank_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
 def state_layer(planned: PlannedStage) -> LayerCost:
     """Messages of a layer with a recurrent state, for one sequence. Source: docs/linear_attention.md.
 
-    A rank sends two summaries of each of its two segments and gets the states that enter them; in backward half.
+    A rank sends two summaries of each of its two segments at once and gets the states that enter them; in backward one.
     """
     ranks, tp = planned.stage.cp, planned.degrees.tp
     state = max(planned.args.state_sizes) * FP32_BYTES * 2 * (ranks - 1) / ranks
-    seconds = planned.cluster.all_to_all_seconds(state, ranks, tp)
-    return LayerCost(0, 3 * state, 2 * state, 3 * seconds, 2 * seconds)
+    one, two = (planned.cluster.all_to_all_seconds(summaries * state, ranks, tp) for summaries in (1, 2))
+    return LayerCost(0, 3 * state, 2 * state, two + one, 2 * one)
 
 
 def _recurrence_seconds(planned: PlannedStage) -> float:

@@ -1,16 +1,21 @@
 """The command as a user meets it, and estimates that follow from what changes."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import ARCHITECTURES
+from tests.support.recurrence import delta_rule
+from torchtitan_cp.attention import AttentionMask
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.cli.plan import main
 from torchtitan_cp.config import load_config
 from torchtitan_cp.planner.devices import make_cluster
-from torchtitan_cp.planner.estimate import Estimate, _outer_seconds, plan_config
+from torchtitan_cp.planner.estimate import RECURRENCE_RATE, Estimate, _outer_seconds, _rank_seconds, plan_config
 from torchtitan_cp.planner.parameters import total_parameters
 from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 from torchtitan_cp.training.registry import register
@@ -188,6 +193,28 @@ def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_o
     auto, always = (estimates(LONG, pipe, f"--parallel.fsdp_reshard={how}", nodes=16)[0] for how in ("auto", "always"))
     assert always.memory.total == auto.memory.total
     assert always.step_seconds >= auto.step_seconds
+
+
+@pytest.mark.parametrize(("checkpoint", "forwards"), [("full", 2), ("attention_saved", 1)])
+def test_a_layer_with_a_state_takes_the_products_of_the_recurrence_and_the_messages_of_its_summaries(
+    checkpoint: str, forwards: int
+) -> None:
+    planned = estimates("train_configs/qwen3_5_9b_256k_to_1m.toml", f"--activation.checkpoint={checkpoint}")[0]
+    with FlopCounterMode(display=False) as counter:
+        q, v, g = torch.ones(1, 4, 16, 128), torch.ones(1, 4, 32, 128), torch.ones(1, 4, 32)
+        delta_rule(q, q, v, g, g, AttentionMask(), 1.0)
+    flops = counter.get_total_flops() / 4 * 3 / 2  # a token's; the outer product of key and error is none to torch
+    rate = 989e12 * planned.cluster.accelerator.linear * RECURRENCE_RATE
+    # Two all-to-alls each way, of 6 MiB a segment forward and 4 backward, as tests/ranks/attention counts them.
+    messages = {mib: planned.cluster.all_to_all_seconds(2 * mib * 2**20 * 15 / 16, 16, 1) for mib in (2, 4)}
+    sent = forwards * (messages[4] + messages[2]) + 2 * messages[2]
+    own = planned.ranks[0]
+    attending = _rank_seconds(planned, replace(own, layers=len(own.windows)))
+    added = {name: seconds - attending[name] for name, seconds in _rank_seconds(planned, own).items()}
+    layers = 24 * planned.stage.micro_batches
+    assert added["attention"] == pytest.approx(layers * (forwards + 2) * flops * planned.tokens / rate)
+    expected = layers * planned.stage.micro_batch_sequences * sent
+    assert added["context-parallel messages"] == pytest.approx(expected)
 
 
 def test_what_makes_attention_cheaper_is_said(capsys: pytest.CaptureFixture[str]) -> None:
