@@ -98,6 +98,8 @@ def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_pat
     losses = [1 / 3, 2 / 3, None, 0.1]
     for step, loss in enumerate(losses, start=1):
         logger.step(record(step, loss), 4)
+    logger.say("4K begins", tag="stage", step=1)
+    logger.warn("the loss is 9", 4)
     logger.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == losses
@@ -106,6 +108,8 @@ def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_pat
     board.Reload()
     assert set(board.Tags()["scalars"]) == TAGS
     assert [point.step for point in board.Scalars("train/loss")] == [2, 4]
+    texts = [board.Tensors(f"{tag}/text_summary")[0] for tag in ("stage", "health")]
+    assert [(text.step, *text.tensor_proto.string_val) for text in texts] == [(1, b"4K begins"), (4, b"the loss is 9")]
 
 
 def test_tensorboard_has_a_layout_that_begins_with_what_matters(tmp_path: Path) -> None:
@@ -210,10 +214,17 @@ def test_lines_that_find_no_room_are_written_when_there_is_some(
         for step in range(1, 5):
             sink.step(record(step))
     sink.step(record(5))
+    with no_file_beyond(1000):
+        sink.step(record(6))
     sink.close()
+    sink = JsonLinesSink(tmp_path, after_step=6)
+    with no_file_beyond(1000):
+        sink.step(record(7))
+        sink.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert caplog.text.count("lines are kept until there is room") == 1
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert caplog.text.count("lines are kept until there is room") == 3
+    assert "metrics.jsonl: the last 1 lines are lost" in caplog.text
 
 
 def test_a_resumed_run_knows_the_evaluations_of_the_steps_before_it(tmp_path: Path) -> None:

@@ -195,6 +195,28 @@ def test_a_pipeline_saves_nothing_by_freeing_its_weights_and_gathers_them_more_o
     assert always.step_seconds >= auto.step_seconds
 
 
+@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 2), ("attention_saved", 1), ("full", 1)])
+def test_tiles_of_an_mlp_run_again_for_themselves(mode: str, times: int) -> None:
+    """Selective recomputation keeps the products of whole MLPs alone."""
+    whole, tiled = (
+        estimates(LONG, f"--activation.checkpoint={mode}", f"--activation.mlp_tiles={tiles}")[0] for tiles in (1, 8)
+    )
+    seconds = tiled.seconds["linear layers"] - whole.seconds["linear layers"]
+    forward = 32 * 3 * 2 * 4096 * 14336 * 4_194_304 / 64
+    assert seconds == pytest.approx(times * forward / (989e12 * whole.cluster.accelerator.linear))
+
+
+def test_weights_that_are_freed_after_their_forward_are_gathered_again() -> None:
+    register(ARCHITECTURES)
+    cluster = make_cluster("h100-80g", 8, network_bandwidth=1e9)  # so slow that nothing hides a gather
+    never, always = (
+        plan_config(load_config(LONG, [f"--parallel.fsdp_reshard={how}"]), cluster)[0] for how in ("never", "always")
+    )
+    again = always.seconds["FSDP messages"] - never.seconds["FSDP messages"]
+    layers = 32 * always.stage.micro_batches
+    assert again == pytest.approx(layers * cluster.collective_seconds(2 * always.counts.block, 64, 1))
+
+
 @pytest.mark.parametrize(("checkpoint", "forwards"), [("full", 2), ("attention_saved", 1)])
 def test_a_layer_with_a_state_takes_the_products_of_the_recurrence_and_the_messages_of_its_summaries(
     checkpoint: str, forwards: int

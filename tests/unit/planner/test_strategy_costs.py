@@ -10,6 +10,7 @@ from benchmarks.simulation import simulate
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask, Plan, make_plan
 from torchtitan_cp.attention.layouts import ROW_PAIRS
+from torchtitan_cp.attention.strategies.all_gather import HEAD_GROUPS
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.strategy_costs import Heads, Rates, layer_of, step_pairs
 
@@ -87,6 +88,16 @@ def test_a_ring_that_has_nothing_to_compute_waits_for_every_message() -> None:
     rows = [max(sum(b - a for a, b in spans) for spans in (step.send, step.receive)) for step in plan.steps[1:]]
     expected = sum(cluster.message_seconds(count * 4 * 2 * 64 * 2, 4, 1) for count in rows)
     assert layer.forward_exposed == pytest.approx(expected, rel=1e-6)
+
+
+def test_slow_work_hides_all_gathers_of_keys_but_the_first_groups_and_the_last_gradients() -> None:
+    cluster, plan = make_cluster("h100-80g"), make_plan(4096, ranks=4, strategy="all_gather")
+    slow, fast = (layer_of(plan, Heads(8, 4, 64), rates(rate)) for rate in (SLOW, FAST))
+    row = 4 * 2 * 64 / HEAD_GROUPS
+    gather, scatter = (cluster.collective_seconds(4096 * row * size, 4, 1) for size in (2, 4))
+    assert (slow.forward_exposed, slow.backward_exposed) == pytest.approx((gather, gather + scatter))
+    everything = HEAD_GROUPS * gather, HEAD_GROUPS * (gather + scatter)
+    assert (fast.forward_exposed, fast.backward_exposed) == pytest.approx(everything, rel=1e-6)
 
 
 def test_an_all_to_all_waits_for_its_messages_however_slow_the_work() -> None:
