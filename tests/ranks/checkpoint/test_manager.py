@@ -155,7 +155,7 @@ def test_moments_in_8_bits_are_saved_though_they_cannot_be_staged(
 
 
 def go_on_with_an_idle_parameter(folder: Path, steps: int) -> tuple[bool, int]:
-    """On a rank: whether steps after a load are those after the save, and how many parameters then have moments."""
+    """On a rank: whether steps after a save, a load or neither are alike, and how many parameters have moments."""
 
     def make_two() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -168,17 +168,23 @@ def go_on_with_an_idle_parameter(folder: Path, steps: int) -> tuple[bool, int]:
         optimizer.zero_grad()
 
     checkpoints, (model, optimizer), (other, other_optimizer) = CheckpointManager(folder), make_two(), make_two()
+    plain, plain_optimizer = make_two()
     for _ in range(steps):
         take_step(model, optimizer, "used")
+        take_step(plain, plain_optimizer, "used")
     checkpoints.save(Progress(step=1), [model], [optimizer])
     checkpoints.close()
     checkpoints.load(folder / "step-1", [other], [other_optimizer])
     for name in ("used", "idle"):
         take_step(model, optimizer, name)
         take_step(other, other_optimizer, name)
+        take_step(plain, plain_optimizer, name)
     fresh, fresh_optimizer = make_two()
     take_step(fresh, fresh_optimizer, "idle")
-    equal = all(map(torch.equal, model.parameters(), other.parameters()))
+    equal = all(
+        torch.equal(x, y) and torch.equal(x, z)
+        for x, y, z in zip(*(m.parameters() for m in (model, other, plain)), strict=True)
+    )
     return equal and torch.equal(fresh["idle"].weight, other["idle"].weight), len(optimizer.state)
 
 

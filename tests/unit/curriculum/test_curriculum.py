@@ -29,6 +29,12 @@ def test_a_stages_own_keys_rule_over_those_of_the_data_section() -> None:
     assert (second.data.mixture, second.data.document_mask, second.data.packing) == ({"b": 1.0}, False, "best_fit")
 
 
+def test_the_steps_of_a_stage_decide_its_text_only_where_its_last_window_ends_with_it() -> None:
+    for packing, steps in (("best_fit", 10), ("concat", None)):
+        config = Config(curriculum=Curriculum(STAGES), data=Data(packing=packing))
+        assert resolve_stages(config, 4)[0].text_recipe.get("steps") == steps
+
+
 def test_a_stage_of_a_length_that_an_earlier_one_has_gets_a_name_of_its_own() -> None:
     stages = (STAGES[0], STAGES[1], STAGES[0], dataclasses.replace(STAGES[0], name="long"))
     names = [stage.name for stage in resolve_stages(Config(curriculum=Curriculum(stages)), 4)]

@@ -134,3 +134,7 @@ def test_held_out_text_comes_from_the_stages_sources_that_have_some() -> None:
     samples = held_out_samples(held, S, replace(BEST, mixture={"a": 1.0, "c": 5.0}), 9)
     assert samples is not None
     assert {span.source for number in range(9) for span in samples.sequence(number).spans} == {"a"}
+    held["masked"] = TokenStream(MemoryStore([9, 9], masks=[[True] * 9] * 2), 4 * S, seed=1)
+    beside = held_out_samples(held, S, replace(BEST, mixture={"a": 1.0, "masked": 1.0}), 9)
+    assert beside is not None
+    assert [found.packed["a"].data.packing for found in (samples, beside)] == ["concat", "best_fit"]
