@@ -25,7 +25,7 @@ from tests.support.rank_pool import RankFailure, RankPool
 from torchtitan_cp.checkpoint import manager
 from torchtitan_cp.checkpoint.load import CheckpointReader
 from torchtitan_cp.checkpoint.manager import CheckpointManager
-from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE
+from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, verify_checkpoint
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, restore_replaced
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
@@ -330,6 +330,8 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_skipped(
     assert len(lines) == 1
     assert "step-3 is damaged and skipped: " in lines[0]
     assert told in lines[0]
+    [alone] = verify_checkpoint(folder / "step-3")
+    assert told in alone
 
 
 def go_on_before_damage(folder: Path) -> list[list[str]]:

@@ -146,6 +146,21 @@ def test_gpipe_keeps_the_gradients_of_all_losses_until_its_backwards() -> None:
     assert gpipe - plain >= vocabulary * dim * 4
 
 
+@pytest.mark.parametrize(
+    ("schedule", "held"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [16] * 4), ("zbv_zero_bubble", [4] * 4)]
+)
+def test_a_pipeline_rank_holds_the_micro_batches_that_wait_for_their_backward(schedule: str, held: list[int]) -> None:
+    pipeline = (
+        "--parallel.pp=4",
+        f"--parallel.pp_schedule={schedule}",
+        "--compile.enable=false",
+        "--activation.checkpoint=full",
+    )
+    planned = estimates(LONG, *pipeline, nodes=32)[0]
+    assert planned.stage.micro_batches == 16
+    assert [own.kept_layers / own.layers for own in planned.ranks] == held
+
+
 def test_a_slower_network_costs_a_ring_across_nodes_and_nothing_inside_one() -> None:
     register(ARCHITECTURES)
     config = load_config(LONG, ["--context_parallel.strategy=ring", "--curriculum.stages[5].strategy=ring"])
