@@ -233,6 +233,7 @@ def gated(path: Path, *overrides: str) -> tuple[int, list[tuple[int, int]], str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConsoleSink, "print", lambda console, text: said.append(text))
         trainer.run()
+    assert sum(row[2] for row in trainer.progress.stage_losses.values()) == trainer.progress.step
     return trainer.progress.step, taken, "\n".join(said)
 
 
