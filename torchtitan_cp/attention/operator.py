@@ -43,7 +43,8 @@ def prepare_plan(plan: Plan) -> None:
     """
     queries, rows = plan.local_tokens * plan.all_to_all_ranks, len(plan.mask.documents(plan.sequence_length))
     steps = [(step.tiles, count_rows(step.receive)) for step in plan.steps]
-    if STRATEGIES[plan.strategy].gathers_keys and plan.ranks > 1:
+    strategy = STRATEGIES.get(plan.strategy)  # `auto` takes none that gathers keys
+    if strategy and strategy.gathers_keys and plan.ranks > 1:
         steps = [(plan.gathered_tiles, plan.sequence_length)]
     kernel = KERNELS.get(plan.kernel)
     for tiles, keys in steps:
