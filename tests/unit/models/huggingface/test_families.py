@@ -60,6 +60,19 @@ def test_one_rank_gives_the_loss_and_gradients_of_eager_attention(family: str, c
     compare(eager, rows, loss.item(), gradients).check()
 
 
+@pytest.mark.parametrize("family", ["Gemma 2", "Granite"])
+def test_a_head_that_calls_the_output_layer_gets_the_models_logits(family: str) -> None:
+    """With their soft cap (Gemma 2) and scale (Granite)."""
+    args = args_from_config(FAMILIES[family], {})
+    model = HuggingFaceModel(args, LayerAttention())
+    copy_weights(eager_model(FAMILIES[family]), model)
+    model.reset_rope(16, torch.device("cpu"))
+    layout = BatchLayout(16, 1, 1, 1, 0, partial(make_plan), tuple(sorted({0, *args.layer_windows})))
+    given = torch.randint(args.vocab_size, (1, 16)), torch.arange(16), layout.plans(AttentionMask())
+    want = model(*given)
+    assert torch.allclose(model(*given, lambda hidden, output: output(hidden)), want, atol=1e-6)
+
+
 @pytest.mark.deep
 def test_the_page_has_the_table_of_these_families() -> None:
     page = (Path(__file__).parents[4] / "docs" / "huggingface.md").read_text(encoding="utf-8")
