@@ -1,4 +1,7 @@
-"""Architectures by name, as the commands registered them, and the sizes of a config's model."""
+"""Architectures by name, as the commands registered them, and the sizes of a config's model.
+
+ModelArgs are these sizes, of the class that the architecture chose: LlamaArgs, MoeArgs, HybridArgs or HuggingFaceArgs.
+"""
 
 import dataclasses
 import json
