@@ -73,6 +73,20 @@ def test_a_head_that_calls_the_output_layer_gets_the_models_logits(family: str) 
     assert torch.allclose(model(*given, lambda hidden, output: output(hidden)), want, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3", "DeepSeek-V3"])
+def test_angles_at_a_million_tokens_are_those_of_fp64(family: str) -> None:
+    """In fp32 they are off by up to 0.06 radians."""
+    model = HuggingFaceModel(args_from_config(FAMILIES[family], {}), LayerAttention())
+    model.reset_rope(16, torch.device("cpu"))
+    rotary, layer_type = next(iter(model._rotaries()))
+    positions = torch.tensor([[0, 1, 999_983, 1_048_575]])
+    waves = rotary(torch.zeros(1, 4, 8), positions, *[layer_type] * (layer_type is not None))
+    frequencies = getattr(rotary, f"{layer_type}_inv_freq" if layer_type else "inv_freq").double()
+    angles = positions.double()[..., None] * frequencies
+    found = waves if isinstance(waves, torch.Tensor) else torch.complex(waves[0], waves[1])[..., : frequencies.numel()]
+    assert (found - torch.polar(torch.ones_like(angles), angles)).abs().max() < 1e-6
+
+
 @pytest.mark.deep
 def test_the_page_has_the_table_of_these_families() -> None:
     page = (Path(__file__).parents[4] / "docs" / "huggingface.md").read_text(encoding="utf-8")
