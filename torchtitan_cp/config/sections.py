@@ -533,6 +533,14 @@ class Config:
     evaluation: Evaluation = field(default_factory=Evaluation)
     curriculum: Curriculum = field(default_factory=Curriculum)
 
+    @property
+    def replicas_sum_once(self) -> bool:
+        """Whether replicas all-reduce gradients once a step; until then FSDP2 adds them up on the device.
+
+        It does so in reduce_dtype, where bf16 would lose digits with each micro-batch. A pipeline always does, in fp32.
+        """
+        return self.training.reduce_dtype == "float32" and not self.parallel.fsdp_cpu_offload
+
     def with_keys(self, **sections: dict[str, Any]) -> "Config":
         """This config with other values of some keys, by section and key."""
         return replace(self, **{name: replace(getattr(self, name), **keys) for name, keys in sections.items()})

@@ -15,10 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
 from torchtitan_cp.attention import prepare_plan
-from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.degrees import resolve_degrees
 from torchtitan_cp.curriculum import ResolvedStage
@@ -67,13 +65,12 @@ class DryModel(ParallelModel):
         self.tracker, self.tp_and_pp = tracker, (stage.tp, stage.pp)
         for parameter in self.parts.parameters():
             parameter.grad = torch.zeros_like(parameter)
-            self._set_kind(parameter, "weights")
+            tracker.set_kind(parameter, "weights")
+            parameter.register_post_accumulate_grad_hook(lambda reduced: tracker.set_kind(reduced.grad, "gradients"))
         for optimizer in self.optimizers:
             optimizer.step()
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        self._set_kind(value, "optimizer")
+        for value in self.state_tensors():
+            tracker.set_kind(value, "optimizer")
         self.zero_grad()
 
     def walk(self, stage: ResolvedStage) -> StageWalk:
@@ -94,15 +91,6 @@ class DryModel(ParallelModel):
         self.forward_backward(batches)
         self.update(lr=0.0, grad_norm=0.0)
         return StageWalk(stage, len(batches), self.tracker.peak, self.tracker.at_peak, Counter(self.tracker.messages))
-
-    def _backward(self, loss: Tensor) -> None:
-        super()._backward(loss)
-        for parameter in self.parts.parameters():
-            if parameter.grad is not None:
-                self._set_kind(parameter.grad, "gradients")
-
-    def _set_kind(self, x: Tensor, kind: str) -> None:
-        self.tracker.update_storage(local_tensor(x).untyped_storage(), kind)
 
 
 def dry_run(config: Config, ranks: int, rank: int = 0, device: str = "cpu") -> list[StageWalk]:

@@ -245,23 +245,27 @@ def _fused(planned: PlannedStage) -> float:
 
 def _fsdp_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
     """What of a layer's gathers and reductions does not hide behind a layer's work; in a pipeline once a step."""
-    gather, reduce = _fsdp_seconds(planned, planned.gathered_block)
-    how = planned.config.parallel.fsdp_reshard
+    gather, reduce, reduce_last = _fsdp_seconds(planned, planned.gathered_block)
     if planned.degrees.pp > 1:
         # Freed by each forward, its weights are gathered again for the next one.
-        gathers = 1.0 if how == "always" else 1 / planned.stage.micro_batches
-        return max(0.0, gather - forward) * gathers + max(0.0, reduce - backward) / planned.stage.micro_batches
-    twice = gather if how != "never" else 0.0
-    return max(0.0, gather - forward) + max(0.0, twice + reduce - backward)
+        gathers = 1.0 if planned.config.parallel.fsdp_reshard == "always" else 1 / planned.stage.micro_batches
+        return max(0.0, gather - forward) * gathers + max(0.0, reduce_last - backward) / planned.stage.micro_batches
+    twice = gather if planned.config.parallel.fsdp_reshard != "never" else 0.0
+    others, last = (max(0.0, twice + sent - backward) for sent in (reduce, reduce_last))
+    return max(0.0, gather - forward) + others + (last - others) / planned.stage.micro_batches
 
 
-def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, float]:
-    """Time to gather so many parameters, and to reduce their gradients over shards and replicas."""
+def _fsdp_seconds(planned: PlannedStage, parameters: float) -> tuple[float, float, float]:
+    """Time to gather so many parameters, to reduce their gradients, and to reduce those of a step's last micro-batch.
+
+    The last ones, or all where `replicas_sum_once` is false, are summed over replicas too.
+    """
     degrees, collective_seconds = planned.degrees, planned.cluster.collective_seconds
     gather = collective_seconds(parameters * planned.element_bytes, degrees.fsdp, degrees.tp)
     reduce = collective_seconds(parameters * planned.reduce_bytes, degrees.fsdp, degrees.tp)
     shard = parameters * planned.reduce_bytes / degrees.fsdp
-    return gather, reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
+    last = reduce + 2 * collective_seconds(shard, degrees.dp_replicate, degrees.tp * degrees.fsdp)
+    return gather, reduce if planned.config.replicas_sum_once else last, last
 
 
 def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> float:
@@ -281,10 +285,11 @@ def _outer_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
     logits = tokens * matrix / args.dim * FP32_BYTES * LOGIT_PASSES * fused
     rate = cluster.rate(planned.config.training.compute_dtype, cluster.accelerator.linear)
     hidden = tokens * args.dim * planned.element_bytes
+    gather, reduce, reduce_last = _fsdp_seconds(planned, own.outer_parameters)
     seconds = {
         "linear layers": 6 * matrix * tokens * times / rate,
         "elementwise kernels": cluster.memory_seconds(logits) * times,
-        "FSDP messages": sum(_fsdp_seconds(planned, own.outer_parameters)) * (times if degrees.pp == 1 else 1),
+        "FSDP messages": gather + reduce_last + (gather + reduce) * (times - 1 if degrees.pp == 1 else 0),
         "tensor-parallel messages": 4 * cluster.collective_seconds(hidden, planned.degrees.tp, 1) * times,
     }
     if degrees.pp > 1:

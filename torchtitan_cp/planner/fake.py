@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from torchtitan_cp.attention.linear.convolution import convolve, convolve_backward
 from torchtitan_cp.attention.linear.operator import delta_rule, delta_rule_backward
+from torchtitan_cp.attention.local_shard import local_tensor
 from torchtitan_cp.attention.operator import attention, attention_backward
 
 # Code of the attention operators, which a fake tensor would otherwise skip.
@@ -165,6 +166,10 @@ class StepTracker(TorchDispatchMode):
         self.peak, self.at_peak = self.now, dict(self.by_kind)
         self.messages.clear()
 
+    def set_kind(self, x: Any, kind: str) -> None:
+        """Count a tensor as of another kind."""
+        self.update_storage(local_tensor(x).untyped_storage(), kind)
+
     def update_storage(self, storage: torch.UntypedStorage, kind: str = "") -> None:
         """Count a tracked storage with its present size, and as another kind."""
         if held := self.held.get(storage._cdata):
@@ -202,6 +207,8 @@ class StepTracker(TorchDispatchMode):
             return x.fake_device if outside_kernel else func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_message(func, args)
+        if func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.set_kind(args[0], "gradients")  # those that replicas have yet to sum, too
         result = self._run_operator(func, args, kwargs) if func in OPERATORS else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
             # A model keeps a copy of itself on the meta device, which has no memory; offloaded tensors are on the host.

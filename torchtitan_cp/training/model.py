@@ -281,11 +281,13 @@ class ParallelModel:
         if self.pipeline:
             self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
         else:
-            for batch in micro_batches:
+            for number, batch in enumerate(micro_batches, 1):
+                if self.meshes.degrees.dp_replicate > 1 and self.config.replicas_sum_once:
+                    self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
                 with self.watches["forward"].running():
                     loss = run(self.parts[0], None, batch)
                 with self.watches["backward"].running():
-                    self._backward(loss)
+                    loss.backward()
         return StepSums(loss_sum * self.meshes.owns_loss, divisor, learned, self.token_loss.largest_logit)
 
     def _count(self, micro_batches: tuple[MicroBatch, ...]) -> Tensor:
@@ -306,9 +308,6 @@ class ParallelModel:
         summed = torch.stack([torch.full((), x, dtype=torch.float64, device=self.device) for x in counts.tolist()])
         dist.all_reduce(summed)
         return summed.round_().long()
-
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, compute: Compute) -> Any:
@@ -372,11 +371,13 @@ class ParallelModel:
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients (which exist from backward to update) and optimizer state."""
         weights = sum(local_tensor(parameter).nbytes for parameter in self.parts.parameters())
-        states = [
-            value for optimizer in self.optimizers for entry in optimizer.state.values() for value in entry.values()
-        ]
-        kept = sum(local_tensor(value).nbytes for value in states if isinstance(value, Tensor))
+        kept = sum(local_tensor(state).nbytes for state in self.state_tensors())
         return {"weights": weights, "gradients": weights, "optimizer": kept}
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Tensors of this rank's optimizer state."""
+        values = (x for optimizer in self.optimizers for state in optimizer.state.values() for x in state.values())
+        return (x for x in values if isinstance(x, Tensor))
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -414,7 +415,6 @@ class ParallelModel:
         """Schedule, layers and bubble of the pipeline, for the log; empty without one."""
         if self.pipeline is None:
             return ""
-        settings = self.config.parallel
-        bubble = bubble_fraction(settings, self.pipeline.ranks, len(self.parts), stage.micro_batches)
+        bubble = bubble_fraction(self.config.parallel, self.pipeline.ranks, len(self.parts), stage.micro_batches)
         layers = ", ".join(f"{first} to {stop - 1}" for first, stop in self.layers.layers)
-        return f"; pipeline {settings.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"
+        return f"; pipeline {self.config.parallel.pp_schedule}, layers {layers}; {bubble:.0%} of a step is bubble"

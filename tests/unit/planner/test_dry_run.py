@@ -171,6 +171,22 @@ def test_the_rings_messages_are_those_of_the_planner(tmp_path: Path) -> None:
     assert max(by_rank) == planned.volumes["ring"].step_bytes
 
 
+@pytest.mark.parametrize(
+    ("overrides", "times"),
+    [((), 1), (("--training.reduce_dtype=bfloat16",), 2), (("--parallel.pp=2", "--parallel.dp_shard=1"), 1)],
+)
+def test_replicas_sum_gradients_once_a_step_and_in_bf16_in_each_micro_batch(
+    tmp_path: Path, overrides: tuple[str, ...], times: int
+) -> None:
+    options = ("--parallel.dp_replicate=2", "--curriculum.stages[0].global_batch_tokens=16384", *HALF_THOUSAND)
+    walked = walk(write_run(tmp_path), 4, *options, *overrides)
+    replicas = "2 ranks: 0, 1" if "--parallel.pp=2" in overrides else "2 ranks: 0, 2"
+    summed = [number for message, number in walked.messages.items() if message[:2] == ("allreduce", replicas)]
+    # Equal blocks are one kind of message, and the ends another; a pipeline rank has one block of the two.
+    assert walked.micro_batches == 2
+    assert sorted(summed) == ([1, 1] if "--parallel.pp=2" in overrides else [times, 2 * times])
+
+
 def test_of_a_pipeline_a_rank_sends_the_messages_of_its_own_layers(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     options = ["--context_parallel.strategy=ring", "--curriculum.stages[0].seq_len=512", "--curriculum.stages[0].cp=4"]

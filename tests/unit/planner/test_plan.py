@@ -186,9 +186,13 @@ def test_replicas_on_other_nodes_wait_for_the_gradients_of_embedding_and_output_
     register(ARCHITECTURES)
     stages = "--curriculum.stages=[{seq_len = 4096, steps = 1, global_batch_tokens = 8388608}]"
     config = load_config(LONG, [stages, "--lr_scheduler.warmup_steps=0", "--parallel.dp_replicate=8"])
-    fast, slow = (plan_config(config, make_cluster("h100-80g", 8, network_bandwidth=rate))[0] for rate in (50e9, 1e9))
-    ends = [_outer_seconds(estimate, estimate.ranks[0])["FSDP messages"] for estimate in (fast, slow)]
-    assert ends[1] > 2 * ends[0]
+    clusters = [make_cluster("h100-80g", 8, network_bandwidth=rate) for rate in (50e9, 1e9)]
+    often = config.with_keys(parallel={"fsdp_cpu_offload": True})  # in each micro-batch
+    plans = [plan_config(*pair)[0] for pair in ((config, clusters[0]), (config, clusters[1]), (often, clusters[1]))]
+    fast, slow, each = (_outer_seconds(estimate, estimate.ranks[0])["FSDP messages"] for estimate in plans)
+    assert slow > 2 * fast
+    times = plans[0].stage.micro_batches
+    assert slow < each < times * slow
 
 
 def test_state_that_waits_on_the_host_is_back_for_the_update_a_parameter_at_a_time() -> None:
