@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -270,6 +272,27 @@ def test_a_layout_gives_the_losses_gradients_and_norms_of_one_rank(
     for got, wanted in zip(lines, want_lines, strict=True):
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-3)
         assert (0 < got["pipeline_idle"] < 1) if "pp=" in layout.degrees else got["pipeline_idle"] is None
+
+
+def count_all_reduces(path: Path, *overrides: str) -> tuple[int, dict[str, Tensor]]:
+    """On a rank: all-reduces of a step, and the gradients that it leaves."""
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        _, gradients = first_gradients(path, *overrides)
+    return all_reduce.call_count, gradients
+
+
+@pytest.mark.parametrize(("dtype", "more"), [("float32", False), ("bfloat16", True)])
+def test_replicas_sum_gradients_once_a_step_where_the_sum_over_micro_batches_stays_exact(
+    ranks: Callable[[int], RankPool], run_toml: Path, references: References, dtype: str, more: bool
+) -> None:
+    keys = ["--parallel.dp_replicate=2", f"--training.reduce_dtype={dtype}"]
+    (one, _), (two, gradients) = (
+        ranks(2)(count_all_reduces, run_toml, *keys, *length_overrides(4, sequences))[0] for sequences in (2, 4)
+    )
+    assert (two > one) is more, (one, two)
+    _, want = references("2 layers", 4, 4)
+    for name, gradient in gradients.items():
+        assert norm_error(gradient, want[name]) < (1e-2 if more else 1e-5), name
 
 
 @pytest.mark.parametrize("layout", parameters(PACKED))
