@@ -58,8 +58,7 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
     cluster = _cluster_of(options, config)
     if options.search:
         config, reasons = search(config, cluster)
-        for reason in reasons:
-            console.print(reason)
+        console.print(*reasons, sep="\n")
     estimates = plan_config(config, cluster)
     print_estimates(console, estimates)
     if options.write:

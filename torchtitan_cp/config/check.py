@@ -188,8 +188,8 @@ def _check_stage(config: Config, stage: Stage, where: str, ranks: int) -> None:
         _check_until(config, stage, f"{where}.until")
     cp, tp = degrees.stage_cp(stage), degrees.tp
     degrees.check_divides_fsdp(f"{where}.cp", cp, f" or -1 for all, e.g. '--{where}.cp=-1', or another number of ranks")
+    check_measured_lengths(config, stage, where, cp, tp)
     unit = length_unit(cp, tp)
-    _check_measured_lengths(config, stage, where, cp * tp, unit)
     if stage.seq_len % unit:
         lower = stage.seq_len // unit * unit
         raise ConfigError(
@@ -233,8 +233,8 @@ def _check_float8_rows(config: Config, stage: Stage, where: str, cp: int) -> Non
         )
 
 
-def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int, unit: int) -> None:
-    """The stage's cp x tp `ranks` share the other lengths at which it is measured, too: multiples of `unit`."""
+def check_measured_lengths(config: Config, stage: Stage, where: str, cp: int, tp: int) -> None:
+    """Refuse a cp and tp whose ranks cannot share the other lengths at which a stage is measured."""
     evaluation = config.evaluation
     wanted = {f"evaluation.passkey.lengths has {length} tokens": length for length in evaluation.passkey.lengths}
     wanted[f"evaluation.position_seq_len is {evaluation.position_seq_len} tokens"] = evaluation.position_seq_len
@@ -242,9 +242,9 @@ def _check_measured_lengths(config: Config, stage: Stage, where: str, ranks: int
         first = config.curriculum.stages[0].seq_len
         wanted[f"{where}.until measures short_loss_rise at {first} tokens, the first stage's"] = first
     for what, length in wanted.items():
-        if length % unit:
+        if length % (unit := length_unit(cp, tp)):
             raise ConfigError(
-                f"{what}, which the cp x tp = {ranks} ranks of {where} cannot share",
+                f"{what}, which the cp x tp = {cp * tp} ranks of {where} cannot share",
                 fix=f"make that length a multiple of {unit}, or leave it out",
             )
 

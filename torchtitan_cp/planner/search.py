@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_cp.attention import ContextParallelError
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.check import check_measured_lengths
 from torchtitan_cp.config.names import ACTIVATIONS
 from torchtitan_cp.config.sections import LRScheduler, Stage
 from torchtitan_cp.parallel.checks import check_tensor_parallel
@@ -55,8 +56,7 @@ def search(config: Config, cluster: Cluster) -> tuple[Config, list[str]]:
     chosen = min(days, key=lambda choice: days[choice])
     reasons = _choice_reasons(chosen, days, list(tried))
     stages = config.curriculum.stages
-    own = [i for i, stage in enumerate(stages) if (stage.tp, stage.pp, stage.activation.checkpoint) != (None,) * 3]
-    if own:
+    if own := [i for i, stage in enumerate(stages) if (stage.tp, stage.pp, stage.activation.checkpoint) != (None,) * 3]:
         reasons.append(f"curriculum.stages {own}: their own tp, pp and activation.checkpoint are left out")
     reasons += [_stage_reason(*one_and_options) for one_and_options in zip(picked[chosen], tried[chosen], strict=True)]
     ways = (one.stage for one in picked[chosen])
@@ -111,10 +111,10 @@ def stage_options(
     chosen = dataclasses.replace(with_choice(config, choice, cluster), lr_scheduler=LRScheduler())
     inner, fsdp = chosen.context_parallel.all_to_all_ranks, cluster.ranks // (choice.tp * choice.pp)
     found = []
-    for stage in config.curriculum.stages:
-        # Without its gate, which compares with other stages, at its longest.
+    for index, stage in enumerate(config.curriculum.stages):
+        # Without its gate, which compares with other stages and may end before a warm-up does, at its longest.
         most = stage.until.get("max_tokens")
-        alone = dataclasses.replace(stage, until={}, tokens=int(most)) if most else stage
+        alone = dataclasses.replace(stage, until={}, tokens=int(most), lr=None) if most else stage
         options: list[Estimate] = []
         for cp in (degree for degree in range(1, fsdp + 1) if fsdp % degree == 0):
             for strategy in STRATEGY_COSTS if cp > 1 else ("ring",):
@@ -122,6 +122,7 @@ def stage_options(
                     continue
                 tried = chosen.with_keys(curriculum={"stages": (_with_way(alone, cp, strategy),)})
                 try:
+                    check_measured_lengths(config, stage, f"curriculum.stages[{index}]", cp, choice.tp)
                     options += plan_config(tried, cluster, args)
                 except (ConfigError, ContextParallelError) as error:
                     refused.append(error)
@@ -133,10 +134,7 @@ def stage_options(
 
 def best(options: list[Estimate]) -> Estimate:
     """The fastest that fits, else the smallest."""
-    fitting = [option for option in options if option.fits]
-    if fitting:
-        return min(fitting, key=lambda option: option.days)
-    return min(options, key=lambda option: option.memory.total)
+    return min(options, key=lambda option: (not option.fits, option.days if option.fits else option.memory.total))
 
 
 def _choice_reasons(chosen: Choice, days: dict[Choice, float], tried: list[Choice]) -> list[str]:
@@ -167,6 +165,4 @@ def _stage_reason(found: Estimate, options: list[Estimate]) -> str:
 
 
 def _beside(found: Estimate, other: Estimate) -> str:
-    if not other.fits:
-        return f"needs {other.memory.total / 2**30:.0f} GiB"
-    return f"takes {other.days / found.days - 1:+.1%}"
+    return f"takes {other.days / found.days - 1:+.1%}" if other.fits else f"needs {other.memory.total / 2**30:.0f} GiB"

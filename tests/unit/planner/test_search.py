@@ -100,16 +100,23 @@ def test_what_is_found_is_planned_as_it_is_written_whatever_stages_had(tmp_path:
         assert (stage.tp, stage.pp, stage.activation.checkpoint) == (None, None, None)
 
 
-def test_a_gate_on_the_first_length_is_searched_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [8192, 8202])
+def test_a_gate_on_the_first_length_is_searched_and_kept_on_ranks_that_can_share_it(tmp_path: Path, first: int) -> None:
+    """Its stage may warm up for longer than it may last, as a run allows."""
     path = two_stages(tmp_path, until="{short_loss_rise = 0.02, max_tokens = 1e8}")
-    found, _ = search(*hopper(path))
+    keys = {"seq_len": first, "global_batch_tokens": 64 * first}
+    overrides = [f"--curriculum.stages[0].{name}={value}" for name, value in keys.items()]
+    config, cluster = hopper(path, *overrides, "--curriculum.stages[1].lr={warmup_steps = 1000}")
+    found, _ = search(config, cluster)
     assert found.curriculum.stages[1].until["short_loss_rise"] == 0.02
+    assert all(estimate.fits for estimate in plan_config(found, cluster))
 
 
 def test_a_warm_up_that_outlasts_one_stage_is_no_obstacle(tmp_path: Path) -> None:
     config, cluster = hopper(two_stages(tmp_path), "--lr_scheduler.warmup_steps=15")
     found, _ = search(config, cluster)
     assert found.lr_scheduler.warmup_steps == 15
+    assert plan_config(found, cluster)
 
 
 def test_where_a_run_would_refuse_all_the_reason_is_said(tmp_path: Path) -> None:
