@@ -110,10 +110,9 @@ class Progress:
         Only the current stage's text: a stage before it that is trained again reads its text again.
         """
         first = saved.text_step if saved.stage == self.stage else 0
-        skipped = [self.stage, first, self.text_step + 1]
         step, evaluated = self.step + 1, saved.evaluated_step
         evaluated = step if evaluated == saved.step else evaluated
-        skipped_ranges = [*saved.skipped_ranges, skipped]
+        skipped_ranges = [*saved.skipped_ranges, [self.stage, first, self.text_step + 1]]
         back = dataclasses.replace(saved, step=step, evaluated_step=evaluated, skipped_ranges=skipped_ranges)
         return back.under_config_of(self)
 

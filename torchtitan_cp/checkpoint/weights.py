@@ -99,8 +99,7 @@ def open_saved_model(path: Path, *, collective: bool = False) -> SavedModel:
     own = path.parents[1] / TOKENIZER_FILE
     if config.tokenizer.trained and own.is_file():
         config = config.with_keys(tokenizer={"path": str(own)})
-    damage = verify_checkpoint(path, collective=collective)
-    if damage:
+    if damage := verify_checkpoint(path, collective=collective):
         raise ConfigError(f"{path} is damaged: {'; '.join(damage)}", fix="use another checkpoint of the run")
     progress, reader = read_progress(path), CheckpointReader(path)
     tensors = {

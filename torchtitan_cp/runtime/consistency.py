@@ -27,7 +27,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
         ConfigError: as `check_agreement`.
     """
     facts = {
-        **_flat(dataclasses.asdict(config)),
+        **flat(dataclasses.asdict(config)),
         "the code": code_version(sources),
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -76,20 +76,19 @@ def code_version(sources: Iterable[Path]) -> str:
     """A short digest of Python files by name and content, independent of the folder they are in."""
     digest = hashlib.sha256()
     for source in sources:
-        files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
-        for file in files:
+        for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
             digest.update(f"{file.relative_to(source.parent)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested tables and lists with dotted names, as on the command line."""
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested tables, and lists of them, with dotted names, as on the command line."""
     if isinstance(value, dict):
         entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and any(isinstance(entry, dict) for entry in value):
         entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
     else:
         return {name: value}
-    flat = {dotted: plain for key, entry in entries for dotted, plain in _flat(entry, key).items()}
-    # With the entries their names: a key that only some ranks have is a difference too.
-    return {name: ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries), **flat}
+    # With the entries their names: a key that only one of two configs has is a difference too.
+    names = ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries)
+    return {name: names} | {dotted: plain for key, entry in entries for dotted, plain in flat(entry, key).items()}

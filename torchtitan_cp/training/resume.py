@@ -1,5 +1,6 @@
 """Where a run begins: at its newest checkpoint, or with fresh weights or those of a Hugging Face checkpoint."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 from torchtitan_cp.checkpoint.hub import start_from_hub
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import Config, ConfigError, load_config
+from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
+from torchtitan_cp.runtime.consistency import flat
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
@@ -82,6 +85,8 @@ def resume(
     checkpoints.load(path, model.parts, model.optimizers)
     progress = before.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
+    if model.world.rank == 0 and (changed := _changed_settings(path.parents[1] / RUN_CONFIG, model.config)):
+        logger.info("resumed with other settings: %s", "; ".join(changed))
     stage = stages[progress.stage]
     if progress.stage_step > stage.steps:
         warn(
@@ -96,10 +101,20 @@ def resume(
     if goes_on and (changed := _changes(before.text_recipe, stage.text_recipe)):
         warn(
             "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
-            progress.stage + 1,
-            ", ".join(changed),
+            *(stage.index + 1, ", ".join(changed)),
         )
     return progress
+
+
+def _changed_settings(file: Path, config: Config) -> list[str]:
+    """What differs from the settings of the run's last start, which are in a file."""
+    try:
+        before = load_config(file)
+    except ConfigError as error:  # it is gone, or of another version of this program
+        return [f"those of the last start are unknown: {error.message}"]
+    was, now = (flat(dataclasses.asdict(settings)) for settings in (before, config))
+    # A stage that only one of them has is named, without its keys.
+    return _changes({name: value for name, value in was.items() if name in now and name != "job.dump_folder"}, now)
 
 
 def _data_order(progress: Progress) -> dict[str, Any]:

@@ -284,8 +284,7 @@ class RunRecorder:
         curve = {int(start): loss for start, loss in self.stage_losses.means()["loss_by_position"].items()}
         if curve:
             self.training_curves[stage.name] = (list(curve), list(curve.values()))
-            draw, curves = figures.draw_loss_by_position, self.training_curves
-            self.log.image("train/loss_by_position", progress.step, draw, curves)
+            self.log.image("train/loss_by_position", progress.step, figures.draw_loss_by_position, self.training_curves)
         result = self.evaluation if self.evaluated_at == progress.step else None
         if result:
             held_out = zip(result.position_starts, result.position_losses, strict=True)
@@ -309,9 +308,8 @@ class RunRecorder:
     def finish(self) -> None:
         """Print where to look next."""
         folder, lines = self.folder, []
-        if self.evaluation:
-            loss, unigram = self.evaluation.loss, self.evaluation.unigram
-            lines.append(f"validation loss {loss:.4f} on held-out text; a unigram model has {unigram:.4f}")
+        if found := self.evaluation:
+            lines.append(f"validation loss {found.loss:.4f} on held-out text; a unigram model has {found.unigram:.4f}")
         if self.config.checkpoint.enable:
             lines.append(f"checkpoints: {folder / 'checkpoints'}")
         lines.append(f"every step:  {folder / METRICS_FILE}")

@@ -130,8 +130,7 @@ class Trainer:
     @property
     def needs_relaunch(self) -> bool:
         """Whether the current stage has another tp or pp than this process, so that a new process has to train it."""
-        mesh = self.meshes.degrees
-        return (self.stage.tp, self.stage.pp) != (mesh.tp, mesh.pp)
+        return (self.stage.tp, self.stage.pp) != (self.meshes.degrees.tp, self.meshes.degrees.pp)
 
     def _set_progress(self, **changes: Any) -> None:
         self.progress = dataclasses.replace(self.progress, **changes)

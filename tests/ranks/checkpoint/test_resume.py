@@ -84,17 +84,20 @@ def test_on_other_ranks_a_resumed_run_stays_within_the_tolerance(
     assert losses(lines) == pytest.approx(straight, rel=1e-4)
 
 
-def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
-    """On a rank: what a run's resume warns of."""
-    trainer, warned = prepared(path, *overrides), list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchtitan_cp.training.resume").addHandler(handler)
+def messages_of_resuming(path: Path, *overrides: str) -> tuple[list[str], list[str]]:
+    """On a rank: what a run's resume warns of, and what it says of changed settings."""
+    trainer, records = prepared(path, *overrides), list[logging.LogRecord]()
+    logger, handler = logging.getLogger("torchtitan_cp.training.resume"), logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment, method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         trainer.resume()
     finally:
-        logging.getLogger("torchtitan_cp.training.resume").removeHandler(handler)
-    return warned
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(handler)
+    warned = [record.getMessage() for record in records if record.levelno == logging.WARNING]
+    return warned, [said for record in records if "other settings" in (said := record.getMessage())]
 
 
 @pytest.mark.parametrize(
@@ -104,15 +107,23 @@ def warnings_of_resuming(path: Path, *overrides: str) -> list[str]:
         (10, "data.packing='best_fit'", "stage 2 reads its text differently .*: packing concat -> best_fit"),
         (10, "rope={theta = 5e6}", r"stage 2 goes on with another rope: theta \d+\.0 -> 5000000.0"),
         (10, "cp=1", None),
+        (10, "cp=-1", None),
         (8, "global_batch_tokens=1024", None),
     ],
 )
-def test_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
+def test_changed_settings_are_named_and_another_way_to_read_text_is_warned_of_in_the_middle_of_a_stage_only(
     ranks: Callable[[int], RankPool], run_toml: Path, straight: list[float], stop: int, change: str, said: str | None
 ) -> None:
-    folder = stopped_copy(run_toml, f"reads-{stop}-{change.partition('=')[0]}", stop)
+    folder = stopped_copy(run_toml, f"reads-{stop}-{change}", stop)
     overrides = (f"--job.dump_folder={folder}", f"--curriculum.stages[1].{change}")
-    warned = ranks(2)(warnings_of_resuming, run_toml, *overrides)[0]
+    (warned, changed), (_, on_rank_1) = ranks(2)(messages_of_resuming, run_toml, *overrides)
+    key, _, value = change.partition("=")
+    if value == "-1":  # as before
+        assert changed == []
+    else:
+        [line] = changed
+        assert re.fullmatch(rf"resumed with other settings: curriculum\.stages\[1\]\.{key}\S* \S+ -> \S+", line)
+    assert on_rank_1 == []
     if said is None:
         assert warned == []
     else:
@@ -142,7 +153,7 @@ def test_a_rope_that_was_the_models_own_is_an_older_one_too(
     opened = open_saved_model(folder)
     assert opened.stage.rope is None
     assert opened.config.curriculum.stages[1] == opened.stage, "evaluate finds the stage there"
-    [warning] = ranks(2)(warnings_of_resuming, run_toml, f"--job.dump_folder={folder}")[0]
+    [warning], _ = ranks(2)(messages_of_resuming, run_toml, f"--job.dump_folder={folder}")[0]
     assert warning.startswith("stage 2 goes on with another rope: the model's own -> {'theta'")
 
 
@@ -211,7 +222,7 @@ def test_a_stage_cut_to_fewer_steps_than_it_took_ends_there_and_the_next_goes_on
 ) -> None:
     folder = stopped_copy(run_toml, "shortened", 5)
     fewer = ("--curriculum.stages[0].steps=3", f"--job.dump_folder={folder}")
-    [warning] = ranks(2)(warnings_of_resuming, run_toml, *fewer)[0]
+    [warning], _ = ranks(2)(messages_of_resuming, run_toml, *fewer)[0]
     assert warning == "stage 1 has taken 5 steps and the config gives it 3: it ends here"
     lines = ranks(2)(train, run_toml, *fewer)[0]
     assert [line["step"] for line in lines] == list(range(1, 5 + 6 + 1))
@@ -225,7 +236,7 @@ def test_another_order_of_the_data_is_warned_of(
 ) -> None:
     """Even where a stage begins: the place in each source is one in the order before."""
     folder = stopped_copy(run_toml, f"order-{change.partition('=')[0]}", 8)
-    [warning] = ranks(2)(warnings_of_resuming, run_toml, f"--job.dump_folder={folder}", f"--data.{change}")[0]
+    [warning], _ = ranks(2)(messages_of_resuming, run_toml, f"--job.dump_folder={folder}", f"--data.{change}")[0]
     assert warning == f"data.{said}: the data order changes from here, and some text may be read twice"
 
 
