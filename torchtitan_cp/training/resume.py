@@ -111,7 +111,7 @@ def _changed_settings(file: Path, config: Config) -> list[str]:
     try:
         before = load_config(file)
     except ConfigError as error:  # it is gone, or of another version of this program
-        return [f"those of the last start are unknown: {error.message}"]
+        return [f"unknown, as {error.message}"]
     was, now = (flat(dataclasses.asdict(settings)) for settings in (before, config))
     # A stage that only one of them has is named, without its keys.
     return _changes({name: value for name, value in was.items() if name in now and name != "job.dump_folder"}, now)
