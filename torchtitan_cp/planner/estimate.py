@@ -277,7 +277,7 @@ def _offload_exposed(planned: PlannedStage, forward: float, backward: float) -> 
 
 
 def _outer_seconds(planned: PlannedStage, own: PlannedRank) -> dict[str, float]:
-    """Output layer and loss, the ends' weights, and hidden states between pipeline ranks; of a step."""
+    """Output layer and loss, the outer parameters, and hidden states between pipeline ranks; of a step."""
     args, degrees, cluster = planned.args, planned.degrees, planned.cluster
     tokens, times = planned.tokens, planned.stage.micro_batches
     matrix = -(-args.vocab_size // degrees.tp) * args.dim if own.is_last else 0

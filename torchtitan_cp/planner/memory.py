@@ -162,13 +162,13 @@ def _always(planned: PlannedStage, own: PlannedRank) -> tuple[dict[str, float], 
     always = {"weights": shard * FP32_BYTES, "gradients": shard * FP32_BYTES, "optimizer": state}
     if not config.optimizer.offload_state:
         return always, 0.0
-    # One parameter at work, the next on its way there and the one before on its way back: the ends' matrix is largest.
+    # One parameter at work, the next on its way there and the one before on its way back: the outer matrix is largest.
     largest = planned.args.vocab_size * planned.args.dim / planned.degrees.tp / fsdp * moments
     return always | {"optimizer": 0.0}, min(state, 3 * largest)
 
 
 def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
-    """Gathered weights: the ends' for the whole step, and of the layers those at work, or all in a pipeline."""
+    """Gathered weights: outer ones for the whole step, and of the layers those at work, or all in a pipeline."""
     parallel, block = planned.config.parallel, planned.gathered_block
     # A pipeline's backward leaves all of them gathered, whatever a forward does.
     again = parallel.fsdp_reshard != "never" and parallel.pp == 1

@@ -30,7 +30,7 @@ class PlannedRank:
         pipeline_stages: how many.
         kept_layers: layers times the micro-batches whose activations are held at once.
         is_last: it has the output layer.
-        outer_parameters: of embedding and output, before FSDP shards them; parameters: of layers and ends.
+        outer_parameters: of embedding, last norm and output, before FSDP shards them; parameters: all of the rank's.
     """
 
     layers: int
@@ -123,9 +123,9 @@ class PlannedStage:
         windows = tuple(self.args.layer_windows[layer] for layer in own if not self.args.state_sizes[layer])
         kept = len(own) * self._chunks_held(rank, len(numbers)) / len(numbers)
         is_last = len(pipeline.owner) - 1 in numbers
-        ends = counts.outer(0 in numbers, is_last, self.args.tie_embeddings)
-        parameters = len(own) * counts.block + ends
-        return PlannedRank(len(own), windows, len(numbers), kept, is_last, ends, parameters)
+        outer = counts.outer(0 in numbers, is_last, self.args.tie_embeddings)
+        parameters = len(own) * counts.block + outer
+        return PlannedRank(len(own), windows, len(numbers), kept, is_last, outer, parameters)
 
     def _chunks_held(self, rank: int, per_rank: int) -> int:
         """Forwards of a pipeline stage that wait for their backward at most. Source: Narayanan et al., 2021."""
