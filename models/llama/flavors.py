@@ -103,7 +103,7 @@ class LlamaArgs:
 
     @property
     def experts_per_token(self) -> int:
-        """Copies that the MLP makes of a token's hidden state: one for each expert of the token."""
+        """Experts that a token is sent to; 0: there are none."""
         return 0
 
     @property

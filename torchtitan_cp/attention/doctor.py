@@ -264,9 +264,9 @@ def raised_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Raise small weights by powers of two, which are taken back exactly."""
     raised: list[tuple[Tensor, float]] = []
     for p in (p.detach() for p in parameters if p.ndim > 1):
-        own, loud = local_tensor(p), RAISED_STD * p.shape[-1] ** -0.5
+        own, target = local_tensor(p), RAISED_STD * p.shape[-1] ** -0.5
         rms = max(own.float().norm().item(), 1e-9) / max(own.numel(), 1) ** 0.5
-        raised.append((own, 2.0 ** max(0, round(math.log2(loud / rms)))))
+        raised.append((own, 2.0 ** max(0, round(math.log2(target / rms)))))
         own.mul_(raised[-1][1])
     try:
         yield

@@ -535,9 +535,9 @@ class Config:
 
     @property
     def replicas_sum_once(self) -> bool:
-        """Whether replicas all-reduce gradients once a step; until then FSDP2 adds them up on the device.
+        """Whether replicas all-reduce gradients once a step without a pipeline; with one they always do, in fp32.
 
-        It does so in reduce_dtype, where bf16 would lose digits with each micro-batch. A pipeline always does, in fp32.
+        Until then FSDP2 adds them up on the device in reduce_dtype, where bf16 would lose digits each time.
         """
         return self.training.reduce_dtype == "float32" and not self.parallel.fsdp_cpu_offload
 

@@ -27,7 +27,7 @@ def resolve_stage_data(data: Data, stage: Stage) -> ResolvedStageData:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedStage(Stage):
-    """A stage, ready to run: the keys of [[curriculum.stages]] with every default filled in, and what follows of them.
+    """A stage, ready to run: the keys of [[curriculum.stages]] with every default filled in, and what follows.
 
     Attributes:
         index: in the curriculum, from 0.

@@ -168,10 +168,10 @@ def _whole_arguments(
     weight = getattr(module, "weight", None)
     # A linear layer split by its outputs has all tokens of some outputs.
     split = isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements[-1].is_shard(0)
-    for place, gradient in trace.output_gradients.items():
+    for position, gradient in trace.output_gradients.items():
         if split and mesh and not isinstance(gradient, DTensor):
             gradient = DTensor.from_local(gradient, mesh, [Shard(gradient.ndim - 1)], run_check=False)
-        tensors[f"output_gradient.{place}"] = whole(gradient)
+        tensors[f"output_gradient.{position}"] = whole(gradient)
     return described, tensors
 
 
@@ -235,10 +235,10 @@ def replay(bundle: Bundle, build: Callable[[Bundle], nn.Module]) -> Event | None
     trace = ModuleTrace([(0, unit, module)])
     with _fault_again(module, report), trace.watching():
         outputs = module(*arguments, **named)
-        gradients = {int(place): x for place, x in bundle.under("output_gradient.").items()}
+        gradients = {int(position): x for position, x in bundle.under("output_gradient.").items()}
         if report["culprit"]["direction"] == BACKWARD:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
+            torch.autograd.backward([outputs[position] for position in gradients], list(gradients.values()))
     spike, where = report["times"], Event(**report["culprit"]).where
     least = MIN_FRACTION * float(report["culprit"]["value"]) if spike else math.inf
     return next((event for value, event in trace.seen if value >= least and (event.where == where or not spike)), None)

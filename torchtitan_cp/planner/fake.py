@@ -157,6 +157,7 @@ class StepTracker(TorchDispatchMode):
         self.held: dict[int, tuple[str, int]] = {}
         self.by_kind: Counter[str] = Counter()
         self.now = self.local_peak = 0
+        self.in_operator = False
         self.messages: Counter[Message] = Counter()
         self.operator_costs: dict[Any, tuple[int, Counter[Message]]] = {}
         self.start_peak()
@@ -207,7 +208,7 @@ class StepTracker(TorchDispatchMode):
             return x.fake_device if outside_kernel else func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_message(func, args)
-        if func is torch.ops.c10d._reduce_scatter_base_.default:
+        if func is torch.ops.c10d._reduce_scatter_base_.default and not self.in_operator:
             self.set_kind(args[0], "gradients")  # those that replicas have yet to sum, too
         result = self._run_operator(func, args, kwargs) if func in OPERATORS else func(*args, **kwargs)
         for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
@@ -226,9 +227,10 @@ class StepTracker(TorchDispatchMode):
             self.messages += messages
             return func(*args, **kwargs)
         before, begun = Counter(self.messages), self.now
-        self.local_peak = begun
+        self.local_peak, self.in_operator = begun, True
         with self:
             result = OPERATORS[func](*args, **kwargs)
+        self.in_operator = False
         self.operator_costs[key] = self.local_peak - begun, self.messages - before
         return result
 

@@ -27,7 +27,7 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
         ConfigError: as `check_agreement`.
     """
     facts = {
-        **flat(dataclasses.asdict(config)),
+        **flatten(dataclasses.asdict(config)),
         "the code": code_version(sources),
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -81,7 +81,7 @@ def code_version(sources: Iterable[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
     """Nested tables, and lists of them, with dotted names, as on the command line."""
     if isinstance(value, dict):
         entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
@@ -90,5 +90,5 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     else:
         return {name: value}
     # With the entries their names: a key that only one of two configs has is a difference too.
-    names = ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries)
-    return {name: names} | {dotted: plain for key, entry in entries for dotted, plain in flat(entry, key).items()}
+    names = ", ".join(key.removeprefix(name).lstrip(".") for key, _ in entries) or "nothing"
+    return {name: names} | {dotted: plain for key, entry in entries for dotted, plain in flatten(entry, key).items()}

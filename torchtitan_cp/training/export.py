@@ -163,19 +163,21 @@ def _write_settings(
     weights_folder = hub_folder if saved.config.model.load_weights else None
     rope, hub = saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
-    if weights_folder:
-        before = {} if hub.load else hub_config(saved.config.model)
-        before = before.get("text_config", before)  # of a model that sees pictures too
-        own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
-    if not hub.load:
+    if hub.load:
+        values = config if weights_folder else {**config, **own}
+    else:
+        if weights_folder:
+            before = hub_config(saved.config.model)
+            before = before.get("text_config", before)  # of a model that sees pictures too
+            own = {key: value for key, value in before.items() if not key.startswith("rope_") and "dtype" not in key}
         trained = rope_parameters(rope or Rope(), args.rotary_dim)
-        config = {**config, "max_position_embeddings": length, "rope_parameters": trained}
+        values = {**own, **config, "max_position_embeddings": length, "rope_parameters": trained}
     # For readers older than transformers 5, where the rotary embedding is that of all layers.
-    theirs = config.get("rope_parameters") or {}
+    theirs = values.get("rope_parameters") or {}
     older = {key: theirs[key] for key in ("rope_theta", "partial_rotary_factor") if key in theirs}
     if older:
-        older["rope_scaling"] = None if theirs["rope_type"] == "default" else theirs
-    values = {**own, **config, **older, "dtype": dtype}
+        older["rope_scaling"] = None if theirs.get("rope_type", "default") == "default" else theirs
+    values = {**values, **older, "dtype": dtype}
     write_json(out / "config.json", values)
     stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
     generation = stored or {"eos_token_id": values.get("eos_token_id")}

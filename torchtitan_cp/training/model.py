@@ -282,6 +282,7 @@ class ParallelModel:
             self.pipeline.step(micro_batches, self._hidden(micro_batches[0]), run)
         else:
             for number, batch in enumerate(micro_batches, 1):
+                # Each of FSDP's groups has gradients in each micro-batch, so none keeps a part for the next step.
                 if self.meshes.degrees.dp_replicate > 1 and self.config.replicas_sum_once:
                     self.parts[0].set_requires_all_reduce(number == len(micro_batches))  # type: ignore[operator]
                 with self.watches["forward"].running():

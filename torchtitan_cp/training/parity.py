@@ -102,7 +102,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     comparisons = []
     for stage in sorted(layouts.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
-            trainer = Trainer(config, world, stage=stage.index)
+            trainer = Trainer(config, world, stage_index=stage.index)
         check_fits(trainer)
         comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:

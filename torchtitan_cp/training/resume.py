@@ -12,7 +12,7 @@ from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.config.check import RUN_CONFIG
 from torchtitan_cp.curriculum import ResolvedStage
-from torchtitan_cp.runtime.consistency import flat
+from torchtitan_cp.runtime.consistency import flatten
 from torchtitan_cp.training import registry
 from torchtitan_cp.training.model import ParallelModel
 
@@ -85,8 +85,8 @@ def resume(
     checkpoints.load(path, model.parts, model.optimizers)
     progress = before.under_config_of(fresh)
     logger.info("resumed from %s: %d of %d steps are done", path, progress.step, count_steps(progress, stages))
-    if model.world.rank == 0 and (changed := _changed_settings(path.parents[1] / RUN_CONFIG, model.config)):
-        logger.info("resumed with other settings: %s", "; ".join(changed))
+    if model.world.rank == 0:
+        _log_changed_settings(path.parents[1] / RUN_CONFIG, model.config)
     stage = stages[progress.stage]
     if progress.stage_step > stage.steps:
         warn(
@@ -106,15 +106,17 @@ def resume(
     return progress
 
 
-def _changed_settings(file: Path, config: Config) -> list[str]:
-    """What differs from the settings of the run's last start, which are in a file."""
+def _log_changed_settings(file: Path, config: Config) -> None:
+    """Log what differs from the settings of the run's last start, which are in a file."""
     try:
         before = load_config(file)
     except ConfigError as error:  # it is gone, or of another version of this program
-        return [f"unknown, as {error.message}"]
-    was, now = (flat(dataclasses.asdict(settings)) for settings in (before, config))
-    # A stage that only one of them has is named, without its keys.
-    return _changes({name: value for name, value in was.items() if name in now and name != "job.dump_folder"}, now)
+        return logger.info("the settings of the last start are unknown: %s", error.message)
+    was, now = (flatten(dataclasses.asdict(settings)) for settings in (before, config))
+    # A table that only one of them has, as a stage or a rope, is named without its keys.
+    changed = _changes({name: was[name] for name in was if name in now and name != "job.dump_folder"}, now)
+    if changed:
+        logger.info("resumed with other settings: %s", "; ".join(changed))
 
 
 def _data_order(progress: Progress) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class StepRunner:
         )
         self.routing: Routing | None = None
         self.healthy_batches: tuple[MicroBatch, ...] = ()
-        self.newest = 0, 0  # (stage, step of it) of the newest step, which seed its random numbers
+        self.newest_place = 0, 0  # (stage, step of it) of the newest step, which seed its random numbers
 
     def start_stage(self, recent: list[list[float]]) -> None:
         """Compare steps with these recent numbers from now on, and with no step's tensors."""
@@ -55,14 +55,14 @@ class StepRunner:
 
     def run(self, progress: Progress, micro_batches: Sequence[MicroBatch]) -> StepReport:
         """Forward and backward of the step after `progress`, and its report over all ranks."""
-        step, self.newest = progress.step + 1, (progress.stage, progress.stage_step)
+        step, self.newest_place = progress.step + 1, (progress.stage, progress.stage_step)
         self._seed()
         with self.injector.fault(step):
             sums = self.model.forward_backward(self.injector.corrupt(step, micro_batches))
         return self._check(sums)
 
     def _seed(self) -> None:
-        seed_step(self.config.training.seed, *self.newest, self.model.coordinate)
+        seed_step(self.config.training.seed, *self.newest_place, self.model.coordinate)
 
     def _check(self, sums: StepSums) -> StepReport:
         # Taken for bad steps and their repetitions too, so that it does not count in a later one.

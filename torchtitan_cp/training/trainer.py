@@ -51,20 +51,20 @@ class Trainer:
         config: of the run; it is checked against the number of ranks.
         world: this process among them.
         model_args: of the model, if they are known.
-        stage: number of the stage whose tp and pp this process has; None: of the stage where the run stands.
+        stage_index: of the stage whose tp and pp this process has; None: of the stage where the run stands.
 
     Attributes:
         progress: where the run stands.
     """
 
-    def __init__(self, config: Config, world: World, model_args: Any = None, stage: int | None = None) -> None:
+    def __init__(self, config: Config, world: World, model_args: Any = None, stage_index: int | None = None) -> None:
         run = resolve_run(config, world.size, model_args)
         self.config = config = run.config
         self.world, self.device, self.stages = world, world.device, run.stages
         self.folder = Path(config.job.dump_folder)
         self.checkpoints = CheckpointManager(self.folder / CHECKPOINTS, config.checkpoint)
         self.saved = self.checkpoints.find_newest() if config.checkpoint.enable else None
-        first = find_first_stage(self.saved, self.stages) if stage is None else self.stages[stage]
+        first = find_first_stage(self.saved, self.stages) if stage_index is None else self.stages[stage_index]
         if config.training.deterministic:
             use_deterministic_kernels()
 

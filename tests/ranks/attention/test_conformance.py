@@ -250,7 +250,7 @@ def run_extreme(strategy: str) -> list[Tensor]:
 
 def extreme_inputs(dtype: torch.dtype) -> list[Tensor]:
     q, k, v, dout = inputs("GQA 4:1", "16/16", dtype)
-    # ScoreMod are scale * q.k with |q.k| of about 4: 50 brings them to 60.
+    # Scores are scale * q.k with |q.k| of about 4: 50 brings them to 60.
     k = k * torch.logspace(-2, 0, 8, dtype=dtype).repeat_interleave(S // 8)[None, :, None, None]
     return [q * 50, k, v, dout]
 

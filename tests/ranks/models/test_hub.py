@@ -182,7 +182,7 @@ def test_the_weights_arrive_bit_for_bit_on_ranks_and_give_the_same_loss(
     assert {hub_names(name, (), HUB.names)[0][0] for name in found} == their_weights.keys()
 
 
-def collate(rows: int) -> tuple[int, int, int]:
+def read_rows(rows: int) -> tuple[int, int, int]:
     """(first row, last row, rows held) of a tensor cut twice along the rows, as a rank reads it."""
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.arange(rows * 2.0).view(rows, 2)
@@ -193,7 +193,7 @@ def collate(rows: int) -> tuple[int, int, int]:
 
 
 def test_a_rank_reads_its_own_rows_and_none_where_it_has_none(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(4)(collate, 6) == [(0, 2, 2), (2, 4, 2), (4, 6, 2), (6, 6, 0)]
+    assert ranks(4)(read_rows, 6) == [(0, 2, 2), (2, 4, 2), (4, 6, 2), (6, 6, 0)]
 
 
 def test_a_rank_reads_no_more_of_a_file_than_it_holds(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:

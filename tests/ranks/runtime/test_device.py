@@ -1,4 +1,4 @@
-"""Random numbers of a step follow from the rank's role, and what gloo's groups do."""
+"""Random numbers of a step follow from the rank's coordinate, and what gloo's groups do."""
 
 import gc
 from collections.abc import Callable

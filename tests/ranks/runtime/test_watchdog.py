@@ -276,7 +276,7 @@ def test_ranks_with_different_configs_are_refused_with_the_difference(
             "rope = {kind = 'ntk', factor = 2}\n",
             r"rank 0 has curriculum.stages\[0\].rope None, rank 1 has 'theta",
         ),
-        ("[model.overrides]\ndim = 8\n", r"rank 0 has model.overrides '', rank 1 has 'dim'"),
+        ("[model.overrides]\ndim = 8\n", r"rank 0 has model.overrides 'nothing', rank 1 has 'dim'"),
         ("[health]\npolicy = []\n", r"rank 0 has health.policy \('rollback', 'lower_lr'\), rank 1 has \(\)"),
     ],
 )

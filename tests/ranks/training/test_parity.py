@@ -33,7 +33,7 @@ ROUTERS = (
     *("score_function='sigmoid'", "routed_scaling_factor=2.5", "n_groups=3", "groups_per_token=2"),
     *("n_shared_experts=2", "expert_bias=true", "router_z_loss=0.05"),
 )
-# ScoreMod of a fresh router lie close together. With seed 0 and on some CPUs, ranks that sum in another order choose
+# Scores of a fresh router lie close together. With seed 0 and on some CPUs, ranks that sum in another order choose
 # another expert for a token from step 15 on (loads differ by one choice): norms agree to 2e-5 before, to 2e-3 after.
 ROUTED = (*EXPERTS, FOUR_LAYERS, "training.seed=1", *(f"model.overrides.{option}" for option in ROUTERS))
 HYBRID_MODEL = (
@@ -285,12 +285,12 @@ def count_all_reduces(path: Path, *overrides: str) -> tuple[int, dict[str, Tenso
 def test_replicas_sum_gradients_once_a_step_where_the_sum_over_micro_batches_stays_exact(
     ranks: Callable[[int], RankPool], run_toml: Path, references: References, dtype: str, more: bool
 ) -> None:
-    keys = ["--parallel.dp_replicate=2", f"--training.reduce_dtype={dtype}"]
+    keys = ["--parallel.dp_replicate=2", "--parallel.dp_shard=2", f"--training.reduce_dtype={dtype}"]
     (one, _), (two, gradients) = (
-        ranks(2)(count_all_reduces, run_toml, *keys, *length_overrides(4, sequences))[0] for sequences in (2, 4)
+        ranks(4)(count_all_reduces, run_toml, *keys, *length_overrides(4, sequences))[0] for sequences in (4, 8)
     )
     assert (two > one) is more, (one, two)
-    _, want = references("2 layers", 4, 4)
+    _, want = references("2 layers", 4, 8)
     for name, gradient in gradients.items():
         assert norm_error(gradient, want[name]) < (1e-2 if more else 1e-5), name
 

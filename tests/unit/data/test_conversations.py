@@ -178,7 +178,7 @@ def test_a_template_whose_turns_cannot_be_found_stops_with_file_and_line(tmp_pat
 def test_a_template_that_teaches_no_end_of_an_answer_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for template, warned in ((SIMPLE, False), (SIMPLE.replace("{{ eos_token }}", ""), True)):
         read(data_of(tmp_path, [row("a", "b")], template))
-        assert ("data: the chat template writes nothing learned behind an answer" in caplog.text) is warned
+        assert ("data: under the chat template no token after an answer is learned" in caplog.text) is warned
 
 
 def test_a_template_that_is_no_jinja_is_refused_before_a_row_is_read(tmp_path: Path) -> None:

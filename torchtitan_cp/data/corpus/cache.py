@@ -146,8 +146,8 @@ class CacheBuilder:
             template = find_chat_template(source, self.settings, self.start) if source.conversations else None
             if template and not template.teaches_to_end(source.loss_on):
                 logger.warning(
-                    f"{source.where}: the chat template writes nothing learned behind an answer, so the model does not "
-                    "learn to end one; put the token that ends a turn there, within {% generation %} if it has marks"
+                    f"{source.where}: under the chat template no token after an answer is learned, so the model will "
+                    "not learn to stop; put the token that ends a turn there, inside {% generation %} if it has that"
                 )
             corpora[name] = Corpus(source, template)
         tokenizer = self._train_tokenizer(corpora.values()) if self.settings.trained else load_tokenizer(self.settings)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -115,16 +116,16 @@ class ChatTemplate:
     def teaches_to_end(self, loss_on: str) -> bool:
         """Whether something behind the text of an answer is learned too, as the token that ends a turn should be.
 
-        A template that does not take a question, an answer and another question is given the benefit of the doubt.
+        A template that takes neither a last answer nor one before a question is given the benefit of the doubt.
         """
-        messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
-        messages[1]["content"] = answer = "ANSWERPLACE"
-        try:
-            text, ranges = self.render_with_mask(messages, loss_on=loss_on)
-        except (BadRecordError, DataError):
-            return True
-        behind = text.find(answer) + len(answer)
-        return any(text[max(start, behind) : stop].strip() for start, stop in ranges)
+        answer, found = "ANSWERPLACE", list[bool]()
+        for turns in (("user", "assistant", "user"), ("user", "assistant")):
+            messages = [{"role": role, "content": answer if role == "assistant" else role} for role in turns]
+            with suppress(BadRecordError, DataError):
+                text, ranges = self.render_with_mask(messages, loss_on=loss_on)
+                behind = text.find(answer) + len(answer)
+                found.append(any(text[max(start, behind) : stop].strip() for start, stop in ranges))
+        return any(found) or not found
 
 
 def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> tuple[str, Ranges]:
