@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
 from tests.support.rank_pool import RankPool
-from tests.support.runs import TINY, prepared, run_to_end, write_run
+from tests.support.runs import TINY, prepared, run_to_end, train, write_run
 from torchtitan_cp.checkpoint import hub as hub_module
 from torchtitan_cp.data.batches.loader import read_step
 from torchtitan_cp.training.export import export
@@ -155,6 +155,16 @@ def test_a_model_comes_from_transformers_and_goes_back_there_after_training(
         with torch.no_grad():
             assert close(back(rank.tokens).logits, rank.logits)
             assert not close(theirs(rank.tokens).logits, rank.logits), "it was trained"
+
+
+def test_fresh_weights_are_exported_with_the_end_of_the_runs_tokenizer(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = write_start(tmp_path, FAMILIES["Llama"])
+    ranks(2)(train, path, "--model.load_weights=false", "--curriculum.stages[0].steps=1")
+    export(tmp_path / "run", tmp_path / "out")
+    written = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert [values["eos_token_id"] for values in written] == [256, [256]], "of bytes; the config.json has 2"
 
 
 @pytest.mark.deep

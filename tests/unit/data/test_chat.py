@@ -240,6 +240,7 @@ GENERATED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% end
         (ROLE + GENERATED + "{% endif %}</s>", False),  # behind the mark
         ("{% generation %}" + ROLE + "{{ m.content }}{% endgeneration %}", True),
         (ROLE + "{{ m.content }}</s>", True),
+        (ROLE + GENERATED.replace("{% endg", "{% if loop.last %}</s>{% endif %}{% endg") + "{% endif %}", True),
         (None, True),
     ],
 )
