@@ -132,16 +132,15 @@ def _regular(path: Path, root: Path) -> Iterator[SourceFile]:
 def _read_text(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:
     """The whole file as one document, strictly UTF-8; nothing for an empty file."""
     try:
-        raw = file.path.read_bytes()
-        text = raw.decode("utf-8")
+        text = file.path.read_bytes().decode("utf-8")
     except OSError as error:
         skipped.add(f"unreadable file ({error.strerror})", str(file.path))
     except UnicodeDecodeError as error:
-        skipped.add("not UTF-8", f"{file.path}:{raw.count(bytes([10]), 0, error.start) + 1}")
+        skipped.add("not UTF-8", f"{file.path}:{error.object.count(bytes([10]), 0, error.start) + 1}")
     else:
         if text:
             group = "/".join(file.folder.split("/")[: source.group_depth or None])
-            yield Document(text, file.name, group, len(raw))
+            yield Document(text, file.name, group, file.size_bytes)
 
 
 def _read_docstrings(file: SourceFile, source: SourceKeys, skipped: SkippedRecords) -> Iterator[Document]:

@@ -308,8 +308,9 @@ def learned_tokens(starts: np.ndarray, learned: Iterable[tuple[int, int]]) -> np
 def tokenize(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
-    """Each document with its token ids `[n]` int32, without its end; and a conversation's mask `[n]` bool."""
-    parts, bos = list[np.ndarray](), np.array(tokenizer.bos_ids, dtype=np.int32)
+    """Each document with its token ids `[n]`, without its end; and a conversation's mask `[n]` bool."""
+    parts, dtype = list[np.ndarray](), token_dtype(tokenizer.vocab_size)
+    bos = np.array(tokenizer.bos_ids, dtype=dtype)
     for batch in read_ahead(_batches(documents)):
         contents, first = [content for content, _, _ in batch], batch[0][1]
         if first.learned is not None:  # then all documents are conversations
@@ -319,12 +320,13 @@ def tokenize(
         rows = tokenizer.encode_batch(contents) if isinstance(first.content, str) else contents
         for (content, document, ends_document), ids in zip(batch, rows, strict=True):
             if ids is content:
-                parts.append(_checked_ids(ids, document, tokenizer))
-            else:
-                parts += [ids] if parts else [bos, ids]
+                ids = _checked_ids(ids, document, tokenizer)
+            elif not parts:
+                parts.append(bos)
+            parts.append(ids.astype(dtype))
             if ends_document:
-                yield document, np.concatenate(parts), None
-                parts = []
+                whole, parts = np.concatenate(parts), []  # a long document's parts are not kept beside it
+                yield document, whole, None
 
 
 def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
@@ -338,13 +340,13 @@ def read_ahead(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _checked_ids(ids: np.ndarray, document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """Token ids that the corpus holds, `[n]` int32, without an end of their own."""
+    """Token ids that the corpus holds, `[n]`, without an end of their own."""
     if ids.max() >= tokenizer.vocab_size:
         raise DataError(
             f"{document.key} holds the token id {ids.max()}, but the tokenizer has {tokenizer.vocab_size} pieces",
             fix="set tokenizer.kind and tokenizer.path to the tokenizer that made the ids",
         )
-    return (ids[:-1] if ids[-1] == tokenizer.eos_id else ids).astype(np.int32)
+    return ids[:-1] if ids[-1] == tokenizer.eos_id else ids
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
