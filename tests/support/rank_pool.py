@@ -152,7 +152,7 @@ def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> 
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     place = {"rank": rank, "world_size": size, "device_id": device}
     dist.init_process_group(backend, store=dist.FileStore(store, size), **place)  # type: ignore[arg-type]
-    mesh.init_device_mesh = _made_once(mesh.init_device_mesh)
+    mesh.DeviceMesh = _made_once(mesh.DeviceMesh)  # type: ignore[misc, assignment]
     while True:
         try:
             function, arguments = pickle.loads(pipe.recv_bytes())
@@ -167,7 +167,7 @@ def _serve(rank: int, size: int, backend: str, store: str, pipe: Connection) -> 
 
 
 def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_device_mesh`, with which runs of the same degrees share their groups."""
+    """`DeviceMesh`, with which runs of the same degrees share their groups."""
     made: dict[str, Any] = {}
 
     def once(*arguments: Any, **options: Any) -> Any:

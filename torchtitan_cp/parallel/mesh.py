@@ -1,18 +1,20 @@
 """Meshes of a run: one that parameters are sharded on, and one for each context-parallel degree of its stages."""
 
+import math
 from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from torchtitan_cp.config.degrees import Degrees
 
-# Axes of context parallelism. By itself torch gives an axis that spans the world the default group, as it does FSDP's.
-OWN_GROUPS = ("cp", "ring", "all_to_all")
+# Axes with groups of their own. By itself torch gives an axis that spans the world the default group, so FSDP's too.
+OWN_GROUPS = ("cp", "ring", "all_to_all", "ep")
 
 
 class Meshes:
@@ -30,13 +32,15 @@ class Meshes:
         degrees: of every axis.
 
     Attributes:
-        parameters: (pp, dp_replicate, fsdp, tp).
+        parameters: (pp, dp_replicate, fsdp, tp); ranks: of the job, in these axes.
     """
 
     def __init__(self, device_type: str, degrees: Degrees) -> None:
         self.device_type, self.degrees = device_type, degrees
-        self._mesh = cache(self._make_mesh)
-        self.parameters = self._mesh(dp_replicate=degrees.dp_replicate, fsdp=degrees.fsdp)
+        sizes = degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp
+        self.ranks = torch.arange(math.prod(sizes)).view(sizes)
+        self.parameters = self._make_mesh(self.ranks, "pp", "dp_replicate", "fsdp", "tp")
+        self._sequence_mesh = cache(self._make_sequence_mesh)
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -51,13 +55,9 @@ class Meshes:
         """
         if self.degrees.ep == self.degrees.tp == 1:
             return None
-        pp, replicas, fsdp, tp = self.parameters.mesh.shape
-        shared = self.parameters.mesh.view(pp, replicas, fsdp // self.degrees.ep, self.degrees.ep, tp)
-        axes = ("pp", "dp_replicate", "efsdp", "ep")
-        own: Any = tuple(_own_group() if axis == "ep" else (None, None) for axis in axes)
-        ranks = shared.transpose(3, 4).flatten(2, 3)
-        mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=own)
-        _set_timeouts(mesh)
+        pp, replicas, fsdp, tp = self.ranks.shape
+        shared = self.ranks.view(pp, replicas, fsdp // self.degrees.ep, self.degrees.ep, tp)
+        mesh = self._make_mesh(shared.transpose(3, 4).flatten(2, 3), "pp", "dp_replicate", "efsdp", "ep")
         sharded = mesh["dp_replicate", "efsdp"] if replicas > 1 else mesh["efsdp"]
         return mesh["ep"], sharded
 
@@ -81,24 +81,36 @@ class Meshes:
         """Whether this rank's tokens count in sums over the job: its pipeline reads the same tokens."""
         return self.owns_loss and self.parameters.get_local_rank("pp") == 0
 
+    def coordinate(self, rank: int, degree: int) -> tuple[int, int, int]:
+        """A rank's coordinate along (pp, dp, cp) with this CP degree."""
+        pp, data = divmod(rank // self.degrees.tp, self.degrees.dp_replicate * self.degrees.fsdp)
+        return pp, *divmod(data, degree)
+
     def for_cp(self, degree: int) -> DeviceMesh:
-        """The mesh (pp, dp, cp, tp) with this CP degree. Collective."""
-        return self._mesh(dp=self.degrees.dp_replicate * self.degrees.fsdp // degree, cp=degree)
+        """The ranks that share this rank's sequences with this CP degree. Collective."""
+        return self._sequence_mesh(cp=degree)
 
     def for_hybrid(self, degree: int, all_to_all_ranks: int) -> DeviceMesh:
-        """The same CP ranks as a 2-D mesh (ring, all-to-all), for the hybrid exchange. Collective."""
-        dp = self.degrees.dp_replicate * self.degrees.fsdp // degree
-        mesh = self._mesh(dp=dp, ring=degree // all_to_all_ranks, all_to_all=all_to_all_ranks)
-        return mesh["ring", "all_to_all"]
+        """The same ranks as a 2-D mesh (ring, all-to-all), for the hybrid exchange. Collective."""
+        return self._sequence_mesh(ring=degree // all_to_all_ranks, all_to_all=all_to_all_ranks)
 
-    def _make_mesh(self, **data_axes: int) -> DeviceMesh:
-        """The mesh (pp, data axes, tp)."""
-        axes = {"pp": self.degrees.pp, **data_axes, "tp": self.degrees.tp}
-        own: Any = {axis: _own_group() for axis in OWN_GROUPS if axes.get(axis, 1) > 1}
-        mesh = init_device_mesh(
-            self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=own
+    def _make_sequence_mesh(self, **axes: int) -> DeviceMesh:
+        """A mesh with these axes; beside theirs it costs one group, of the ranks that share nothing in it."""
+        ranks = self.ranks.view(-1, *axes.values(), self.degrees.tp).movedim(-1, 1).flatten(0, 1)
+        return self._make_mesh(ranks, "others", *axes)[tuple(axes)]
+
+    def _make_mesh(self, ranks: Tensor, *axes: str) -> DeviceMesh:
+        own: Any = tuple(
+            _own_group() if axis in OWN_GROUPS and size > 1 else (None, None)
+            for axis, size in zip(axes, ranks.shape, strict=True)
         )
-        _set_timeouts(mesh)
+        mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=axes, backend_override=own)
+        if dist.get_backend() != "fake":  # a dry run's groups never wait
+            # torch gives them a timeout of its own, of 10 minutes under NCCL.
+            default: Any = dist.group.WORLD
+            timeout = default._get_backend(torch.device(self.device_type)).options._timeout
+            for group in mesh.get_all_groups():
+                _set_pg_timeout(timeout, group)
         return mesh
 
     def summary(self) -> str:
@@ -124,12 +136,3 @@ def _own_group() -> tuple[str, Any]:
     """
     backend, torch_c10d = dist.get_backend(), cast(Any, distributed_c10d)
     return backend, torch_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
-
-
-def _set_timeouts(mesh: DeviceMesh) -> None:
-    """Give the groups of a mesh the default group's timeout; torch gives them its own, of 10 minutes under NCCL."""
-    if dist.get_backend() != "fake":  # a dry run's groups never wait
-        default: Any = dist.group.WORLD
-        timeout = default._get_backend(torch.device(mesh.device_type)).options._timeout
-        for group in mesh.get_all_groups():
-            _set_pg_timeout(timeout, group)

@@ -149,7 +149,7 @@ class ParallelModel:
         pipeline: None on one pipeline rank.
         token_loss: the last part's loss.
         routing: adds up what this rank's routers choose; without experts it is empty.
-        mesh: (pp, dp, cp, tp) of the current stage.
+        cp: context-parallel degree of the current stage.
         observe: called with each micro-batch of a step and the losses of its tokens, on ranks with the last part.
         watches: stopwatches by name; see `pop_timings`.
         coordinate: this rank's, along pp, dp and cp of the current stage. Tensor-parallel peers share it and so draw
@@ -207,17 +207,16 @@ class ParallelModel:
         if stage.activation != self.activation:
             self.activation = stage.activation
             self._wrap_blocks(self.config.compile)
-        self.mesh = mesh = self.meshes.for_cp(stage.cp)
-        settings = self.config.context_parallel
-        self.coordinate = tuple(mesh.get_local_rank(axis) for axis in ("pp", "dp", "cp"))
-        hybrid = stage.strategy == "hybrid"
-        cp_mesh = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else mesh["cp"]
+        settings, self.cp = self.config.context_parallel, stage.cp
+        self.coordinate = self.meshes.coordinate(self.world.rank, self.cp)
+        hybrid, has_states = stage.strategy == "hybrid", any(self.args.state_sizes)
+        whole_mesh = self.meshes.for_cp(stage.cp) if has_states or not hybrid else None
+        cp_mesh: Any = self.meshes.for_hybrid(stage.cp, stage.all_to_all_ranks) if hybrid else whole_mesh
         names = (stage.strategy, settings.kernel, settings.layout, settings.kv_transfer)
         # ROW_PAIRS assumes 4 query heads for each key head.
         within, across = (pairs * 4 * self.args.n_kv_heads / self.args.n_heads for pairs in ROW_PAIRS)
         node = max(1, self.world.ranks_per_node // stage.tp)
-        whole_mesh = mesh["cp"] if hybrid and any(self.args.state_sizes) else None
-        context_parallel = ContextParallel(cp_mesh, *names, node, (within, across), whole_mesh)
+        context_parallel = ContextParallel(cp_mesh, *names, node, (within, across), whole_mesh if hybrid else None)
         for part in self.parts:
             set_rope(part, self.args, stage.rope, stage.seq_len, self.device)
         return BatchLayout(
@@ -225,7 +224,7 @@ class ParallelModel:
             stage.micro_batches,
             stage.micro_batch_sequences,
             stage.dp,
-            mesh.get_local_rank("dp"),
+            self.coordinate[1],
             context_parallel.make_plan,
             tuple(sorted({0, *self.args.layer_windows})),
             self.config.training.loss_normalization == "conversation",
@@ -404,8 +403,7 @@ class ParallelModel:
 
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
-        (place,) = (self.mesh.mesh == rank).nonzero().tolist()
-        return tuple(place[1:3]) == self.coordinate[1:]
+        return self.meshes.coordinate(rank, self.cp)[1:] == self.coordinate[1:]
 
     def resolve_strategy(self, plan: Plan) -> str:
         """The name of the exchange between ranks; what was chosen for `auto`."""
