@@ -182,7 +182,8 @@ class _Run(TorchFunctionMode):
         if mask != window:
             what = f"a window of {mask}" if mask > 0 else "not a window" if mask else "causal only"
             raise _Refusal(f"{name} has a mask that is {what}, and hands attention sliding_window = {window}")
-        if given.get("is_causal") is False or isinstance(given.get("scaling"), Tensor):
+        not_causal = False in (given.get("is_causal"), getattr(module, "is_causal", None))
+        if not_causal or isinstance(given.get("scaling"), Tensor):
             raise _Refusal(f"{name} is not causal, or has a scale for each token")
         if {k.shape[2], v.shape[2]} != {self.tokens}:
             raise _Refusal(f"{name} has keys that are not one a token")

@@ -313,6 +313,7 @@ SPARSE: Keys = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
 _REFUSED: dict[str, tuple[str, Keys]] = {
     # The mask alone knows the window, or the model counts positions of its shard.
     "PhiMoE": ("phimoe", {**LOCAL, "sliding_window": WINDOW, "router_jitter_noise": 0.0}),
+    "Gemma, as in PaliGemma": ("gemma", {**HEAD, "use_bidirectional_attention": True}),
     "Mistral, a window of 0": ("mistral", {"sliding_window": 0}),
     "PhiMoE, jitter": ("phimoe", {**LOCAL, "router_jitter_noise": 0.01}),
     "Llama 4": (

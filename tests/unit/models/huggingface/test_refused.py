@@ -15,7 +15,7 @@ from tests.support.huggingface_parity import write_config
 from torchtitan_cp.cli.check import main
 
 
-@deep_rows("family", REFUSED, default=["PhiMoE", "Llama 4", "Kimi Linear", "MPT"])
+@deep_rows("family", REFUSED, default=["PhiMoE", "Gemma, as in PaliGemma", "Llama 4", "Kimi Linear", "MPT"])
 def test_check_refuses_a_model_that_would_be_wrong_and_names_layer_and_class(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
