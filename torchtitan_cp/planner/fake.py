@@ -146,7 +146,7 @@ class StepTracker(TorchDispatchMode):
 
     Attributes:
         held: kind and bytes of each live storage.
-        now, peak: bytes; by_kind, at_peak: the same by kind.
+        now, peak: bytes; by_kind, at_peak: the same by kind, at_peak without what is 0.
         local_peak: most bytes since a caller set it.
         operator_costs: bytes beside its results, and messages, of each call of the attention operator.
     """
@@ -164,7 +164,7 @@ class StepTracker(TorchDispatchMode):
 
     def start_peak(self) -> None:
         """Measure the peak, and count messages, from now on."""
-        self.peak, self.at_peak = self.now, dict(self.by_kind)
+        self.peak, self.at_peak = self.now, dict(+self.by_kind)
         self.messages.clear()
 
     def set_kind(self, x: Any, kind: str) -> None:
@@ -196,7 +196,7 @@ class StepTracker(TorchDispatchMode):
         self.now += size_bytes
         self.local_peak = max(self.local_peak, self.now)
         if self.now > self.peak:
-            self.peak, self.at_peak = self.now, dict(self.by_kind)
+            self.peak, self.at_peak = self.now, dict(+self.by_kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
