@@ -201,6 +201,7 @@ def options_on_nccl() -> dict[str, Any]:
     with (
         patch.object(dist, "get_backend", lambda *_: "nccl"),
         patch.object(distributed_c10d, "ProcessGroupNCCL", nccl, create=True),
+        patch.object(distributed_c10d, "is_nccl_available", lambda: False),  # the groups are gloo's
         patch.object(mesh, "DeviceMesh", make),
     ):
         meshes.for_hybrid(4, 2)
