@@ -20,7 +20,6 @@ from rich.console import Console
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.checkpoint.lock import run_dir_lock
 from torchtitan_cp.checkpoint.save import restore_replaced
 from torchtitan_cp.cli.options import at_least, escape_unprintable, parse_with_overrides
 from torchtitan_cp.cli.train import add_comparison_arguments
@@ -35,6 +34,7 @@ from torchtitan_cp.planner.fake_cuda import use_fake_cuda
 from torchtitan_cp.runtime.consistency import check_same_job
 from torchtitan_cp.runtime.device import World, start_ranks, stop_ranks
 from torchtitan_cp.runtime.job_notes import ask_for_relaunch, end_job
+from torchtitan_cp.runtime.lock import run_dir_lock
 from torchtitan_cp.runtime.watchdog import LOST_RANK, LostRankError, Watchdog, name_lost_ranks, set_activity
 from torchtitan_cp.training.doctor import run_doctor
 from torchtitan_cp.training.parity import verify_parity

@@ -1,4 +1,4 @@
-"""Devices, the launcher, the start of ranks, the watchdog, stop signals, and consistency between ranks.
+"""Devices, the launcher, the start of ranks, nodes, the run folder's lock, watchdog, stop signals, agreement of ranks.
 
 Imports `config` at most.
 """

@@ -2,11 +2,9 @@
 
 import os
 import pickle
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +25,11 @@ from torchtitan_cp.data.corpus.cache import CacheBuilder, PreparedCorpus, open_c
 from torchtitan_cp.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime.consistency import check_agreement
+from torchtitan_cp.runtime.nodes import hosts_without, is_first_of_node, node_name
 from torchtitan_cp.training.registry import start_folder
 
 POLL_SECONDS = 0.5
-SHARED_SECONDS = 5.0  # in which a network file system shows a node what another has written
+SHARED_SECONDS = 5.0  # see hosts_without
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -56,9 +55,10 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
         UserError: the corpus cannot be prepared, or ranks have different tokens.
         PreparationStoppedError: a rank was asked to stop; raised on all ranks.
     """
-    call = [uuid.uuid4().hex]
+    call = [uuid.uuid4().hex, node_name()]
     dist.broadcast_object_list(call)
-    store, node = dist.PrefixStore(call[0], distributed_c10d._get_default_store()), _node()
+    prefix, first_node = call
+    store, node = dist.PrefixStore(prefix, distributed_c10d._get_default_store()), node_name()
     next_poll_seconds = 0.0
 
     def any_rank_stops() -> bool:
@@ -77,26 +77,18 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
             time.sleep(seconds)
             seconds = min(2 * seconds, POLL_SECONDS)
 
-    first, probe = dist.get_rank() == 0, Path(os.path.expanduser(config.data.cache_folder), f".shared-{call[0]}")
-    if first:
-        with suppress(OSError):  # of which the builder tells
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        store.set("first node", node)
-    if first or os.environ.get("LOCAL_RANK", "0") == "0":
-        wait_until(lambda: store.check(["first node"]))
-        if not first and _appears(probe):
-            first_node = store.get("first node").decode()
+    apart = hosts_without(Path(os.path.expanduser(config.data.cache_folder)), SHARED_SECONDS)[dist.get_rank()]
+    if is_first_of_node():
+        if dist.get_rank() > 0 and not apart:
             wait_until(lambda: store.check([first_node]))
-            found = store.get(first_node).decode()
+            store.set(node, store.get(first_node).decode())
         else:
             try:
                 start = start_folder(config.model)
                 built: Any = CacheBuilder(config.data, config.tokenizer, any_rank_stops, start).build()
             except Exception as error:
                 built = error
-            found = pickle.dumps(built).hex()
-        store.set(node, found)
+            store.set(node, pickle.dumps(built).hex())
     wait_until(lambda: store.check([node]))
     result = pickle.loads(bytes.fromhex(store.get(node).decode()))
     stopped = isinstance(result, PreparationStoppedError)
@@ -105,9 +97,6 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
         store.add("ready", 1)
         # The collective below has a limit of time, which another node's pass may exceed.
         wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
-    if first:
-        with suppress(OSError):  # a complete cache may be read-only
-            probe.unlink()
     if failed:
         raise result
     any_stopped: list[Any] = [None] * dist.get_world_size()
@@ -117,19 +106,6 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     corpus = open_cache(result, config.data, config.tokenizer)
     check_agreement("the tokens of data.path and data.cache_folder", {"fingerprint": corpus.fingerprint})
     return corpus
-
-
-def _appears(path: Path) -> bool:
-    """Whether a file is there within SHARED_SECONDS."""
-    deadline = time.monotonic() + SHARED_SECONDS
-    while not (found := path.exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
-
-
-def _node() -> str:
-    """What tells this node from others: its number if a launcher gave one, as images may share a host name."""
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 class DataPipeline:

@@ -5,9 +5,8 @@ import logging
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -15,11 +14,12 @@ import torch.distributed as dist
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.check import LOCK_FILE, check_dump_folder
+from torchtitan_cp.runtime.nodes import hosts_without
 
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 150.0  # after a node is lost NFS keeps its lock for 90 s, and a job may start on others
-SHARED_SECONDS = 10.0  # in which a network file system shows a node what another has written
+SHARED_SECONDS = 10.0  # see hosts_without
 
 
 @contextmanager
@@ -30,21 +30,26 @@ def run_dir_lock(folder: str | Path) -> Iterator[None]:
         ConfigError: another job has locked it, it cannot be written, or a node has another folder of this name.
     """
     with ExitStack() as stack:
-        locked: list[str | ConfigError] = [""]
+        refused: list[ConfigError | None] = [None]
         if dist.get_rank() == 0:
             try:
-                locked = [_lock(Path(folder), stack)]
+                _lock(Path(folder), stack)
             except ConfigError as error:
-                locked = [error]
-        dist.broadcast_object_list(locked)
-        if isinstance(locked[0], ConfigError):
-            raise locked[0]
-        _check_shared(Path(folder), locked[0])
+                refused = [error]
+        dist.broadcast_object_list(refused)
+        if refused[0]:
+            raise refused[0]
+        if others := ", ".join(sorted({*hosts_without(Path(folder), SHARED_SECONDS)} - {""})):
+            raise ConfigError(
+                f"job.dump_folder = {str(folder)!r} is not shared: on {others} it is another folder than on rank 0's "
+                "node",
+                fix="put it on a file system that all nodes share: --job.dump_folder=...",
+            )
         yield
 
 
-def _lock(folder: Path, stack: ExitStack) -> str:
-    """Lock the folder until the stack ends. Returns the text of its file, which no other start has."""
+def _lock(folder: Path, stack: ExitStack) -> None:
+    """Lock the folder until the stack ends."""
     check_dump_folder(str(folder))
     file = stack.enter_context((folder / LOCK_FILE).open("a+"))
     several_nodes = dist.get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -61,12 +66,9 @@ def _lock(folder: Path, stack: ExitStack) -> str:
             logger.warning("%s is locked (%s); waiting %.0f s for it", file.name, holder, LOST_SECONDS)
         waiting = True
         time.sleep(1.0)
-    holder = f"pid {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}"
     file.truncate(0)
-    file.write(holder)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
-    os.fsync(file.fileno())
-    return holder
 
 
 def _try_lock(file: TextIO) -> bool:
@@ -78,30 +80,3 @@ def _try_lock(file: TextIO) -> bool:
     except OSError as error:
         logger.warning("%s: this file system has no locks (%s); run only one job on it", file.name, error.strerror)
     return True
-
-
-def _check_shared(folder: Path, holder: str) -> None:
-    """Refuse nodes whose folder is not the one that rank 0 has locked. Collective."""
-    first_of_node = dist.get_rank() > 0 and os.environ.get("LOCAL_RANK", "0") == "0"
-    shared = not first_of_node or _reads(folder / LOCK_FILE, holder)
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, "" if shared else socket.gethostname())
-    if others := ", ".join(sorted(set(hosts) - {""})):
-        raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} is not shared: on {others} it is another folder than on rank 0's node",
-            fix="put it on a file system that all nodes share: --job.dump_folder=...",
-        )
-
-
-def _reads(path: Path, text: str) -> bool:
-    """Whether a file has this text within SHARED_SECONDS."""
-    deadline = time.monotonic() + SHARED_SECONDS
-    while True:
-        # "a+" may create the file, so NFS asks the server, not its cache of names.
-        with suppress(OSError), path.open("a+") as file:
-            file.seek(0)
-            if file.read() == text:
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)

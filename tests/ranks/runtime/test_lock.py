@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.rank_pool import RankPool
-from torchtitan_cp.checkpoint import lock
-from torchtitan_cp.checkpoint.lock import run_dir_lock
 from torchtitan_cp.config import ConfigError
+from torchtitan_cp.runtime import lock
+from torchtitan_cp.runtime.lock import run_dir_lock
 
 
 def enter(folders: list[Path], ranks_per_node: int = 1) -> str:
