@@ -5,7 +5,6 @@ whole model.
 """
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +25,6 @@ from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.load import build
 from torchtitan_cp.config.rope import KEYS_BY_KIND
 from torchtitan_cp.config.sections import Rope
-
-logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Of one safetensors file; a larger tensor has one of its own.
@@ -290,12 +287,14 @@ def _hub_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_parts(
-    folder: Path, parts: Iterable[nn.Module], whole: Iterable[str], hub: Any, read: Callable[..., bool]
+    folder: Path, parts: Iterable[nn.Module], whole: Iterable[str], hub: Any, read: Callable[..., bool] = read_shard
 ) -> None:
-    """Fill the parts from a folder; see `start_from_hub`.
+    """Fill the parts of a model from a folder.
 
     Args:
-        read: `read_shard`; or of an architecture with `hub.load` another, so that parts on meta are checked alone.
+        whole: names of all parameters of the whole model.
+        hub: of the architecture, a `models.architecture.Hub`.
+        read: of an architecture with `hub.load` another, so that parts on meta are checked alone.
 
     Raises:
         ConfigError: it lacks tensors of this model.
@@ -312,27 +311,3 @@ def load_parts(
                 _load_by_names(part, whole, stored, hub.names)
     except ValueError as error:
         raise _broken(folder, str(error)) from None
-
-
-def start_from_hub(
-    folder: Path,
-    parts: Iterable[nn.Module],
-    whole: Iterable[str],
-    hub: Any,
-    ropes: Sequence[Rope | None],
-    rotary_dim: int,
-) -> None:
-    """Fill the parts from a folder, and log which stages change the rotary embedding.
-
-    Args:
-        whole: names of all parameters of the whole model.
-        hub: of the architecture, a `models.architecture.Hub`.
-        ropes: of the stages; None: the checkpoint's.
-        rotary_dim: dims of a head that it turns.
-    """
-    load_parts(folder, parts, whole, hub, read_shard)
-    logger.info("weights from %s", folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for number, rope in enumerate(ropes, 1):
-        if rope and (changed := rope_changes(config, rope, rotary_dim)):
-            logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.checkpoint.hub import start_from_hub
+from torchtitan_cp.checkpoint.hub import load_parts, rope_changes
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.progress import Progress, check_identity
 from torchtitan_cp.config import Config, ConfigError, load_config
@@ -71,11 +71,8 @@ def resume(
         ConfigError: the checkpoint is of another model or other data.
     """
     if saved is None:
-        settings = model.config.model
-        if settings.hub_checkpoint and settings.load_weights:
-            folder, hub = registry.hub_folder(settings, "*.safetensors*"), registry.hub_of(settings)
-            ropes = [stage.rope for stage in stages]
-            start_from_hub(folder, model.parts, model.parameter_names, hub, ropes, model.args.rotary_dim)
+        if model.config.model.hub_checkpoint and model.config.model.load_weights:
+            _start_from_hub(model, stages)
         return fresh
     path, before = saved
     check_identity(before.identity, fresh.identity, path)
@@ -104,6 +101,18 @@ def resume(
             *(stage.index + 1, ", ".join(changed)),
         )
     return progress
+
+
+def _start_from_hub(model: ParallelModel, stages: Stages) -> None:
+    """Load the weights of model.hub_checkpoint, and log which stages change their rotary embedding."""
+    settings = model.config.model
+    folder = registry.hub_folder(settings, "*.safetensors*")
+    load_parts(folder, model.parts, model.parameter_names, registry.hub_of(settings))
+    logger.info("weights from %s", folder)
+    config = registry.hub_config(settings)
+    for number, stage in enumerate(stages, 1):
+        if stage.rope and (changed := rope_changes(config, stage.rope, model.args.rotary_dim)):
+            logger.info("stage %d changes the rotary embedding they were trained with: %s", number, ", ".join(changed))
 
 
 def _log_changed_settings(file: Path, config: Config) -> None:

@@ -371,7 +371,7 @@ def change_of_rope(path: Path) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchtitan_cp.checkpoint.hub")
+    logger = logging.getLogger("torchtitan_cp.training.resume")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

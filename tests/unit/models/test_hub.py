@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +24,18 @@ from tests.support.runs import TINY, write_run
 from torchtitan_cp.checkpoint.hub import (
     INDEX_FILE,
     hub_rope,
+    load_parts,
     rope_parameters,
     save_hub_weights,
-    start_from_hub,
 )
+from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.cli.check import preflight
-from torchtitan_cp.config import ConfigError, load_config, to_toml
-from torchtitan_cp.config.sections import Rope
+from torchtitan_cp.config import Config, ConfigError, load_config, to_toml
+from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.curriculum import rope_frequencies
 from torchtitan_cp.training.registry import model_args_of, register
 from torchtitan_cp.training.resolve import resolve_run
+from torchtitan_cp.training.resume import resume
 
 
 def test_a_model_without_words_there_is_refused_before_it_is_trained(tmp_path: Path) -> None:
@@ -306,7 +309,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
 
     def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            start_from_hub(tmp_path, [model], names, HUB, (), 12)
+            load_parts(tmp_path, [model], names, HUB)
         return str(caught.value)
 
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, tmp_path / "model.safetensors")
@@ -346,12 +349,12 @@ def test_a_pipeline_stage_is_filled_from_the_whole_models_files(tmp_path: Path) 
     save_file({**whole, **more}, tmp_path / "model.safetensors")
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, tie_embeddings=True), lambda *_: torch.zeros(()))
     names = [name for name, _ in model.named_parameters()]
-    start_from_hub(tmp_path, [model], names, HUB, (), 12)
+    load_parts(tmp_path, [model], names, HUB)
     save_file({**whole, **more, "lm_head.weight": tied + 1}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"other values in lm_head.weight than in the weight that it is tied to\n"):
-        start_from_hub(tmp_path, [model], names, HUB, (), 12)
+        load_parts(tmp_path, [model], names, HUB)
     model.keep(1, 3)
-    start_from_hub(tmp_path, [model], names, HUB, (), 12)
+    load_parts(tmp_path, [model], names, HUB)
     assert torch.equal(model.get_parameter("layers.2.ffn_norm.weight"), whole[THIRD_NORM])
 
 
@@ -364,8 +367,16 @@ def test_every_stage_that_changes_the_rotary_embedding_is_said(
     own = hub_rope(json.loads((tmp_path / "config.json").read_text()))
     model = Llama(LlamaArgs(48, 4, 4, 2, 12, 96, 288, norm_eps=1e-6), lambda *_: torch.zeros(()))
     ropes = None, own, dataclasses.replace(own, theta=1e4), dataclasses.replace(own, truncate=False)
-    with caplog.at_level(logging.INFO, "torchtitan_cp.checkpoint.hub"):
-        start_from_hub(tmp_path, [model], [name for name, _ in model.named_parameters()], HUB, ropes, 12)
+    trained: Any = SimpleNamespace(
+        config=Config(model=Model(hub_checkpoint=str(tmp_path))),
+        parts=[model],
+        parameter_names=[name for name, _ in model.named_parameters()],
+        args=SimpleNamespace(rotary_dim=12),
+    )
+    stages: Any = [SimpleNamespace(rope=rope) for rope in ropes]
+    register(ARCHITECTURES)
+    with caplog.at_level(logging.INFO, "torchtitan_cp.training.resume"):
+        assert resume(None, fresh := Progress(), stages, trained, None) is fresh  # type: ignore[arg-type]
     says = "changes the rotary embedding they were trained with:"
     assert [record.getMessage() for record in caplog.records[1:]] == [
         f"stage 3 {says} rope_theta 1000000.0 -> 10000.0",

@@ -21,7 +21,7 @@ from models.huggingface.hub import load_weights, settings, writer
 from models.huggingface.init import Initializer, on_meta
 from tests.support.deep import deep_rows
 from tests.support.huggingface_families import FAMILIES, eager_model
-from torchtitan_cp.checkpoint.hub import read_shard, start_from_hub
+from torchtitan_cp.checkpoint.hub import load_parts, read_shard
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Model, Rope
 from torchtitan_cp.training.registry import config_for_hub, register
@@ -133,7 +133,7 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "changed.safetensors").rename(tmp_path / "model.safetensors")
     part = SimpleNamespace(causal=empty_model(FAMILIES["Qwen3-MoE"]))
     with pytest.raises(ConfigError, match=r"is quantized: lm_head.weight is F8_E4M3; save it in bfloat16 first"):
-        start_from_hub(tmp_path, [part], (), HUB, (), 16)  # type: ignore[list-item]
+        load_parts(tmp_path, [part], (), HUB)  # type: ignore[list-item]
 
 
 def test_a_tied_output_that_differs_is_refused_and_one_that_is_equal_is_taken(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_text_part_of_a_model_with_images_is_taken(tmp_path: Path, model_typ
     model = getattr(transformers, name)(described)
     model.save_pretrained(tmp_path)
     ours = empty_model(json.loads((tmp_path / "config.json").read_text()))
-    start_from_hub(tmp_path, [SimpleNamespace(causal=ours)], (), HUB, (), 16)  # type: ignore[list-item]
+    load_parts(tmp_path, [SimpleNamespace(causal=ours)], (), HUB)  # type: ignore[list-item]
     theirs = getattr(model.model, part).state_dict()
     for name, values in ours.model.state_dict().items():
         assert torch.equal(values, theirs[name]), name

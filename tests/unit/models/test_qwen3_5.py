@@ -17,7 +17,7 @@ from models.qwen3_5 import FLAVORS, Hybrid, HybridArgs
 from models.qwen3_5.hub import HUB, NAMES, config, sizes
 from tests.support.runs import write_run
 from torchtitan_cp.attention import make_plan
-from torchtitan_cp.checkpoint.hub import hub_names, start_from_hub
+from torchtitan_cp.checkpoint.hub import hub_names, load_parts
 from torchtitan_cp.cli import check as preflight
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Model, Rope
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_sees_pictures_gives_its_text_model(tmp_path: Path) ->
     register(ARCHITECTURES)
     assert model_args_of(Model(architecture="qwen3_5", hub_checkpoint=str(tmp_path))) == ARGS
     model = build(ARGS, LayerAttention())
-    start_from_hub(tmp_path, [model], names_of(model), HUB, (), ARGS.rotary_dim)
+    load_parts(tmp_path, [model], names_of(model), HUB)
     theirs = {name.replace("language_model.", ""): p for name, p in saved.named_parameters()}
     for name, their_name in names_of(model).items():
         if name != "output.weight":
