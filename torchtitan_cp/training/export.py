@@ -14,11 +14,10 @@ from torch import Tensor
 from torchtitan_cp.checkpoint.hub import hub_names, rope_changes, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.manager import CheckpointManager
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
-from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.config.extras import import_extra
 from torchtitan_cp.config.sections import Rope
-from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from torchtitan_cp.data.corpus.store import read_json, write_json
 from torchtitan_cp.data.corpus.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer, tokenizer_files
@@ -159,8 +158,7 @@ def _write_settings(
 
     A run that started from the weights of model.hub_checkpoint keeps the other keys and files of that checkpoint.
     """
-    hub_folder = start_folder(saved.config.model)
-    weights_folder = hub_folder if saved.config.model.load_weights else None
+    weights_folder = start_folder(saved.config.model) if saved.config.model.load_weights else None
     rope, hub = saved.stage.rope, hub_of(saved.config.model)
     own: dict[str, Any] = {"bos_token_id": next(iter(tokenizer.bos_ids), None), "eos_token_id": tokenizer.eos_id}
     if hub.load:
@@ -182,8 +180,7 @@ def _write_settings(
     stored = read_json(weights_folder / "generation_config.json") if weights_folder else None
     generation = stored or {"eos_token_id": values.get("eos_token_id")}
     template = chat_template_of(saved.config)
-    chats = any(source.conversations for source in saved.config.data.by_name().values())
-    write_tokenizer(saved.config.tokenizer, tokenizer, template, hub_folder, saved.stage.seq_len, out, chats=chats)
+    write_tokenizer(saved.config, tokenizer, template, saved.stage.seq_len, out)
     known = generation.get("eos_token_id")
     ends = end_tokens(template, tokenizer) if template else [tokenizer.eos_id]
     generation["eos_token_id"] = sorted({*ends, *(known if isinstance(known, list) else [known])} - {None})
@@ -191,22 +188,16 @@ def _write_settings(
 
 
 def write_tokenizer(
-    settings: TokenizerConfig,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    start: Path | None,
-    length: int,
-    out: Path,
-    *,
-    chats: bool,
+    config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, length: int, out: Path
 ) -> None:
     """The tokenizer's files and the chat template, so that transformers' AutoTokenizer reads text as training does.
 
     Args:
+        config: of the run.
         length: tokens that the model was trained with at once; a smaller limit of the tokenizer becomes this.
-        chats: it read conversations.
     """
-    for name, path in tokenizer_files(settings, tokenizer, start).items():
+    settings = config.tokenizer
+    for name, path in tokenizer_files(settings, tokenizer, start_folder(config.model)).items():
         shutil.copyfile(path, out / name)
     if template:
         (out / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
@@ -220,6 +211,7 @@ def write_tokenizer(
         # A tokenizer.json by itself leaves transformers no choice.
         sure = (settings.kind, own["tokenizer_class"], settings.bos) == ("huggingface", ANY_TOKENIZER, True)
         if settings.path and not sure:
+            chats = any(source.conversations for source in config.data.by_name().values())
             try:
                 _match_tokenizer(tokenizer, own["tokenizer_class"], out, chats=chats)
             except Exception as error:  # transformers raises what it likes
@@ -227,7 +219,11 @@ def write_tokenizer(
 
 
 def _match_tokenizer(tokenizer: Tokenizer, name: str, out: Path, *, chats: bool) -> None:
-    """Warn if transformers, by the class of this name, splits or begins text unlike training."""
+    """Warn if transformers, by the class of this name, splits or begins text unlike training.
+
+    Args:
+        chats: the model read conversations.
+    """
     transformers = import_extra("transformers", extra="hub", needed_by="comparing the exported tokenizer")
 
     def load() -> Any:

@@ -10,6 +10,7 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from tests.support.chats import write_llama_model, write_tokenizer
+from torchtitan_cp.config.sections import Config, Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
@@ -60,7 +61,7 @@ def test_transformers_reads_text_as_training_did(kind: str, tmp_path: Path, capl
     for family in ("qwen3", "gemma3_text", "llama", "gpt_oss"):
         (out / family).mkdir(parents=True)
         (out / family / "config.json").write_text(json.dumps({"model_type": family}))
-        export_tokenizer(settings, tokenizer, None, None, 128, out / family, chats=False)
+        export_tokenizer(Config(tokenizer=settings), tokenizer, None, 128, out / family)
         theirs = AutoTokenizer.from_pretrained(out / family)
         assert [theirs(text)["input_ids"] for text in TEXTS] == [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
         assert (theirs.eos_token, theirs.eos_token_id) == (tokenizer.eos_token, tokenizer.eos_id)
@@ -73,7 +74,8 @@ def test_transformers_reads_conversations_as_training_did(tmp_path: Path) -> Non
     settings = TokenizerConfig(kind="sentencepiece", path=str(path))
     tokenizer, out = load_tokenizer(settings), tmp_path / "out"
     out.mkdir()
-    export_tokenizer(settings, tokenizer, ChatTemplate("{{ messages }}"), None, 64, out, chats=True)
+    config = Config(tokenizer=settings, data=Data(source="python-docstrings"))
+    export_tokenizer(config, tokenizer, ChatTemplate("{{ messages }}"), 64, out)
     text = "<s>[INST]one  two[/INST]three</s>[INST] four [/INST]\n5</s>"
     [(ids, _)] = tokenizer.encode_chat_batch([text])
     assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] == ids.tolist()
@@ -85,13 +87,13 @@ def test_a_class_that_splits_text_otherwise_is_kept_and_said(
     settings = settings_for("unigram", tmp_path / "its")
     (tmp_path / "its" / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (tmp_path / "out").mkdir()
-    export_tokenizer(settings, load_tokenizer(settings), None, None, 128, tmp_path / "out", chats=False)
+    export_tokenizer(Config(tokenizer=settings), load_tokenizer(settings), None, 128, tmp_path / "out")
     (record,) = caplog.records
     assert "splits text unlike" in record.getMessage()
     assert record.getMessage().endswith("it is read as LlamaTokenizer")
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    export_tokenizer(settings, load_tokenizer(settings), None, None, 128, tmp_path / "out", chats=False)
+    export_tokenizer(Config(tokenizer=settings), load_tokenizer(settings), None, 128, tmp_path / "out")
     assert "is not compared with" in caplog.records[-1].getMessage()
     assert "needs the package `transformers`" in caplog.records[-1].getMessage()
 
@@ -101,5 +103,5 @@ def test_a_tokenizer_takes_as_many_tokens_as_the_model_was_trained_with(tmp_path
     settings = TokenizerConfig(kind="huggingface", path=str(path))
     for length in (128, 1024):
         (out := tmp_path / str(length)).mkdir()
-        export_tokenizer(settings, load_tokenizer(settings), None, None, length, out, chats=False)
+        export_tokenizer(Config(tokenizer=settings), load_tokenizer(settings), None, length, out)
         assert AutoTokenizer.from_pretrained(out).model_max_length == max(256, length)
