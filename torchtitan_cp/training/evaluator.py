@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,6 @@ from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.degrees import length_unit
 from torchtitan_cp.config.labels import IGNORED
-from torchtitan_cp.config.sections import Evaluation
 from torchtitan_cp.curriculum import ResolvedStage
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, collate
 from torchtitan_cp.data.batches.samples import PackedSequence, Span, held_out_samples
@@ -67,12 +66,12 @@ def _mean(sums: Tensor) -> Any:
     return (sums[0] / sums[1]).tolist()
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Evaluates the model between steps and changes nothing in it.
 
     Args:
         model, data_pipeline: of the run, in the current stage.
-        settings: [evaluation].
         first_stage: of the curriculum; the loss at its length is compared with what it was at its end.
         set_activity: tells the watchdog what this rank does.
         stop_requested: whether this rank was asked to stop.
@@ -82,22 +81,20 @@ class Evaluator:
         left_out: what there was no time or no room for.
     """
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        data_pipeline: DataPipeline,
-        settings: Evaluation,
-        first_stage: ResolvedStage,
-        set_activity: Callable[[str], None],
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self.model, self.data_pipeline, self.settings, self.first_stage = model, data_pipeline, settings, first_stage
-        self.set_activity, self.stop_requested = set_activity, stop_requested
-        self.budget, self.left_out = Budget(settings.max_share), dict[str, None]()
-        config, encode = data_pipeline.config, data_pipeline.corpus.tokenizer.encode_chat_batch
+    model: ParallelModel
+    data_pipeline: DataPipeline
+    first_stage: ResolvedStage
+    set_activity: Callable[[str], None]
+    stop_requested: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        config, encode = self.data_pipeline.config, self.data_pipeline.corpus.tokenizer.encode_chat_batch
+        self.settings = config.evaluation
+        self.budget, self.left_out = Budget(self.settings.max_share), dict[str, None]()
         conversations = any(source.conversations for source in config.data.by_name().values())
         self.chat_template = chat_template_of(config) if conversations else None
-        self.prompts = PromptWriter(lambda text: encode([text])[0][0], data_pipeline.filler, settings.passkey)
+        filler = self.data_pipeline.filler
+        self.prompts = PromptWriter(lambda text: encode([text])[0][0], filler, self.settings.passkey)
 
     def evaluate(
         self, stage: ResolvedStage, batch_layout: BatchLayout, progress: Progress, *, at_end: bool

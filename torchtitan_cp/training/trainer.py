@@ -83,7 +83,7 @@ class Trainer:
         self.step_runner = StepRunner(self.model, self._stop_and_save_requests)
         self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.evaluator = Evaluator(
-            self.model, self.data_pipeline, config.evaluation, self.stages[0], self._set_activity, self._stop_requested
+            self.model, self.data_pipeline, self.stages[0], self._set_activity, self._stop_requested
         )
         rates = [(stage.lr, stage.steps) for stage in self.stages]
         self.learning_rates = LearningRates(config.optimizer, config.lr_scheduler, rates)
