@@ -248,7 +248,7 @@ def test_the_manifest_lists_what_the_folder_holds(data: Data) -> None:
     prepared = only(prepare(data, BYTES))
     [folder] = finished(data)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["tokens"] == {"train": prepared.train.tokens, "validation": prepared.validation.tokens}
+    assert manifest["vocab_size"] == prepared.train.vocab_size == prepared.validation.vocab_size
     assert manifest["content_fingerprint"] == prepared.fingerprint
     assert manifest["settings"]["data"]["path"] == data.path
     assert manifest["file_bytes"] == {

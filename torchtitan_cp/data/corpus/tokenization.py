@@ -98,7 +98,7 @@ class Tokenization:
     stop_requested: Callable[[], bool]
 
     def run(self) -> dict[str, Any]:
-        """Tokenize the corpus. Returns counts and fingerprint for the manifest.
+        """Tokenize the corpus. Returns what the manifest says of the files.
 
         Raises:
             DataError: the corpus holds no document, a split that is wanted holds none, or token ids of the corpus are
@@ -228,10 +228,10 @@ class Tokenization:
         self._refuse_empty_split()
         self._commit()
         state, vocab_size = self.state, self.tokenizer.vocab_size
-        stores = {split: TokenStore(self.folder, split, vocab_size) for split in SPLITS}
-        digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores.values()), strict=True)
+        stores = [TokenStore(self.folder, split, vocab_size) for split in SPLITS]
+        digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores), strict=True)
         np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
-        train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores.values())
+        train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores)
         left_out = state.left_out_documents, state.left_out_tokens
         skipped = dict(Counter(self.skipped.counts) + Counter(state.conversations))
         statistics = SourceStatistics(train, held_out, *left_out, state.split_documents, skipped)
@@ -240,8 +240,6 @@ class Tokenization:
         return {
             "content_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
             "vocab_size": vocab_size,
-            "documents": {split: store.documents for split, store in stores.items()},
-            "tokens": {split: store.tokens for split, store in stores.items()},
             "file_bytes": file_sizes(self.folder),
         }
 
