@@ -73,6 +73,7 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
     parts = (7, stage.seq_len // 8, 1)
     lengths = (*parts, stage.seq_len - sum(parts))
     mask = AttentionMask(document_lengths=(lengths,))
+    documents = torch.repeat_interleave(torch.tensor(lengths, device=trainer.device.device)).unsqueeze(0)
     samples = ProbeSamples(trainer.data_pipeline.samples, lengths)
     trainer.data_pipeline.samples = samples  # type: ignore[assignment]
 
@@ -91,7 +92,8 @@ def run_doctor(config: Config, world: World, length: int) -> bool:
 
         def step(changed: int | None) -> float:
             samples.changed = changed
-            return parity.single_loss(trainer, layout, model, plans, own_attention)
+            with own_attention(documents):
+                return parity.single_loss(trainer, layout, model, plans)
 
         return ModelRun(model, step, lambda: parity.gradients_of(model), peak)
 

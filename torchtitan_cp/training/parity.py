@@ -7,7 +7,7 @@ not ours on fewer ranks.
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -215,18 +215,11 @@ def single_model(
     return model
 
 
-def single_loss(
-    trainer: Trainer,
-    batch_layout: BatchLayout,
-    model: nn.Module,
-    plans: Any = None,
-    within: Callable[[Tensor], Any] = nullcontext,
-) -> float:
+def single_loss(trainer: Trainer, batch_layout: BatchLayout, model: nn.Module, plans: Any = None) -> float:
     """The loss of a step's whole sequences, from full logits in fp32; backward runs where gradients are enabled.
 
     Args:
         plans: what the model's attention is given; None: the number of each token's document.
-        within: the model runs in a context made from these numbers.
     """
     whole = all_sequences(trainer, batch_layout)
     tokens, labels, weights, positions, documents = map(trainer.device.move, whole)
@@ -238,10 +231,9 @@ def single_loss(
         squares = logits.logsumexp(-1).square() * weights.flatten()
         return loss + trainer.config.training.z_loss * squares.sum(), loss.detach()
 
-    with within(documents):
-        differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plans or documents, head))
-        if torch.is_grad_enabled():
-            differentiated.backward()
+    differentiated, loss = (x / labels.numel() for x in model(tokens, positions, plans or documents, head))
+    if torch.is_grad_enabled():
+        differentiated.backward()
     return loss.item()
 
 
