@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.runtime.nodes import node_name
+
 logger = logging.getLogger(__name__)
 
 # Errors of gloo and NCCL about a peer that is gone or silent. Source: gloo's transport/tcp, ProcessGroupNCCL.
@@ -75,7 +77,7 @@ class Beat(NamedTuple):
     Attributes:
         activity_seconds: time since `what` began.
         place: innermost line of this package in its main thread.
-        node: its number, as the launcher gave it; images may share a host name.
+        node: see `node_name`.
     """
 
     host: str
@@ -89,15 +91,11 @@ class Beat(NamedTuple):
     @property
     def is_gone(self) -> bool:
         """Whether its process is known to have ended: it was one of this node."""
-        return (self.host, self.node) == (socket.gethostname(), _node()) and _is_gone(self.pid)
+        return (self.host, self.node) == (socket.gethostname(), node_name()) and _is_gone(self.pid)
 
     def __str__(self) -> str:
         step = f"step {self.step}" if self.step else "before its first step"
         return f"on {self.host}, pid {self.pid}: {step}, {self.what} for {self.activity_seconds:.0f} s, at {self.place}"
-
-
-def _node() -> str:
-    return os.environ.get("GROUP_RANK", "")
 
 
 _now = Activity("starting", 0, float("inf"), time.monotonic())
@@ -208,7 +206,7 @@ class Watchdog:
         """Tell the others what this rank does now, and listen to the next one."""
         activity, place = _now, _place(sys._current_frames().get(self._main))
         seconds = time.monotonic() - activity.since
-        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place, _node())
+        beat = Beat(socket.gethostname(), os.getpid(), activity.what, activity.step, seconds, place, node_name())
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(beat)), None, answer_seconds)
         self._known = {**self._known, **self._read({STORE_HOST, self._next}, answer_seconds), self.rank: beat}
 

@@ -92,13 +92,11 @@ def prepare_corpus(config: Config, stop_requested: Callable[[], bool]) -> Prepar
     wait_until(lambda: store.check([node]))
     result = pickle.loads(bytes.fromhex(store.get(node).decode()))
     stopped = isinstance(result, PreparationStoppedError)
-    failed = isinstance(result, Exception) and not stopped
-    if not failed:
-        store.add("ready", 1)
-        # The collective below has a limit of time, which another node's pass may exceed.
-        wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
-    if failed:
+    if isinstance(result, Exception) and not stopped:
         raise result
+    store.add("ready", 1)
+    # The collective below has a limit of time, which another node's pass may exceed.
+    wait_until(lambda: store.add("ready", 0) >= dist.get_world_size())
     any_stopped: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(any_stopped, stopped)
     if any(any_stopped):
