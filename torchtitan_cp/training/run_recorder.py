@@ -270,9 +270,14 @@ class RunRecorder:
                 self.log.say(f"step {step}: {dropped:,.0f} of {counts.sum():,.0f} token-expert pairs were dropped")
         self.routing = None
 
-    def record_gate(self, stage: ResolvedStage, progress: Progress, verdict: Verdict, outcome: str) -> None:
-        """Record how far the stage's gate is from opening. `outcome`: what follows from the verdict."""
-        self.log.say(f"{outcome}: {verdict.why}", tag="gate", step=progress.step)
+    def record_gate(self, stage: ResolvedStage, progress: Progress, verdict: Verdict) -> None:
+        """Record how far the stage's gate is from opening, and what follows from it."""
+        outcome = "goes on"
+        if verdict.opened:
+            outcome = f"ends after {progress.stage_step} of {stage.steps} steps"
+        elif progress.stage_step >= stage.steps:
+            outcome = "ends at max_tokens, and its gate did not open"
+        self.log.say(f"stage {stage.index + 1} {outcome}: {verdict.why}", tag="gate", step=progress.step)
         bounds = {f"{name}_wanted": bound for name, bound in stage.until.items()}
         values = {**verdict.measured, **bounds, "of_max_tokens": progress.stage_step / stage.steps}
         self.log.scalars({f"gate/{name}": value for name, value in values.items()}, progress.step)

@@ -16,7 +16,6 @@ from torchtitan_cp.config import Config, ConfigError, UserError
 from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
-from torchtitan_cp.evaluation.result import EvaluationResult
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
 from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.monitor import StepReport
@@ -417,19 +416,11 @@ class Trainer:
             if stage.index == 0:
                 self._set_progress(short_loss=found.loss, short_tokens=self.config.evaluation.tokens)
             if stage.until:
-                self._judge(stage, found)
+                verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
+                self._set_progress(stage_done=verdict.opened)
+                self.recorder.record_gate(stage, self.progress, verdict)
         if self._is_trained() and (found or not self.stopping):
             self._set_progress(evaluated_step=self.progress.step)
-
-    def _judge(self, stage: ResolvedStage, found: EvaluationResult) -> None:
-        """End the stage if its gate opens."""
-        verdict = judge(stage.until, {**found.scalars(stage.seq_len), "validation_loss": found.loss})
-        if verdict.opened:
-            self._set_progress(stage_done=True)
-            outcome = f"ends after {self.progress.stage_step} of {stage.steps} steps"
-        else:
-            outcome = "ends at max_tokens, and its gate did not open" if self._is_trained() else "goes on"
-        self.recorder.record_gate(stage, self.progress, verdict, f"stage {stage.index + 1} {outcome}")
 
     def _stop_requested(self) -> bool:
         """Whether a signal asked this rank to stop."""
