@@ -31,8 +31,9 @@ from torchtitan_cp.metrics.throughput import layer_costs
 from torchtitan_cp.optim.build import build_optimizer, check_rules, set_learning_rates
 from torchtitan_cp.optim.clip import scale_gradients, square_norms
 from torchtitan_cp.optim.loss import ChunkedCrossEntropy, VocabularyShard
+from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.parallel.apply import parallelize, wrap_blocks
-from torchtitan_cp.parallel.experts import RoutingSums, dispatch_experts
+from torchtitan_cp.parallel.experts import Routing, RoutingSums, dispatch_experts
 from torchtitan_cp.parallel.mesh import Meshes
 from torchtitan_cp.parallel.pipeline import Pipeline
 from torchtitan_cp.parallel.pipeline_stages import bubble_fraction, plan_pipeline
@@ -346,11 +347,12 @@ class ParallelModel:
         shape = (sequences, length // self.meshes.degrees.tp, self.args.dim)
         return torch.empty(shape, dtype=self.compute_dtype, device="meta")
 
-    def update(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, run the optimizers, and free the gradients.
+    def update(self, lr: float, grad_norm: float, routing: Routing | None = None) -> None:
+        """Clip the gradients, run the optimizers, free the gradients, and balance the routers that have biases.
 
         Args:
             grad_norm: global norm of the gradients.
+            routing: of the step's tokens to experts.
         """
         with self.watches["optimizer"].running():
             scale_gradients(self.parts.parameters(), grad_norm, self.config.training.max_grad_norm)
@@ -358,6 +360,9 @@ class ParallelModel:
                 set_learning_rates(optimizer, lr)
                 optimizer.step()
             self.zero_grad()
+        rate = self.config.training.router_bias_update
+        for part in self.parts if routing and rate else ():
+            update_router_biases(part.router_biases, routing.counts, rate)  # type: ignore[arg-type, union-attr]
 
     def pop_timings(self) -> dict[str, float]:
         """Seconds since the last call, by name.

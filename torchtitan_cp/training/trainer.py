@@ -17,12 +17,10 @@ from torchtitan_cp.config.check import CHECKPOINTS
 from torchtitan_cp.curriculum import ResolvedStage, judge
 from torchtitan_cp.data.batches.loader import BatchLayout, MicroBatch, batch_facts
 from torchtitan_cp.health.diagnosis import find_nonfinite_weight
-from torchtitan_cp.health.idle_experts import IdleExperts
 from torchtitan_cp.health.monitor import StepReport
 from torchtitan_cp.health.recovery import NonFiniteError, RecoveryPolicy
 from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.profiling import StepProfiler
-from torchtitan_cp.optim.router_bias import update_router_biases
 from torchtitan_cp.optim.schedule import LearningRates
 from torchtitan_cp.parallel.apply import reshard
 from torchtitan_cp.parallel.mesh import Meshes
@@ -80,7 +78,6 @@ class Trainer:
         self.meshes = Meshes(self.device.device.type, run.degrees[first.index])
         self.model = ParallelModel(dataclasses.replace(run, model_args=args), world, self.meshes, first)
         self.step_runner = StepRunner(self.model, self._stop_and_save_requests)
-        self.idle_experts = IdleExperts(config.health.idle_expert_steps)
         self.evaluator = Evaluator(
             self.model, self.data_pipeline, self.stages[0], self._set_activity, self._stop_requested
         )
@@ -330,7 +327,7 @@ class Trainer:
 
     def _update(self, stage: ResolvedStage, report: StepReport, lr: float) -> None:
         """Let the optimizers run, and count the step."""
-        self.model.update(lr, report.grad_norm)
+        self.model.update(lr, report.grad_norm, self.step_runner.routing)
         self.recovery_policy.record_healthy_step()
         self.step_runner.monitor.spikes.record_healthy_step(report)
         progress, name = self.progress, str(stage.index)
@@ -343,14 +340,6 @@ class Trainer:
             stage_losses={**progress.stage_losses, name: row},
         )
         self._keep_health()
-        if routing := self.step_runner.routing:
-            rate = self.config.training.router_bias_update
-            for part in self.model.parts if rate else ():
-                update_router_biases(part.router_biases, routing.counts, rate)  # type: ignore[arg-type]
-            self.idle_experts.record_healthy_step(routing.counts)
-            looks = self.progress.step % self.config.metrics.interval == 0
-            if looks and (warning := self.idle_experts.find()):
-                self.metrics_logger.warn(warning, self.progress.step)
 
     def _keep_health(self) -> None:
         """Put the state of what watches the run into the progress."""
