@@ -74,6 +74,24 @@ class Layout:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
 
+    @lru_cache(maxsize=64)  # noqa: B019 (a layout is a few numbers)
+    def runs(self, mask: AttentionMask, sequence_length: int) -> tuple[tuple[int, ...], ...]:
+        """Per rank, the local rows at which its runs begin: from one to the next no document leaves or enters the rank.
+
+        So their number goes by the documents that are cut, and not by all. In padding a run may end for nothing.
+        """
+        rows = mask.documents(sequence_length)
+        borders = {0, sequence_length} | set.intersection(*({*chain.from_iterable(documents)} for documents in rows))
+        found = []
+        for spans in self.spans:
+            begins, local, end = [], 0, 0
+            for start, stop in spans:
+                if not local or start not in borders or end not in borders:
+                    begins.append(local)
+                local, end = local + stop - start, stop
+            found.append(tuple(begins))
+        return tuple(found)
+
     def split(self, size: int) -> "Layout":
         """The layout in which `size` consecutive ranks share the rows of each of these; `joined` is its inverse."""
         tokens = self.segments[-1].stop // self.ranks // size

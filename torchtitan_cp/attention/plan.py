@@ -70,8 +70,8 @@ class Plan:
             the inner group, if the mesh has two axes. Names, so that a plan stays plain data; none in a plan that is
             only inspected or simulated.
         handle: the plan's number in this process, an int64 CPU tensor: what a compiled graph takes.
-        most_runs: most runs of consecutive positions on any rank, rounded up to a power of two: the size of what
-            linear attention keeps in a compiled graph.
+        most_runs: most runs (see Layout.runs) on any rank, rounded up to a power of two: the size of what linear
+            attention keeps in a compiled graph.
     """
 
     handle: ClassVar[Tensor]
@@ -89,7 +89,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.__dict__["handle"], first = register_plan(self)
-        self.__dict__["most_runs"] = 1 << (max(map(len, self.layout.spans)) - 1).bit_length()
+        self.__dict__["most_runs"] = 1 << (max(map(len, self.runs)) - 1).bit_length()
         if first is not self:
             self.__dict__["first"] = first
 
@@ -97,6 +97,11 @@ class Plan:
     def ranks(self) -> int:
         """P, the size of the context-parallel group."""
         return self.layout.ranks
+
+    @property
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, the local rows at which its runs begin; see Layout."""
+        return self.layout.runs(self.mask, self.sequence_length)
 
     @property
     def process_groups(self) -> tuple[Group, Group]:

@@ -56,7 +56,7 @@ class Factors(NamedTuple):
 
 
 def _chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
-    """Put a rank's rows in chunks. Each run, of consecutive positions, begins one; what is left of its last is filled.
+    """Put a rank's rows in chunks. Each run begins one; what is left of its last is filled.
 
     Returns:
         `[N * C]` the local row in each place, any where there is none; `[1 or B, N * C]` bool, whether there is a
@@ -66,7 +66,7 @@ def _chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[
 
 
 def _make_chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
-    lengths = [stop - start for start, stop in plan.layout.spans[plan.rank]]
+    lengths = [stop - start for start, stop in pairwise([*plan.runs[plan.rank], plan.local_tokens])]
     firsts = [*accumulate((-(-length // CHUNK) for length in lengths), initial=0)]
     places = torch.cat([torch.arange(length) + first * CHUNK for length, first in zip(lengths, firsts, strict=False)])
     rows = torch.zeros(firsts[-1] * CHUNK, dtype=torch.int64)

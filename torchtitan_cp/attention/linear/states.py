@@ -76,12 +76,12 @@ class DocumentSegment(NamedTuple):
 @lru_cache(maxsize=KEPT)
 def document_segments(plan: Plan) -> tuple[tuple[DocumentSegment, ...], ...]:
     """Those of each document, in the order of the sequence."""
-    spans, result = plan.layout.spans, []
+    runs, result = plan.runs, []
     for row, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
         document, first, last = [], segments[0].start, segments[-1].stop
         for rank, local, start, stop in segments:
-            run = bisect_right(spans[rank], (start, plan.sequence_length)) - 1
-            begin = start - spans[rank][run][0]
+            run = bisect_right(runs[rank], local) - 1
+            begin = local - runs[rank][run]
             document.append(DocumentSegment(rank, run, row, local, stop - start, begin, start - first, stop < last))
         result.append(tuple(document))
     return tuple(result)
