@@ -10,11 +10,12 @@ the rank its area: zigzag is the case of one document on all ranks.
 import heapq
 from bisect import insort
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.layout import PairsBefore, pairs_before
 from torchtitan_cp.attention.mask import AttentionMask, Span
 
@@ -116,7 +117,7 @@ def assign_documents(
     return [[span for part in one.parts for span in (part[2:4], part[4:6])] for one in bins]
 
 
-@lru_cache(maxsize=16)
+@keep_newest
 def _whole_parts(mask: AttentionMask, sequence_length: int) -> list[Part]:
     """The documents, and the padding between them, largest first."""
     before = pairs_before(mask, sequence_length)

@@ -6,7 +6,7 @@ layouts.py makes them, by name.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs
 
@@ -74,7 +75,7 @@ class Layout:
         """Global position of each local token, `[S/P]` int64, made on a device (default: the CPU)."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans[rank]])
 
-    @lru_cache(maxsize=64)  # noqa: B019 (a layout is a few numbers)
+    @keep_newest
     def runs(self, mask: AttentionMask, sequence_length: int) -> tuple[tuple[int, ...], ...]:
         """Per rank, the local rows at which its runs begin: from one to the next no document leaves or enters the rank.
 
@@ -84,12 +85,11 @@ class Layout:
         borders = {0, sequence_length} | set.intersection(*({*chain.from_iterable(documents)} for documents in rows))
         found = []
         for spans in self.spans:
-            begins, local, end = [], 0, 0
-            for start, stop in spans:
-                if not local or start not in borders or end not in borders:
-                    begins.append(local)
-                local, end = local + stop - start, stop
-            found.append(tuple(begins))
+            rows_before = accumulate((stop - start for start, stop in spans), initial=0)
+            # Where the span before each ends, and where it begins.
+            edges = zip(chain([0], (stop for _, stop in spans)), (start for start, _ in spans), strict=False)
+            places = zip(rows_before, edges, strict=False)
+            found.append(tuple([row for row, edge in places if not (row and borders.issuperset(edge))]))
         return tuple(found)
 
     def split(self, size: int) -> "Layout":
@@ -110,7 +110,7 @@ class Layout:
         return Layout.of(joined, self.name)
 
 
-@lru_cache(maxsize=64)
+@keep_newest
 def cut_by_document(layout: Layout, documents: tuple[Span, ...]) -> tuple[tuple[Segment, ...], ...]:
     """Each document's segments on all ranks, in the order of the sequence."""
     segments, result, stop = iter(layout.segments), [], 0
@@ -168,7 +168,7 @@ class PairsBefore(dict[int, int]):
         return total
 
 
-pairs_before = lru_cache(maxsize=16)(PairsBefore)
+pairs_before = keep_newest(PairsBefore)
 
 
 def rank_areas(layout: Layout, mask: AttentionMask, sequence_length: int) -> list[int]:

@@ -3,10 +3,11 @@
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
+from typing import Any
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.documents import assign_documents
 from torchtitan_cp.attention.errors import LayoutError, check_name
 from torchtitan_cp.attention.layout import Layout, documents_of, pairs_before, rank_areas, rows_sent
@@ -27,7 +28,7 @@ STEP_RANKS = 16
 ACCEPTED, ACCEPTED_OF_MANY, MANY = 1.06, 1.25, 8_000
 
 
-def contiguous(sequence_length: int, ranks: int) -> Layout:
+def contiguous(sequence_length: int, ranks: int, *_: Any) -> Layout:
     """Give rank r the r-th of P equal chunks. Unbalanced under a causal mask.
 
     Raises:
@@ -37,7 +38,7 @@ def contiguous(sequence_length: int, ranks: int) -> Layout:
     return _of_chunks("contiguous", sequence_length // ranks, ([rank] for rank in range(ranks)))
 
 
-def zigzag(sequence_length: int, ranks: int) -> Layout:
+def zigzag(sequence_length: int, ranks: int, *_: Any) -> Layout:
     """Give each rank one chunk from the head of the sequence and its mirror from the tail.
 
     Under a causal mask later queries see more keys, so a head chunk (cheap) pairs with a tail chunk
@@ -57,7 +58,7 @@ def zigzag(sequence_length: int, ranks: int) -> Layout:
     return _of_chunks("zigzag", tokens, ((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
 
 
-def balanced(sequence_length: int, ranks: int, mask: AttentionMask) -> Layout:
+def balanced(sequence_length: int, ranks: int, mask: AttentionMask, *_: Any) -> Layout:
     """Cut finer, and assign the chunks so that every rank has the same area of the mask.
 
     Of 1, 2, 4 and 8 chunks a rank, take the number whose busiest rank has the least to do, where each further
@@ -216,12 +217,7 @@ def _candidates(sequence_length: int, ranks: int, mask: AttentionMask, ranks_per
         yield zigzag(sequence_length, ranks)
 
 
-LAYOUTS: dict[str, Callable[..., Layout]] = {
-    "contiguous": lambda sequence_length, ranks, mask, *_: contiguous(sequence_length, ranks),
-    "zigzag": lambda sequence_length, ranks, mask, *_: zigzag(sequence_length, ranks),
-    "balanced": lambda sequence_length, ranks, mask, *_: balanced(sequence_length, ranks, mask),
-    "documents": documents,
-}
+LAYOUTS: dict[str, Callable[..., Layout]] = {make.__name__: make for make in (contiguous, zigzag, balanced, documents)}
 
 
 def check_layout(name: str) -> str:
@@ -229,7 +225,7 @@ def check_layout(name: str) -> str:
     return check_name("layout", name, ("auto", *LAYOUTS), LayoutError)
 
 
-@lru_cache(maxsize=256)
+@keep_newest
 def make_layout(
     name: str,
     sequence_length: int,

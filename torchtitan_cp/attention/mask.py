@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.errors import PlanError
 
 UNBOUNDED = (-1, -1)
@@ -108,7 +108,7 @@ class AttentionMask:
         """Whether it has no window and no documents: tiles of its plans are full or causal."""
         return self.document_lengths is None and self.band in (Band(), Band(None, 0))
 
-    @lru_cache(maxsize=256)  # noqa: B019 (a mask is a few numbers)
+    @keep_newest
     def documents(self, sequence_length: int) -> tuple[tuple[Span, ...], ...]:
         """Per batch row, the (start, stop) of each document's tokens, in global positions.
 

@@ -2,25 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.errors import PlanError
 from torchtitan_cp.attention.kernels import KERNELS, ScoreMod, choose_kernel
 from torchtitan_cp.attention.mask import count_rows
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
+from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import STRATEGIES, log_choice, resolve_strategy
 from torchtitan_cp.attention.strategies.all_to_all import share_heads
 from torchtitan_cp.attention.strategies.strategy import Call, Residuals, Strategy
 
 
-@lru_cache(maxsize=KEPT_PLANS)
+@keep_newest
 def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     """The plan with the strategy that runs: `auto` is decided by the heads, and a rank alone runs the ring's."""
     if plan.strategy == "auto" and plan.ranks > 1 and plan.kv_transfer == "exact":

@@ -9,13 +9,14 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.collectives import Group, find_group, gather
 from torchtitan_cp.attention.compiling import guarded_by_use
 from torchtitan_cp.attention.errors import PlanError
@@ -89,7 +90,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.__dict__["handle"], first = register_plan(self)
-        self.__dict__["most_runs"] = 1 << (max(map(len, self.runs)) - 1).bit_length()
+        runs = self.layout.runs(self.mask, self.sequence_length)
+        self.__dict__["most_runs"] = 1 << (max(map(len, runs)) - 1).bit_length()
         if first is not self:
             self.__dict__["first"] = first
 
@@ -97,11 +99,6 @@ class Plan:
     def ranks(self) -> int:
         """P, the size of the context-parallel group."""
         return self.layout.ranks
-
-    @property
-    def runs(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, the local rows at which its runs begin; see Layout."""
-        return self.layout.runs(self.mask, self.sequence_length)
 
     @property
     def process_groups(self) -> tuple[Group, Group]:
@@ -242,7 +239,7 @@ def take_rows(shards: Sequence[Tensor], rows: KeyRows) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-@lru_cache(maxsize=1024)
+@keep_newest
 def ring_steps(layout: Layout, mask: AttentionMask, sequence_length: int, rank: int) -> tuple[RingStep, ...]:
     """One rank's steps; see Plan.steps."""
     ranks = layout.ranks

@@ -4,7 +4,6 @@ Another plan is another number and compiles nothing anew, and a recomputation un
 checkpointing finds the plan of its own forward.
 """
 
-from functools import lru_cache
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,10 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import KEPT_BYTES, KEPT_RESULTS, keep_newest
 from torchtitan_cp.attention.errors import PlanError
-
-# So many of the plans registered or found last are kept alive, even if nobody else holds them.
-KEPT_PLANS = 1024
 
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _lock = RLock()  # a loader's thread makes plans too, and garbage collection can end one at any point
@@ -24,7 +21,8 @@ _lock = RLock()  # a loader's thread makes plans too, and garbage collection can
 def register_plan(plan: Any) -> tuple[Tensor, Any]:
     """The number of a plan in this process, int64 on CPU, and the plan registered under it.
 
-    Equal plans share a number and the first of them is registered, as long as it lives: the others must hold it.
+    Equal plans share a number and the first of them is registered, as long as it lives: the others must hold it. The
+    plans registered or found last are kept alive, even if nobody else holds them, as far as keep_newest does.
     """
     number = hash(plan)
     with _lock:
@@ -39,17 +37,18 @@ def find_plan(handle: Tensor) -> Any:
     """The plan registered under a number.
 
     Raises:
-        PlanError: nobody holds it, and more than 1,024 other plans were registered or found since.
+        PlanError: nobody holds it, and others were registered or found since: 1,024, or fewer of many documents.
     """
     return _find(int(handle))
 
 
-@lru_cache(maxsize=KEPT_PLANS)  # which holds them
+@keep_newest
 def _find(number: int) -> Any:
     plan = _plans.get(number)
     if plan is None:
         raise PlanError(
             f"plan {number} is no longer kept",
-            fix=f"hold it until its backward has run, or make fewer than {KEPT_PLANS} others before",
+            fix=f"hold it until its backward has run, or make fewer others before than {KEPT_RESULTS}, or than hold "
+            f"{KEPT_BYTES >> 20} MiB",
         )
     return plan

@@ -216,8 +216,8 @@ def test_masks_of_flex_are_made_ahead_and_only_for_flex(
     made: list[int] = []
     intervals = flex.key_intervals
     monkeypatch.setattr(flex, "key_intervals", lambda *tiles: made.append(1) or intervals(*tiles))
-    flex._prepared.held.clear()
-    flex._masks.held.clear()
+    flex._prepared.clear()
+    flex._masks.clear()
     options: Any = {"mask": mask, "ranks": 4, "rank": 1, "strategy": strategy}
     options["all_to_all_ranks"] = inner = 2 if strategy == "hybrid" else 1
     prepare_plan(make_plan(512, kernel="auto", **options))
@@ -238,7 +238,7 @@ def test_masks_of_flex_are_made_ahead_and_only_for_flex(
 
 
 def test_masks_of_flex_are_kept_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    flex._masks.held.clear()
+    flex._masks.clear()
     masks = [AttentionMask(document_lengths=((cut, 1024 - cut),)) for cut in range(100, 110)]
     tiles = [make_plan(1024, mask=mask).steps[0].tiles for mask in masks]
     q = torch.empty(1, 1024, 1, 16)

@@ -16,8 +16,8 @@ from tests.support.emulated_ops import emulate
 from tests.support.oracle import allowed, attention_with_gradients
 from tests.support.plan_cases import cases
 from torchtitan_cp.attention import AttentionMask
+from torchtitan_cp.attention.caching import BoundedCache, to_device
 from torchtitan_cp.attention.kernels import KERNELS
-from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
 from torchtitan_cp.attention.merge import GradientSum, RunningSoftmax
 from torchtitan_cp.attention.strategies import STRATEGIES
 from torchtitan_cp.attention.tiles import CAUSAL, Tile
@@ -116,7 +116,7 @@ def test_tiles_that_share_rows_or_differ_to_the_kernel_are_calls_of_their_own() 
 
 
 def test_a_device_cache_holds_the_last_used_within_its_bytes() -> None:
-    like, made, cache = torch.empty(1), [], DeviceCache(budget_bytes=100)
+    like, made, cache = torch.empty(1), [], BoundedCache(budget_bytes=100)
 
     def value(key: str, numbers: int) -> Tensor:
         def make() -> Tensor:
@@ -134,7 +134,7 @@ def test_a_device_cache_holds_the_last_used_within_its_bytes() -> None:
 
 
 def test_a_device_cache_keeps_tensors_without_data_to_their_mode() -> None:
-    cache, shapes = DeviceCache(1000), torch.arange(3)
+    cache, shapes = BoundedCache(1000), torch.arange(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
         like = torch.empty(2, device="meta")
         fake = cache.get("key", like, lambda: to_device(shapes, like))

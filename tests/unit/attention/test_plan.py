@@ -23,11 +23,12 @@ from torchtitan_cp.attention import (
     gated_delta_rule,
     make_plan,
 )
+from torchtitan_cp.attention.caching import ENTRY_BYTES, KEPT_BYTES, KEPT_RESULTS, count_entries, keep_newest
 from torchtitan_cp.attention.layouts import make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import Plan
-from torchtitan_cp.attention.plan_registry import KEPT_PLANS, find_plan
+from torchtitan_cp.attention.plan_registry import find_plan
 from torchtitan_cp.attention.strategies import log_choice
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs, dense_parts
 
@@ -179,19 +180,39 @@ def test_a_plan_is_found_by_its_number_as_long_as_it_or_its_equal_lives() -> Non
     def masked(number: int) -> Plan:
         return make_plan(8192, mask=AttentionMask(document_lengths=((number, 8192 - number),)))
 
-    plans = [masked(number) for number in range(1, KEPT_PLANS + 100)]
+    plans = [masked(number) for number in range(1, KEPT_RESULTS + 100)]
     assert all(find_plan(plan.handle) is plan for plan in plans)
     others = [masked(number) for number in range(1, 50)]
     assert [int(plan.handle) for plan in others] == [int(plan.handle) for plan in plans[:49]]
     handles = [plan.handle for plan in plans]
     del plans
     assert all(find_plan(plan.handle) == plan for plan in others)
-    assert find_plan(handles[-1]) == masked(KEPT_PLANS + 99)
-    for number in range(3000, 3000 + KEPT_PLANS):
+    assert find_plan(handles[-1]) == masked(KEPT_RESULTS + 99)
+    for number in range(3000, 3000 + KEPT_RESULTS):
         masked(number)
     with pytest.raises(PlanError, match=f"plan {int(handles[60])} is no longer kept"):
         find_plan(handles[60])
     assert all(find_plan(plan.handle) == plan for plan in others)
+
+
+def test_results_are_kept_by_their_size() -> None:
+    """A thousand plans were kept, of 45 MB each for 100,000 documents: memory grew with every step."""
+    made, quarter = list[int](), KEPT_BYTES // ENTRY_BYTES // 4
+
+    @keep_newest
+    def draw(number: int) -> tuple[tuple[int, ...], ...]:
+        made.append(number)
+        return ((0,) * quarter,)
+
+    for number in (1, 2, 3, 4, 1, 5, 1, 2):
+        draw(number)
+    assert made == [1, 2, 3, 4, 5, 2]
+
+    sizes = []
+    for tokens in (64, 128):
+        plan = make_plan(tokens, mask=AttentionMask(document_lengths=((1,) * tokens,)))
+        sizes.append(count_entries((plan,)))
+    assert sizes[1] - sizes[0] >= 64, "of a plan they go by its documents"
 
 
 def test_a_plan_that_was_pickled_is_equal_and_has_the_same_steps() -> None:

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from torchtitan_cp.attention.caching import BoundedCache, to_device
 from torchtitan_cp.attention.compiling import compile_whole, with_autograd
-from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
 from torchtitan_cp.attention.kernels.kernel import HALF, WIDEST, Kernel, ScoreMod
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile, rows_of
 
@@ -86,8 +86,7 @@ def _attention(on_cuda: bool) -> Callable[..., Any]:
     return compile_whole(attention) if on_cuda else attention
 
 
-_prepared, _masks = DeviceCache(MASK_BYTES), DeviceCache(MASK_BYTES)
-_ON_HOST = torch.empty(0)
+_prepared, _masks = BoundedCache(MASK_BYTES), BoundedCache(MASK_BYTES)
 
 
 def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,11 +96,8 @@ def prepare(tiles: tuple[Tile, ...], rows: int, queries: int, keys: int) -> tupl
         rows: 1 if every tile is of all batch rows, else B.
         queries, keys: rows of the step's q and k.
     """
-
-    def make() -> tuple[Tensor, Tensor, Tensor]:
-        return classify_blocks(key_intervals(tiles, rows, queries), queries, keys)
-
-    return _prepared.get((tiles, rows, queries, keys), _ON_HOST, make)
+    key = tiles, rows, queries, keys
+    return _prepared.get(key, None, lambda: classify_blocks(key_intervals(tiles, rows, queries), queries, keys))
 
 
 def block_mask(tiles: tuple[Tile, ...], q: Tensor, keys: int) -> tuple[flex.BlockMask, Tensor]:

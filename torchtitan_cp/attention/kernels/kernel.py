@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.tiles import Tile, dense_parts
 
@@ -141,7 +141,7 @@ class Kernel:
                 plain += [part.moved(tile.q_start, tile.k_start)._replace(row=tile.row) for part in parts]
         return plain
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (kernels live as long as the process)
+    @keep_newest
     def calls(self, tiles: tuple[Tile, ...]) -> tuple[tuple[Any, tuple[Tile, ...]], ...]:
         """(kind, tiles) of each call; the tiles of one ascend and share no row of queries or keys."""
         if self.whole_steps:

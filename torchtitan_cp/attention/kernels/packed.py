@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
+from torchtitan_cp.attention.caching import BoundedCache, to_device
 from torchtitan_cp.attention.mask import Span, count_rows, merge_spans
 from torchtitan_cp.attention.merge import Rows
 from torchtitan_cp.attention.tiles import ALL_ROWS, Tile
@@ -35,7 +35,7 @@ class Packed(NamedTuple):
     max_k: int
 
 
-_calls = DeviceCache(INDEX_BYTES)
+_calls = BoundedCache(INDEX_BYTES)
 
 
 def pack(tiles: tuple[Tile, ...], kind: Any, like: Tensor) -> tuple[Rows, Rows, Packed]:

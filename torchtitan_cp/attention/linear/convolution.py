@@ -5,7 +5,6 @@ keys of a window of W: they travel as such, and backward their gradients travel 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import with_autograd
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.layout import cut_by_document, documents_of
 from torchtitan_cp.attention.linear.operator import check_inputs
-from torchtitan_cp.attention.linear.states import KEPT, document_offsets
+from torchtitan_cp.attention.linear.states import document_offsets
 from torchtitan_cp.attention.mask import Span, count_rows, merge_spans
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
@@ -60,7 +60,7 @@ def causal_conv(
     return convolve(list(inputs.values()), plan.handle, activation is not None)
 
 
-@lru_cache(maxsize=KEPT)
+@keep_newest
 def _find_reads(plan: Plan, width: int) -> tuple[list[Spans], list[int], Spans, Spans]:
     """What travels, as in a ring under a window of W: each rank's rows that another reads, and its own to itself.
 

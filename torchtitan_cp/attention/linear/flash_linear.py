@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import to_device
 from torchtitan_cp.attention.compiling import with_autograd
-from torchtitan_cp.attention.kernels.device_cache import to_device
 from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, own_segments
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import to_device
 from torchtitan_cp.attention.compiling import with_autograd
-from torchtitan_cp.attention.kernels.device_cache import to_device
 from torchtitan_cp.attention.linear import flash_linear
 from torchtitan_cp.attention.linear.states import ROWS, DocumentSegment, Inputs, document_offsets, offsets_on_host
 from torchtitan_cp.attention.merge import accumulation_dtype
@@ -55,18 +55,15 @@ class Factors(NamedTuple):
     gamma: Tensor
 
 
-def _chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+def _make_chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
     """Put a rank's rows in chunks. Each run begins one; what is left of its last is filled.
 
     Returns:
         `[N * C]` the local row in each place, any where there is none; `[1 or B, N * C]` bool, whether there is a
         token; `[S/P]` the place of each local row; the first and the last chunk of each run.
     """
-    return ROWS.get(("chunks", plan), like, lambda: _make_chunk_rows(plan, like))
-
-
-def _make_chunk_rows(plan: Plan, like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
-    lengths = [stop - start for start, stop in pairwise([*plan.runs[plan.rank], plan.local_tokens])]
+    runs = plan.layout.runs(plan.mask, plan.sequence_length)[plan.rank]
+    lengths = [stop - start for start, stop in pairwise([*runs, plan.local_tokens])]
     firsts = [*accumulate((-(-length // CHUNK) for length in lengths), initial=0)]
     places = torch.cat([torch.arange(length) + first * CHUNK for length, first in zip(lengths, firsts, strict=False)])
     rows = torch.zeros(firsts[-1] * CHUNK, dtype=torch.int64)
@@ -90,7 +87,9 @@ class TorchKernel:
         self.rule, self.key_heads = rule, inputs.q.shape[2]
         self.scan = partial(scan, in_groups=inputs.q.is_cuda and rule != "scan")
         self.dtype = accumulation_dtype(inputs.q.dtype)
-        self.rows, self.held, self.places, self.firsts, self.lasts = _chunk_rows(plan, inputs.q)
+        self.rows, self.held, self.places, self.firsts, self.lasts = ROWS.get(
+            ("chunks", plan), inputs.q, lambda: _make_chunk_rows(plan, inputs.q)
+        )
         begins = document_offsets(plan, inputs.q)[:, :, None, None] == 0  # and forgets all state before it
         leaves = [self._split(x) for x in inputs._replace(g=inputs.g.masked_fill(begins, float("-inf")))]
         if dout is not None:

@@ -9,7 +9,6 @@ A nor B.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -17,16 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import BoundedCache, keep_newest, to_device
 from torchtitan_cp.attention.collectives import Shape, find_group, unpack
-from torchtitan_cp.attention.kernels.device_cache import DeviceCache, to_device
 from torchtitan_cp.attention.layout import documents_of
 from torchtitan_cp.attention.layouts import contiguous
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.tiles import ALL_ROWS
 
-KEPT = 64  # plans whose segments are kept
-ROWS = DeviceCache(256 << 20)  # of rows that are read or written in linear layers, for the newest steps
+ROWS = BoundedCache(256 << 20)  # of rows that are read or written in linear layers, for the newest steps
 
 
 class Inputs(NamedTuple):
@@ -73,10 +71,10 @@ class DocumentSegment(NamedTuple):
         return slice(None) if self.row == ALL_ROWS else slice(self.row, self.row + 1)
 
 
-@lru_cache(maxsize=KEPT)
+@keep_newest
 def document_segments(plan: Plan) -> tuple[tuple[DocumentSegment, ...], ...]:
     """Those of each document, in the order of the sequence."""
-    runs, result = plan.runs, []
+    runs, result = plan.layout.runs(plan.mask, plan.sequence_length), []
     for row, segments in documents_of(plan.layout, plan.mask, plan.sequence_length):
         document, first, last = [], segments[0].start, segments[-1].stop
         for rank, local, start, stop in segments:
@@ -105,7 +103,7 @@ def offsets_on_host(plan: Plan) -> Tensor:
     return offsets
 
 
-@lru_cache(maxsize=KEPT)
+@keep_newest
 def whole_sequence(plan: Plan) -> Plan:
     """The plan of one rank alone for the same documents."""
     return Plan(plan.sequence_length, plan.mask, contiguous(plan.sequence_length, 1), 0)

@@ -10,12 +10,12 @@ does; then nothing is put in order.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from torchtitan_cp.attention.caching import keep_newest
 from torchtitan_cp.attention.codec import CODECS
 from torchtitan_cp.attention.collectives import Pending
 from torchtitan_cp.attention.kernels import Kernel
@@ -103,7 +103,7 @@ def gather_heads(
         yield queries, keys, gathered
 
 
-@lru_cache(maxsize=64)
+@keep_newest
 def arrange_rows(plan: Plan, kernel: Kernel) -> list[Gathered]:
     """Every rank's rows, in the order of the sequence; or each shard by itself, if that needs no more kernel calls."""
     rows = tuple((segment.rank, *segment.rows) for segment in plan.layout.segments)

@@ -1,0 +1,93 @@
+"""Results that are kept for the newest arguments, as far as they fit: of functions on the host, and on a device.
+
+The small tensors that the host works out for a plan and kernels read on the device are copied once. A sequence of 1M
+tokens may hold 100,000 documents: what is worked out for its plan is then tens of megabytes, and a cache that counts
+results would keep a thousand of them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import wraps
+from threading import RLock
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
+KEPT_RESULTS, KEPT_BYTES = 1024, 256 << 20
+ENTRY_BYTES = 192  # of a tuple of a few numbers and what holds it, about
+
+
+class BoundedCache:
+    """An LRU cache by key and device, as far as values fit into `budget_bytes`; it keeps at least one.
+
+    Args:
+        size_of: bytes of a value; default: of its tensors.
+
+    Attributes:
+        held: (value, bytes) by key, the newest last; held_bytes: of all.
+    """
+
+    def __init__(self, budget_bytes: int, size_of: Callable[[Any], int] | None = None) -> None:
+        self.budget_bytes, self.size_of = budget_bytes, size_of or _bytes
+        self.held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self.held_bytes = 0
+        self._lock = RLock()  # a loader's thread, the main one and autograd's use it; garbage collection may, within
+
+    def get(self, key: Hashable, like: Tensor | None, make: Callable[[], T]) -> T:
+        """The value of a key on the device of `like` (None: the host), or what `make` returns."""
+        if like is not None:
+            # Tensors without data belong to the mode that made them.
+            key = key, like.device, getattr(like, "fake_mode", None)
+        with self._lock:
+            if key in self.held:
+                self.held.move_to_end(key)
+                return self.held[key][0]
+        value = make()
+        size = self.size_of(value)
+        with self._lock:
+            self.held_bytes += size - self.held.pop(key, (None, 0))[1]  # another thread may have made it too
+            self.held[key] = value, size
+            while len(self.held) > 1 and self.held_bytes > self.budget_bytes:
+                self.held_bytes -= self.held.popitem(last=False)[1][1]
+        return value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self.held.clear()
+            self.held_bytes = 0
+
+
+def keep_newest(function: Function) -> Function:
+    """As lru_cache: keep the newest 1,024 results of a function, fewer if they or their arguments are large."""
+    cache = BoundedCache(KEPT_BYTES, lambda kept: max(KEPT_BYTES // KEPT_RESULTS, ENTRY_BYTES * count_entries(kept)))
+
+    @wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        return cache.get((arguments, *named.items()), None, lambda: (function(*arguments, **named), *arguments))[0]
+
+    run.cache_clear = cache.clear  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
+
+
+def count_entries(value: Any, depth: int = 3) -> int:
+    """The length of tuples and lists in a value, three deep, in the values and in their attributes."""
+    if isinstance(value, tuple | list):
+        return sum([count_entries(x, depth - 1) for x in value]) if depth > 1 else len(value)
+    return sum([count_entries(x, depth) for x in getattr(value, "__dict__", {}).values()])
+
+
+def _bytes(value: Any) -> int:
+    """Of the tensors in a value: in tuples, and in attributes of objects such as a BlockMask."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_bytes, value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()))
+
+
+def to_device(x: Tensor, like: Tensor) -> Tensor:
+    """A copy on the device of `like`, for which the host does not wait."""
+    real = getattr(like, "fake_mode", None) is None
+    source = x.pin_memory() if like.is_cuda and real and x.is_cpu else x  # not under torch.set_default_device("cuda")
+    return like.new_empty(x.shape, dtype=x.dtype).copy_(source, non_blocking=True)
