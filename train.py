@@ -119,6 +119,12 @@ def main(arguments: list[str]) -> int:
         return end_job(f"error: {error}", HALTED)
     except LostRankError:
         return LOST_RANK
+    except OSError as error:
+        if not error.filename:
+            raise
+        # Unlike a wrong config the next attempt may succeed, so the launcher makes one.
+        print(f"[rank {rank}] error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

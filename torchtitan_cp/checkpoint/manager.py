@@ -30,7 +30,7 @@ from torchtitan_cp.attention.local_shard import find_shard, local_tensor
 from torchtitan_cp.checkpoint.load import CheckpointReader, describe_failure, load_state
 from torchtitan_cp.checkpoint.manifest import read_manifest, verify_checkpoint
 from torchtitan_cp.checkpoint.progress import DamagedError, Progress, read_progress
-from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial
+from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, delete_partial, list_folder
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Checkpoint
 
@@ -95,9 +95,13 @@ class CheckpointManager:
         self.restart_interval()
 
     def complete(self) -> list[tuple[int, Path]]:
-        """(step, folder) of each checkpoint that has its final name, oldest first; their files are not verified."""
-        named = [(NAME.fullmatch(path.name), path) for path in self.folder.glob("step-*") if path.is_dir()]
-        return sorted((int(match[1]), path) for match, path in named if match)
+        """(step, folder) of each checkpoint that has its final name, oldest first; their files are not verified.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        named = [(NAME.fullmatch(entry.name), entry) for entry in list_folder(self.folder)]
+        return sorted((int(match[1]), self.folder / match[0]) for match, entry in named if match and entry.is_dir())
 
     def stage_ends(self) -> list[Path]:
         """Complete ones that end a stage, oldest first."""
@@ -178,12 +182,8 @@ class CheckpointManager:
             self._report_failure(step, describe_failure(error), last)
             thread.submit(delete_partial, self.folder)
             return
-        folder, seconds = pending.writer.final, time.monotonic() - pending.started
-        try:
-            written = f"{sum(file.stat().st_size for file in folder.iterdir()):,} bytes were"
-        except OSError:  # removed since
-            written = "it was"
-        logger.info("%s: training paused %s; %s on disk after %.1f s", folder, pending.paused, written, seconds)
+        folder, size, seconds = pending.writer.final, pending.writer.written_bytes, time.monotonic() - pending.started
+        logger.info(f"{folder}: training paused {pending.paused}; {size:,} bytes were on disk after {seconds:.1f} s")
         # The checkpoints before a rollback stay until a healthy step: the next one may have to go back further.
         if pending.writer.progress.settled:
             thread.submit(self._delete_expired)
@@ -194,14 +194,10 @@ class CheckpointManager:
             if shutil.disk_usage(self.folder).free < FULL_BYTES:  # of which torch's writer says nothing
                 reason = f"No space left on device ({reason})"
         last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
+        again = " The next save tries again." * (not last_save)
         logger.error(
-            "NO CHECKPOINT of step %d was written to %s: %s. %sThe last good one is %s.\n"
-            "  fix: free space there, and check that the folder exists and can be written",
-            step,
-            self.folder,
-            reason,
-            "The next save tries again. " * (not last_save),
-            last,
+            f"NO CHECKPOINT of step {step} was written to {self.folder}: {reason}.{again} The last good one is "
+            f"{last}.\n  fix: free space there, and check that the folder exists and can be written"
         )
 
     def _delete_expired(self) -> None:
@@ -253,7 +249,8 @@ class CheckpointManager:
         dist.broadcast_object_list(names)
         for name in reversed(names[0]):
             path = self.folder / name
-            damage = verify_checkpoint(path, collective=True)
+            # Twice, as a network file system may fail once.
+            damage = verify_checkpoint(path, collective=True) and verify_checkpoint(path, collective=True)
             if not damage:
                 intact, progress = True, read_progress(path)
                 if progress.healthy or not healthy:

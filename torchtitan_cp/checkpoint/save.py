@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of one file a rank, into `step-N.partial`, which becomes `step-N` in `finish`.
+
+    On the first rank `written_bytes` then is what the manifest's files have.
 
     Args:
         final: folder that the checkpoint gets.
@@ -50,37 +53,36 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[Any]]:
         """Write this rank's files, and append their checksums to the results that the first rank gets."""
         results: list[Any] = super().write_data(plan, planner).wait()
-        own = {path.name: checksum(path) for path in self.partial.glob(f"{plan.storage_data.prefix}*")}
+        own = {name: checksum(self.partial / name) for name in {entry.storage_data.relative_path for entry in results}}
         with_checksums: torch.futures.Future[list[Any]] = torch.futures.Future()
         with_checksums.set_result([*results, own])
         return with_checksums
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """On the first rank, when every rank has written: progress, manifest, and the final name."""
-        files: dict[str, Checksum] = {}
-        for of_rank in results:
-            files |= of_rank.pop()
+        files: dict[str, Checksum] = {name: found for rank in results for name, found in rank.pop().items()}
         super().finish(metadata, results)
         progress_file, manifest_file = self.partial / PROGRESS_FILE, self.partial / MANIFEST_FILE
         progress_file.write_text(json.dumps(dataclasses.asdict(self.progress), indent=1), encoding="utf-8")
         files |= {name: checksum(self.partial / name) for name in (METADATA_FILE, PROGRESS_FILE)}
+        self.written_bytes = sum(entry["bytes"] for entry in files.values())
         manifest = Manifest(self.progress.step, self.stage_end, files)
         manifest_file.write_text(json.dumps(dataclasses.asdict(manifest), indent=1), encoding="utf-8")
-        damage = compare_files(self.partial, manifest, files, content=False)
-        if damage:
+        if damage := compare_files(self.partial, manifest, files, content=False):
             raise OSError(f"rank 0 cannot see files that other ranks wrote: {'; '.join(damage)}")
         for path in (progress_file, manifest_file, self.partial):
-            _sync(path)
+            sync(path)
         # A folder of the same step is damaged, or from before the evaluation after it. It is moved aside, and deleted
         # last, as that takes time in which a job may be killed.
-        replaced = self.final.exists() and _set_aside(self.final, REPLACED)
+        replaced = self.final.exists() and self.final.rename(f"{self.final}{REPLACED}")
         self.partial.rename(self.final)
-        _sync(self.final.parent)
+        for folder in self.final.parents[:2]:  # `checkpoints` may be new in the run's folder
+            sync(folder)
         if replaced:
             shutil.rmtree(replaced, ignore_errors=True)  # the next save tries again
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush a file to disk, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -95,27 +97,33 @@ def delete_checkpoint(folder: Path) -> None:
     Raises:
         OSError: it cannot be renamed or deleted.
     """
-    shutil.rmtree(_set_aside(folder, EXPIRED))
+    shutil.rmtree(folder.rename(f"{folder}{EXPIRED}"))
 
 
-def _set_aside(folder: Path, suffix: str) -> Path:
-    """Give a checkpoint a name under which the next save deletes it."""
-    return folder.rename(folder.with_name(folder.name + suffix))
+def list_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds; nothing if it is not there.
+
+    Raises:
+        OSError: it cannot be read. To pathlib's glob and is_dir that is an empty folder, and none.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        return list(entries)
+    return []
 
 
 def restore_replaced(folder: Path) -> None:
     """Give checkpoints their names back that were to be replaced by others which have not come."""
-    for path in folder.glob(f"*{REPLACED}"):
-        final = path.with_name(path.name.removesuffix(REPLACED))
-        if not final.exists():
-            path.rename(final)
+    names = {entry.name for entry in list_folder(folder)}
+    for name in names:
+        if name.endswith(REPLACED) and (final := name.removesuffix(REPLACED)) not in names:
+            (folder / name).rename(folder / final)
 
 
 def delete_partial(folder: Path) -> None:
     """Delete what saves and deletions left when they were cut short."""
     restore_replaced(folder)
-    for path in folder.glob(f"*{PARTIAL}"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+    for entry in list_folder(folder):
+        if entry.name.endswith(PARTIAL) and entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name.endswith(PARTIAL):
+            os.unlink(entry)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import logging
 import os
 import shutil
@@ -21,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from tests.support.disks import failing_lists, recorded_syncs
 from tests.support.rank_pool import RankFailure, RankPool
-from torchtitan_cp.checkpoint import manager
+from torchtitan_cp.checkpoint import manager, manifest
 from torchtitan_cp.checkpoint.load import CheckpointReader
 from torchtitan_cp.checkpoint.manager import CheckpointManager
-from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, verify_checkpoint
+from torchtitan_cp.checkpoint.manifest import MANIFEST_FILE, checksum, read_manifest, verify_checkpoint
 from torchtitan_cp.checkpoint.progress import Progress
 from torchtitan_cp.checkpoint.save import CheckpointWriter, delete_checkpoint, restore_replaced
 from torchtitan_cp.checkpoint.weights import SavedModel, load_weights
@@ -334,6 +336,23 @@ def test_a_damaged_checkpoint_is_named_with_its_file_and_skipped(
     assert told in alone
 
 
+def find_where_a_read_fails_once(folder: Path) -> tuple[str, list[str]]:
+    """On rank 1."""
+    calls = itertools.count()
+
+    def fail_first(path: Path) -> dict[str, Any]:
+        if dist.get_rank() == 1 and not next(calls):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return checksum(path)
+
+    with patch.object(manifest, "checksum", fail_first):
+        return find(folder)
+
+
+def test_a_read_that_fails_once_costs_no_checkpoint(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    assert ranks(2)(find_where_a_read_fails_once, folder) == [("step-3", [])] * 2
+
+
 def go_on_before_damage(folder: Path) -> list[list[str]]:
     """Save steps after the newest whole one, up to and past the damaged ones; what lies there after each."""
     checkpoints, found = CheckpointManager(folder, Checkpoint(keep=1)), []
@@ -386,6 +405,35 @@ def on_a_full_disk() -> Iterator[None]:
     FileSystem.create_stream = to_full_disk  # type: ignore[method-assign, assignment]
     yield
     FileSystem.create_stream = ORDINARY_STREAM  # type: ignore[method-assign]
+
+
+def save_beside_failing_lists(folder: Path) -> list[str]:
+    checkpoints = CheckpointManager(folder)
+    with failing_lists(lambda path: path.endswith(".partial")):
+        save(checkpoints, 1)
+    checkpoints.close()
+    return sorted(read_manifest(folder / "step-1").files)
+
+
+def test_the_manifest_lists_files_whose_folder_cannot_be_listed(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_beside_failing_lists, tmp_path)[0] == [".metadata", "__0_0.distcp", "progress.json"]
+
+
+def save_and_list_what_a_power_cut_may_take(folder: Path) -> list[str]:
+    checkpoints = CheckpointManager(folder / "run" / "checkpoints")
+    with recorded_syncs() as is_flushed:
+        save(checkpoints, 1)
+    checkpoints.close()
+    final = checkpoints.folder / "step-1"
+    return [path.name for path in (*final.iterdir(), final, *final.parents[:2]) if not is_flushed(path)]
+
+
+def test_all_of_a_checkpoint_is_on_disk_with_its_name_when_it_is_announced(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    assert ranks(1)(save_and_list_what_a_power_cut_may_take, tmp_path)[0] == []
 
 
 def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:

@@ -1,5 +1,6 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
+import errno
 import gc
 import io
 import logging
@@ -103,6 +104,18 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.Mo
         assert not work()
         output.flush()
         assert output.buffer.getvalue().startswith(b"\\u2265")
+
+
+def test_a_disk_that_fails_is_one_line_with_the_file_and_the_launcher_may_try_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", "cache/a.bin")
+
+    monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
+    monkeypatch.setattr(train, "run", fail)
+    assert train.main([str(write_run(tmp_path))]) == 1
+    assert capsys.readouterr().err == "[rank 0] error: cache/a.bin: Stale file handle\n"
 
 
 class Launcher:
