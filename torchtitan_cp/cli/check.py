@@ -59,8 +59,8 @@ def preflight(config: Config, ranks: int, *, trains: bool = True) -> str:
         rope = stage.rope
         if rope and rope.kind == "yarn" and (reach := rope.factor * rope.original_seq_len) < stage.seq_len:
             logger.warning(
-                "curriculum.stages[%d].rope: factor x original_seq_len = %.0f is shorter than the stage's seq_len = %d",
-                *(stage.index, reach, stage.seq_len),
+                f"curriculum.stages[{stage.index}].rope: factor x original_seq_len = {reach:.0f} is shorter than the "
+                f"stage's seq_len = {stage.seq_len}"
             )
         try:
             if config.model.hub_checkpoint:

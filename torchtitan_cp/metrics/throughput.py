@@ -76,9 +76,8 @@ class Peak:
         """Log that an MFU is more than a training step reaches, so that this peak must be too low."""
         if mfu > BELIEVABLE_MFU:
             logger.warning(
-                "an MFU of %.0f%% is not believable: the peak of %.3g TFLOP/s a rank (%s) is too low. Set "
-                "metrics.peak_tflops to the device's",
-                *(100 * mfu, self.flops_per_second / 1e12, self.source),
+                f"an MFU of {mfu:.0%} is not believable: the peak of {self.flops_per_second / 1e12:.3g} TFLOP/s a rank "
+                f"({self.source}) is too low. Set metrics.peak_tflops to the device's"
             )
         return mfu > BELIEVABLE_MFU
 

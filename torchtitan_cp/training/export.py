@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchtitan_cp.checkpoint.hub import hub_names, rope_changes, rope_parameters, save_hub_weights
 from torchtitan_cp.checkpoint.manager import CheckpointManager
+from torchtitan_cp.checkpoint.save import sync
 from torchtitan_cp.checkpoint.weights import SavedModel, open_saved_model
 from torchtitan_cp.config import Config, ConfigError
 from torchtitan_cp.config.check import CHECKPOINTS
@@ -68,18 +69,20 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
     tried: set[Path] = set()
     last = False
     while not last:
-        last = ended.wait(POLL_SECONDS)
-        for path in CheckpointManager(folder / CHECKPOINTS).stage_ends():
-            out = folder / "hub" / path.name
-            if path in tried or out.exists():
-                continue
+        last, found = ended.wait(POLL_SECONDS), list[Path]()
+        try:
+            found = CheckpointManager(folder / CHECKPOINTS).stage_ends()
+        except OSError as error:
+            logger.error("NO EXPORT: %s. The next look or start tries again", error)
+        for path in sorted(set(found) - tried):
             tried.add(path)
+            out = folder / "hub" / path.name
             try:
-                export(path, out, dtype, tokenizer)
+                if not out.exists():
+                    export(path, out, dtype, tokenizer)
+                    logger.info("%s is written, for transformers", out)
             except Exception as error:
                 logger.error("NO EXPORT of %s: %s. The next start of the run tries again", path, error)
-            else:
-                logger.info("%s is written, for transformers", out)
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Tokenizer | None = None) -> None:
@@ -109,7 +112,10 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", tokenizer: Token
     try:
         _write_weights(saved, to_hub, unfinished, getattr(torch, dtype))
         _write_settings(saved, config, args, length, tokenizer, dtype, unfinished)
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
         unfinished.rename(out)
+        sync(out.parent)
     finally:
         # After a failure checkpoints may need the space.
         shutil.rmtree(unfinished, ignore_errors=True)

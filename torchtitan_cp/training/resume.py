@@ -85,21 +85,17 @@ def resume(
     if model.world.rank == 0:
         _log_changed_settings(path.parents[1] / RUN_CONFIG, model.config)
     stage = stages[progress.stage]
+    here = f"stage {stage.index + 1}"
     if progress.stage_step > stage.steps:
-        warn(
-            "stage %d has taken %d steps and the config gives it %d: it ends here",
-            *(stage.index + 1, progress.stage_step, stage.steps),
-        )
+        warn(f"{here} has taken {progress.stage_step} steps and the config gives it {stage.steps}: it ends here")
     goes_on = progress.stage_step and not is_stage_trained(progress, stages)
     rope, now = before.ropes.get(str(stage.index), stage.rope_recipe), stage.rope_recipe
     if goes_on and rope != now:
         changed = _changes(rope, now) if rope and now else [f"{rope or OWN_ROPE} -> {now or OWN_ROPE}"]
-        warn("stage %d goes on with another rope: %s", stage.index + 1, ", ".join(changed))
+        warn(f"{here} goes on with another rope: {', '.join(changed)}")
     if goes_on and (changed := _changes(before.text_recipe, stage.text_recipe)):
-        warn(
-            "stage %d reads its text differently from here on, and may skip some or read some twice: %s",
-            *(stage.index + 1, ", ".join(changed)),
-        )
+        changes = ", ".join(changed)
+        warn(f"{here} reads its text differently from here on, and may skip some or read some twice: {changes}")
     return progress
 
 

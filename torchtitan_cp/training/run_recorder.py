@@ -242,9 +242,8 @@ class RunRecorder:
         before, self.retries = self.retries, self.world.device.allocation_retries()
         if self.retries > before:
             logger.warning(
-                "the GPU's memory was full: torch emptied its cache %d more times, and each slows a step; "
-                "docs/troubleshooting.md says what saves memory",
-                self.retries - before,
+                f"the GPU's memory was full: torch emptied its cache {self.retries - before} more times, and each "
+                "slows a step; docs/troubleshooting.md says what saves memory"
             )
 
     def _mfu(self, speed: float, flops: float) -> float:

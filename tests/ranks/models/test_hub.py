@@ -20,6 +20,7 @@ from models.llama.hub import HUB
 from models.moe.hub import HUB as MOE_HUB
 from tests.support.curricula import TWO_STAGES
 from tests.support.deep import deep_rows
+from tests.support.disks import recorded_syncs
 from tests.support.hub_models import EXPERTS, FAMILIES, OURS, write_start
 from tests.support.rank_pool import RankPool
 from tests.support.runs import TINY, gradients_of, prepared, train, write_run
@@ -230,7 +231,10 @@ def test_the_trained_length_theta_and_scaling_are_in_the_config_and_other_files_
     path = write_start(tmp_path, "llama")
     (tmp_path / "hub" / "generation_config.json").write_text('{"eos_token_id": 7}')
     ranks(1)(train, path, "--curriculum.stages[0].steps=1", "--curriculum.stages[0].rope.theta=1e6")
-    assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    with recorded_syncs() as is_flushed:
+        assert export_program.main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    written = (tmp_path, tmp_path / "out", *(tmp_path / "out").iterdir())
+    assert [path.name for path in written if not is_flushed(path)] == [], "a power cut would take them"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 1e6

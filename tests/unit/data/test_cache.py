@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.corpus_cache import BYTES, assert_is_the_corpus, contents, data_of, finished, only, partial
+from tests.support.disks import recorded_syncs
 from tests.support.texts import read, text_corpus, warnings, write_files
 from torchtitan_cp.config.sections import Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
@@ -150,6 +151,15 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest
     assert "cannot be written: No space left on device" in refuse(data)
     assert not partial(data)
     assert not finished(data)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig(vocab_size=300)], ids=["bytes", "trained"])
+def test_a_power_cut_takes_nothing_from_a_finished_folder(data: Data, tokenizer: TokenizerConfig) -> None:
+    with recorded_syncs() as is_flushed:
+        prepare(data, tokenizer)
+    [folder] = finished(data)
+    models = Path(data.cache_folder).glob("*.model")
+    assert [path.name for path in (*folder.iterdir(), *models) if not is_flushed(path)] == []
 
 
 def test_a_file_system_without_locks_is_named(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

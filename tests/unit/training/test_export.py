@@ -10,10 +10,12 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from tests.support.chats import write_llama_model, write_tokenizer
+from tests.support.disks import failing_lists
 from torchtitan_cp.config.sections import Config, Data
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import ChatTemplate
 from torchtitan_cp.data.corpus.tokenizer import load_tokenizer, train_sentencepiece
+from torchtitan_cp.training.export import start_exports
 from torchtitan_cp.training.export import write_tokenizer as export_tokenizer
 
 TEXTS = [
@@ -105,3 +107,9 @@ def test_a_tokenizer_takes_as_many_tokens_as_the_model_was_trained_with(tmp_path
         (out := tmp_path / str(length)).mkdir()
         export_tokenizer(Config(tokenizer=settings), load_tokenizer(settings), None, length, out)
         assert AutoTokenizer.from_pretrained(out).model_max_length == max(256, length)
+
+
+def test_an_export_that_cannot_look_for_checkpoints_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with failing_lists(lambda folder: folder.endswith("checkpoints")):
+        start_exports(tmp_path, "float32", load_tokenizer(TokenizerConfig(kind="bytes")))(True)
+    assert f"NO EXPORT: [Errno 13] Permission denied: '{tmp_path}/checkpoints'" in caplog.text

@@ -53,9 +53,8 @@ def has_right_backward() -> bool:
     wrong = (3, 4) <= release < (3, 7, 1) and torch.cuda.get_device_capability()[0] == 9 and not find_spec("tilelang")
     if wrong:
         logger.warning(
-            "gated delta nets run in torch, which is slower: Triton %s compiles their fused backward to wrong numbers "
-            "on this GPU; install tilelang, or Triton 3.7.1 or later",
-            ".".join(map(str, release)),
+            f"gated delta nets run in torch, which is slower: Triton {'.'.join(map(str, release))} compiles their "
+            "fused backward to wrong numbers on this GPU; install tilelang, or Triton 3.7.1 or later"
         )
     return not wrong
 

@@ -33,9 +33,9 @@ def shard_path(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}-{number:05d}.bin"
 
 
-def append_to(path: Path, content: bytes | memoryview) -> None:
-    """Append to a file and wait until the disk has it."""
-    with open(path, "ab") as file:
+def append_to(path: Path, content: bytes | memoryview, mode: str = "ab") -> None:
+    """Append to a file, or write it with mode "wb", and wait until the disk has it."""
+    with open(path, mode) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -180,9 +180,9 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all, also where the power fails."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
+    append_to(partial, content, "wb")
     os.replace(partial, path)
 
 

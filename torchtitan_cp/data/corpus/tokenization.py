@@ -231,6 +231,7 @@ class Tokenization:
         stores = [TokenStore(self.folder, split, vocab_size) for split in SPLITS]
         digests, unigram_counts = zip(*(store.summarize(self._check_stop) for store in stores), strict=True)
         np.save(self.folder / UNIGRAM_FILE, unigram_counts[0])
+        append_to(self.folder / UNIGRAM_FILE, b"")  # waits for the disk
         train, held_out = (LengthStatistics.of(store.document_lengths) for store in stores)
         left_out = state.left_out_documents, state.left_out_tokens
         skipped = dict(Counter(self.skipped.counts) + Counter(state.conversations))
