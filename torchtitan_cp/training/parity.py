@@ -44,6 +44,7 @@ FP32_TOLERANCE = 1e-5
 # A bf16 run is compared with fp32. It may differ 1.5 times as much as the plain model in bf16 does.
 BF16_ALLOWANCE = 1.5
 BF16_FLOOR = 1e-3
+PAIR_BYTES = 15  # of plain attention's masks, for each query and key; measured
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def verify_parity(config: Config, world: World, length: int) -> bool:
     for stage in sorted(layouts.values(), key=lambda stage: stage.index):
         if (stage.tp, stage.pp) != (trainer.meshes.degrees.tp, trainer.meshes.degrees.pp):
             trainer = Trainer(config, world, stage_index=stage.index)
-        check_fits(trainer)
+        check_fits(trainer, length)
         comparisons.append(_compare(trainer, shorten(trainer, stage, length)))
     if world.rank == 0:
         _print(comparisons, config.training.compute_dtype, world.size)
@@ -320,18 +321,23 @@ def _rows(parallel: Values, exact: Values, rounded: Values, dtype: torch.dtype) 
         yield Row(what, difference(got, want), largest, allowed)
 
 
-def check_fits(trainer: Trainer) -> None:
-    """Refuse a model that does not fit unsharded, with gradients and what is compared, beside the sharded one."""
+def check_fits(trainer: Trainer, length: int = 0) -> None:
+    """Refuse a model that does not fit unsharded, with gradients and what is compared, beside the sharded one.
+
+    Args:
+        length: of the sequences that plain attention makes masks of.
+    """
     parameters = trainer.model.parameter_count
     copies = 5 if trainer.model.compute_dtype == torch.float32 else 7  # weights, gradients, both gathered, in 2 dtypes
-    needed, free = parameters * 4 * copies, trainer.device.free_memory_bytes()
+    needed, free = parameters * 4 * copies + PAIR_BYTES * length**2, trainer.device.free_memory_bytes()
     if needed > free:
         settings = trainer.config.model
         layers = "num_hidden_layers" if registry.architecture(settings).args_of else "n_layers"
         fresh = " --model.load_weights=false" * bool(settings.hub_checkpoint and settings.load_weights)
         raise ConfigError(
-            f"parity needs the whole model on one rank, {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free",
-            fix=f"check a slice of it: --model.overrides.{layers}=2{fresh}",
+            f"parity needs the whole model on one rank, with masks of length², {needed / 2**30:,.0f} GiB, and "
+            f"{free / 2**30:.0f} GiB are free",
+            fix=f"check a slice of it, or fewer tokens: --model.overrides.{layers}=2{fresh}",
         )
 
 

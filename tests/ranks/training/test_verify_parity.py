@@ -118,16 +118,16 @@ def test_a_broken_exchange_is_found_and_the_first_layer_named(
     assert "attention output, layers.0.attention" in apart
 
 
-def refuse(path: Path) -> str:
+def refuse(path: Path, free_bytes: int, length: int) -> str:
     register(ARCHITECTURES)
     world = start_ranks(60.0)
     config = load_config(path, [])
     trainer = Trainer(config, world)
     assert trainer.device.free_memory_bytes() > 2**20
     device = type(world.device)
-    free, device.free_memory_bytes = device.free_memory_bytes, lambda self: 1000  # type: ignore[method-assign]
+    free, device.free_memory_bytes = device.free_memory_bytes, lambda self: free_bytes  # type: ignore[method-assign]
     try:
-        verify_parity(config, world, 0)
+        verify_parity(config, world, length)
     except ConfigError as error:
         return str(error)
     finally:
@@ -135,10 +135,11 @@ def refuse(path: Path) -> str:
     return ""
 
 
+@pytest.mark.parametrize(("free_bytes", "length"), [(1000, 0), (1 << 43, 1 << 20)])
 def test_a_model_too_large_for_one_rank_is_refused_with_a_smaller_one(
-    ranks: Callable[[int], RankPool], tmp_path: Path
+    ranks: Callable[[int], RankPool], tmp_path: Path, free_bytes: int, length: int
 ) -> None:
-    message = ranks(1)(refuse, write_run(tmp_path))[0]
+    message = ranks(1)(refuse, write_run(tmp_path), free_bytes, length)[0]
     assert "parity needs the whole model on one rank" in message
     assert "--model.overrides.n_layers=2" in message
 
