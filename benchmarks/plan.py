@@ -41,8 +41,8 @@ def measure(seq_len: int, ranks: int, documents: int, kinds: list[str], rounds: 
         times, tiles, calls = [], [], []
         for number in range(rounds):
             mask = AttentionMask(document_lengths=(draw_lengths(kind, seq_len, documents, number),))
-            vars(make_layout)["cache_clear"]()
-            vars(cut_by_document)["cache_clear"]()
+            make_layout.cache_clear()
+            cut_by_document.cache_clear()
             begun = time.perf_counter()
             rank = number * 7 % ranks
             plan = make_plan(seq_len, mask=mask, ranks=ranks, rank=rank, layout=layout, strategy=strategy)

@@ -7,30 +7,26 @@ results would keep a thousand of them.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import wraps
+from functools import _lru_cache_wrapper, lru_cache
 from threading import RLock
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
-Function = TypeVar("Function", bound=Callable[..., Any])
 KEPT_RESULTS, KEPT_BYTES = 1024, 256 << 20
 ENTRY_BYTES = 192  # of a tuple of a few numbers and what holds it, about
 
 
 class BoundedCache:
-    """An LRU cache by key and device, as far as values fit into `budget_bytes`; it keeps at least one.
-
-    Args:
-        size_of: bytes of a value; default: of its tensors.
+    """An LRU cache by key and device, as far as tensors fit into `budget_bytes`; it keeps at least one.
 
     Attributes:
         held: (value, bytes) by key, the newest last; held_bytes: of all.
     """
 
-    def __init__(self, budget_bytes: int, size_of: Callable[[Any], int] | None = None) -> None:
-        self.budget_bytes, self.size_of = budget_bytes, size_of or _bytes
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
         self.held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.held_bytes = 0
         self._lock = RLock()  # a loader's thread, the main one and autograd's use it; garbage collection may, within
@@ -45,7 +41,7 @@ class BoundedCache:
                 self.held.move_to_end(key)
                 return self.held[key][0]
         value = make()
-        size = self.size_of(value)
+        size = _bytes(value)
         with self._lock:
             self.held_bytes += size - self.held.pop(key, (None, 0))[1]  # another thread may have made it too
             self.held[key] = value, size
@@ -60,16 +56,22 @@ class BoundedCache:
             self.held_bytes = 0
 
 
-def keep_newest(function: Function) -> Function:
-    """As lru_cache: keep the newest 1,024 results of a function, fewer if they or their arguments are large."""
-    cache = BoundedCache(KEPT_BYTES, lambda kept: max(KEPT_BYTES // KEPT_RESULTS, ENTRY_BYTES * count_entries(kept)))
+def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
+    """As lru_cache(1,024), but all results are forgotten when they and their arguments have taken KEPT_BYTES."""
+    taken = 0
 
-    @wraps(function)
-    def run(*arguments: Any, **named: Any) -> Any:
-        return cache.get((arguments, *named.items()), None, lambda: (function(*arguments, **named), *arguments))[0]
+    @lru_cache(KEPT_RESULTS)
+    def run(*arguments: Any, **named: Any) -> T:
+        nonlocal taken
+        result = function(*arguments, **named)
+        size = ENTRY_BYTES * count_entries((result, *arguments))
+        taken += size
+        if taken > KEPT_BYTES:
+            run.cache_clear()
+            taken = size
+        return result
 
-    run.cache_clear = cache.clear  # type: ignore[attr-defined]
-    return run  # type: ignore[return-value]
+    return run
 
 
 def count_entries(value: Any, depth: int = 3) -> int:

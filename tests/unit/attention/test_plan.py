@@ -206,7 +206,7 @@ def test_results_are_kept_by_their_size() -> None:
 
     for number in (1, 2, 3, 4, 1, 5, 1, 2):
         draw(number)
-    assert made == [1, 2, 3, 4, 5, 2]
+    assert made == [1, 2, 3, 4, 5, 1, 2]
 
     sizes = []
     for tokens in (64, 128):
