@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,11 +91,11 @@ def _launch(log: Path, program: list[str], imported: bool) -> None:
     _write_to(log)
     os.chdir(REPOSITORY)
     os.environ |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    restarts = load_config(Path(program[1]), program[2:]).job.max_restarts
+    job = replace(load_config(Path(program[1]), program[2:]).job, startup_timeout_seconds=600.0)
     if imported:
-        waiting = [ImportedPython() for _ in range(2 * (1 + restarts))]
+        waiting = [ImportedPython() for _ in range(2 * (1 + job.max_restarts))]
         subprocess_handler.Popen = lambda **started: waiting.pop(0).run(**started)  # type: ignore[misc, assignment]
-    sys.exit(launch(program, 2, 1, LOCALHOST, join_seconds=600.0, max_restarts=restarts))
+    sys.exit(launch(program, 2, 1, LOCALHOST, job))
 
 
 class ImportedPython:

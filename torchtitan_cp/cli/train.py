@@ -126,8 +126,7 @@ def main(arguments: list[str]) -> int:
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     endpoint = options.rdzv_endpoint if nodes > 1 else launcher.LOCALHOST
-    seconds, restarts = config.job.startup_timeout_seconds, config.job.max_restarts
-    return int(launcher.launch(program, ranks, nodes, endpoint, join_seconds=seconds, max_restarts=restarts))
+    return int(launcher.launch(program, ranks, nodes, endpoint, config.job))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.runtime.network import own_address
+
 
 @cache
 def use_one_thread() -> None:
@@ -23,8 +25,9 @@ def use_one_thread() -> None:
         """As torch makes its groups, with other options."""
         options = group._Options()
         options._threads, options._timeout = 1, timeout
-        chosen = [group.create_device(interface=name) for name in _interfaces()]
-        options._devices = chosen or [group.create_default_device()]
+        address = own_address(os.environ.get("MASTER_ADDR", "localhost"))
+        default = group.create_device(hostname=address) if address else group.create_default_device()
+        options._devices = [group.create_device(interface=name) for name in _interfaces()] or [default]
         for name, value in others.items():  # enable_reconfigure, from torch 2.15 on
             setattr(options, name, value)
         made_by_torch(self, store, rank, size, options)

@@ -4,11 +4,13 @@ torchrun itself answers SIGTERM by killing its ranks after 30 seconds, and dies 
 finish their step, save and leave with exit code 0.
 """
 
+import copy
 import itertools
 import logging
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -27,19 +29,28 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousParameters,
+    RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.config.sections import Job
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
+from torchtitan_cp.runtime.network import ask, is_loopback, own_address, route_to
 from torchtitan_cp.runtime.signals import STOP
+from torchtitan_cp.runtime.watchdog import LOST_RANK
 
 # Ranks that have no note of their own yet may still be writing to disk what went wrong.
 NOTE_SECONDS = 5.0
 CRASH_SECONDS = 10
 # At the end, nodes wait for what rank 0 exports, and then for each other.
 EXPORT_SECONDS, EXIT_SECONDS = 86_400.0, 300.0
+CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
 LOCALHOST = "localhost:0"
+RESUMES = "the same command resumes from the last checkpoint"
 
 
 class JobEndedError(Exception):
@@ -75,6 +86,8 @@ class NodeAgent(LocalElasticAgent):
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self.stopping:  # the signal came while the ranks of a failed attempt were ended
             raise JobEndedError(EndNote(0, ""))
+        if restarts := worker_group.spec.max_restarts - self._remaining_restarts:
+            print(f"all ranks start again, {restarts} of {worker_group.spec.max_restarts} times", file=sys.stderr)
         super()._initialize_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -98,15 +111,19 @@ class NodeAgent(LocalElasticAgent):
         """Wait for the other nodes, as the job's store may be on this one. torch's own barrier hears no signal."""
         store: Any = self._store
         group, self.ranks = self._worker_group, {}  # without ranks a signal ends the job at once
-        deadline = time.monotonic() + EXPORT_SECONDS
-        with suppress(RuntimeError):  # the node of the store has left
-            store.add("nodes left", 1)
-            if group.group_rank == 0:
-                store.set("rank 0 left", "")
-            while store.add("nodes left", 0) < group.group_world_size and time.monotonic() < deadline:
-                if store.check(["rank 0 left"]):
-                    deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
-                time.sleep(POLL_SECONDS)
+        begun, limit = time.monotonic(), EXPORT_SECONDS
+        ask(lambda: (store.add("nodes left", 1), group.group_rank == 0 and store.set("rank 0 left", "")), EXIT_SECONDS)
+        # No answer: the node of the store has left, or is lost.
+        while answer := ask(lambda: (store.add("nodes left", 0), store.check(["rank 0 left"])), EXIT_SECONDS):
+            [(left, rank_0_left)] = answer
+            waited = time.monotonic() - begun
+            if left >= group.group_world_size:
+                break
+            limit = min(limit, waited + EXIT_SECONDS) if rank_0_left else limit
+            if waited > limit:
+                print(f"{left} of {group.group_world_size} nodes have finished; no longer waiting", file=sys.stderr)
+                break
+            time.sleep(POLL_SECONDS)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed.
@@ -120,16 +137,15 @@ class NodeAgent(LocalElasticAgent):
         self.ranks = {}
 
 
-def launch(
-    program: Sequence[str], ranks: int, nodes: int, endpoint: str, *, join_seconds: float, max_restarts: int
-) -> int:
+def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: Job) -> int:
     """Run a Python program on this node's ranks until the job ends. Returns its exit code.
 
     Args:
         program: its file and arguments.
         ranks: of this node.
-        nodes: of the job; endpoint: HOST:PORT where they meet; join_seconds: how long one waits for the others.
-        max_restarts: times that all ranks start again after one crashed or hung.
+        nodes: of the job; endpoint: HOST:PORT where they meet.
+        job: how long they wait for each other, how often all ranks start again after one crashed or hung, and the
+            folder, which tells this job from another at the same endpoint.
     """
     for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
@@ -138,16 +154,15 @@ def launch(
     # Under nohup a job outlives its terminal.
     hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGINT,SIGQUIT{hang_up}"
-    with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as folder:
-        os.environ[FOLDER_VARIABLE] = folder
+    with tempfile.TemporaryDirectory(prefix="torchtitan-cp-") as notes:
+        os.environ[FOLDER_VARIABLE] = notes
         for number in itertools.count():
-            meeting = RendezvousParameters(
-                "c10d", endpoint, f"launch-{number}", nodes, nodes, join_timeout=math.ceil(join_seconds)
-            )
-            note = _run(program, ranks, max_restarts, meeting, Path(folder))
+            meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
+            meeting.config |= {"join_timeout": math.ceil(job.startup_timeout_seconds), "folder": job.dump_folder}
+            note = _run(program, ranks, job.max_restarts, meeting, Path(notes))
             if note.message:
                 print(note.message, file=sys.stderr)
-            if note.code or not take_relaunch(Path(folder)):
+            if note.code or not take_relaunch(Path(notes)):
                 return note.code
     raise AssertionError
 
@@ -167,18 +182,27 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
         if not result.is_failed():
             return EndNote(0, "")
         error = ChildFailedError(program[0], result.failures)
-        return EndNote(max(1, error.get_first_failure()[1].exitcode), str(error))
+        code = max(1, error.get_first_failure()[1].exitcode)
+        lost = f"error: ranks were lost, as said above; job.max_restarts = {max_restarts} are used up; {RESUMES}"
+        return EndNote(code, lost if code == LOST_RANK else str(error))
     except JobEndedError as end:
         take_relaunch(notes)
         return EndNote(*end.args[0])
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
+    except RendezvousTimeoutError:
+        waited = f"{socket.gethostname()} waited {meeting.get('join_timeout')} s at {meeting.endpoint}"
+        return EndNote(LOST_RANK, f"error: {waited}, but not all {meeting.max_nodes} nodes came; {RESUMES}")
     except RendezvousError as error:
-        return EndNote(1, f"error: the nodes of the job lost each other: {error}")
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        return EndNote(
+            LOST_RANK, f"error: no answer at {meeting.endpoint} ({reason}); node 0 has ended or is lost; {RESUMES}"
+        )
+    except ConfigError as error:
+        return EndNote(2, f"error: {error}")
     except (SignalException, KeyboardInterrupt) as stop:
         number = getattr(stop, "sigval", signal.SIGINT)
-        outcome = "the ranks were ended; the same command resumes from the last checkpoint"
-        return EndNote(128 + number, f"{number.name}: {outcome}")
+        return EndNote(128 + number, f"{number.name}: the ranks were ended; {RESUMES}")
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next agent, if there is one
         if handler:
@@ -186,15 +210,55 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
 
 
 def _join(meeting: RendezvousParameters) -> Any:
-    """Connect to node 0, which may start later than this one. torch tries for two minutes, and hears no signal then."""
-    deadline = time.monotonic() + meeting.get("join_timeout", 0)
+    """Connect to node 0, which may start later than this one.
+
+    Raises:
+        ConfigError: the endpoint is another job's, or cannot be reached from other nodes.
+        RendezvousConnectionError: node 0 did not answer in the time to join; the cause says why.
+    """
+    seconds, told, place = meeting.get("join_timeout", 0), "", copy.copy(meeting)
+    deadline = time.monotonic() + seconds
+    host, port = parse_rendezvous_endpoint(meeting.endpoint, DEFAULT_PORT)
     while True:
         try:
-            return get_rendezvous_handler(meeting)
-        except RendezvousConnectionError:
+            there, here = route_to(host)
+            if meeting.max_nodes > 1 and is_loopback(there) and host not in (there, "localhost"):
+                raise ConfigError(
+                    f"on this node {host} is {there}, where no other node finds it",
+                    fix="name node 0 by its IP address in RDZV_ENDPOINT, or correct /etc/hosts",
+                )
+            place.local_addr = own_address(host)
+            if there == here or is_loopback(there):  # torch would go by the names of machines
+                place.endpoint = f"localhost:{port}"
+            else:
+                place.config["is_host"] = False
+                # torch would try for a minute, and hear no signal.
+                socket.create_connection((there, port), CONNECT_SECONDS).close()
+            backend, store = create_backend(place)
+            break
+        except (RendezvousConnectionError, OSError) as error:
+            reason = str(error.__cause__ or error).partition("\n")[0]
             if time.monotonic() > deadline:
-                raise
+                raise RendezvousConnectionError from OSError(reason)
         if signal.sigpending() & set(STOP):  # blocked between two launches
             raise JobEndedError(EndNote(0, ""))
-        print(f"node 0 does not answer at {meeting.endpoint} yet; trying again", file=sys.stderr)
+        if reason != told:
+            print(f"no answer at {meeting.endpoint} yet ({reason}); trying for {seconds} s", file=sys.stderr)
+        told = reason
         time.sleep(POLL_SECONDS)
+    folder = meeting.get("folder")
+    if (other := store.compare_set("folder", "", folder).decode()) != folder:
+        raise ConfigError(
+            f"the job at {meeting.endpoint} has job.dump_folder = {other!r}, and this one {folder!r}",
+            fix="give each job a port of its own in RDZV_ENDPOINT, and all nodes of a job the same settings",
+        )
+
+    def call(method: str, *arguments: Any) -> Any:
+        nonlocal seconds
+        if answer := ask(lambda: getattr(store, method)(*arguments), seconds):
+            return answer[0]
+        seconds = 0  # it is waited for once
+        raise RendezvousConnectionError from OSError("the connection broke, or was silent")
+
+    backend._call_store = call  # type: ignore[assignment, method-assign]
+    return create_handler(store, backend, place)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.runtime.network import ask
 from torchtitan_cp.runtime.nodes import node_name
 
 logger = logging.getLogger(__name__)
@@ -212,17 +213,8 @@ class Watchdog:
 
     def _ask(self, question: Callable[[Any], Any], otherwise: Any, answer_seconds: float = ANSWER_SECONDS) -> Any:
         """The store's answer, or `otherwise`. A store that is gone, or stopped with its rank, is asked once only."""
-        answers: list[Any] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                answers.append(question(self._store))
-
-        if self._reachable:
-            thread = threading.Thread(target=ask, daemon=True)
-            thread.start()
-            thread.join(answer_seconds)
-            self._reachable = bool(answers)
+        answers = ask(lambda: question(self._store), answer_seconds) if self._reachable else []
+        self._reachable = bool(answers)
         return answers[0] if answers else otherwise
 
     def _read(self, ranks: Iterable[int], answer_seconds: float = ANSWER_SECONDS) -> dict[int, Beat]:
@@ -340,6 +332,12 @@ def name_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
         if watch:
             watch.report(f"lost contact with another rank ({reason})")
         else:
-            logger.error("lost contact with another rank (%s) before the ranks had joined", reason)
+            how = "Each node must reach every other, on all ports: see Several nodes in docs/troubleshooting.md"
+            logger.error(
+                "lost contact with another rank (%s) before the ranks had joined, on %s. %s",
+                reason,
+                socket.gethostname(),
+                how,
+            )
         time.sleep(GRACE_SECONDS)
         raise LostRankError(reason) from None

@@ -21,6 +21,7 @@ from torchtitan_cp.__main__ import COMMANDS, main
 from torchtitan_cp.cli import train as command
 from torchtitan_cp.cli.check import main as check_config
 from torchtitan_cp.cli.command import run_command
+from torchtitan_cp.config.sections import Job
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime import job_notes, launcher
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
@@ -126,7 +127,8 @@ class Launcher:
     def __init__(self) -> None:
         self.jobs: list[tuple[list[str], int, dict[str, object]]] = []
 
-    def launch(self, program: list[str], ranks: int, nodes: int, endpoint: str, **limits: object) -> int:
+    def launch(self, program: list[str], ranks: int, nodes: int, endpoint: str, job: Job) -> int:
+        limits = {"max_restarts": job.max_restarts, "join_seconds": job.startup_timeout_seconds}
         self.jobs.append((program, ranks, {"nodes": nodes, "endpoint": endpoint, **limits}))
         return 0
 
@@ -279,7 +281,7 @@ def test_under_nohup_a_job_does_not_hear_its_terminal_go(
     monkeypatch.setattr(launcher, "_run", lambda *job: EndNote(0, ""))
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        assert launcher.launch(["train.py"], 2, 1, launcher.LOCALHOST, join_seconds=1.0, max_restarts=0) == 0
+        assert launcher.launch(["train.py"], 2, 1, launcher.LOCALHOST, Job()) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
     handled = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(",")

@@ -1,7 +1,9 @@
 """How a node joins and leaves a job, and the exit code of one whose ranks torchrun's agent gives up."""
 
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from torchtitan_cp.runtime import launcher
+from torchtitan_cp.config import ConfigError
+from torchtitan_cp.runtime import launcher, network
+from torchtitan_cp.runtime.watchdog import LOST_RANK
 
 
 @pytest.mark.parametrize(("state", "code"), [(WorkerState.SUCCEEDED, 0), (WorkerState.UNHEALTHY, 1)])
@@ -29,7 +33,7 @@ def test_a_job_whose_ranks_do_not_answer_has_not_succeeded(
             return RunResult(state)
 
     monkeypatch.setattr(launcher, "NodeAgent", Agent)
-    meeting = launcher.RendezvousParameters("c10d", launcher.LOCALHOST, "test", 1, 1)
+    meeting = launcher.RendezvousParameters("c10d", launcher.LOCALHOST, "test", 1, 1, join_timeout=60, folder="run")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         assert launcher._run(["train.py"], 1, 0, meeting, tmp_path).code == code
@@ -37,26 +41,117 @@ def test_a_job_whose_ranks_do_not_answer_has_not_succeeded(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def test_a_node_waits_for_node_0_as_long_as_a_start_may_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcomes: list[RendezvousConnectionError | str] = [RendezvousConnectionError("refused"), "joined"]
-
-    def connect(meeting: launcher.RendezvousParameters) -> str:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, str):
-            return outcome
-        raise outcome
-
-    monkeypatch.setattr(launcher, "get_rendezvous_handler", connect)
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> launcher.RendezvousParameters:
+    """The second of two nodes, in a network where names mean what `route_to` says."""
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
-    meeting = launcher.RendezvousParameters("c10d", "node0:29500", "test", 2, 2, join_timeout=60)
-    assert launcher._join(meeting) == "joined"
-    assert "node 0 does not answer at node0:29500 yet" in capsys.readouterr().err
-    outcomes.append(RendezvousConnectionError("refused"))
-    meeting.config["join_timeout"] = -1
-    with pytest.raises(RendezvousConnectionError):
+    monkeypatch.setattr(launcher, "route_to", lambda host: ("127.0.0.1", "10.0.0.2"))
+    monkeypatch.setattr(launcher, "is_loopback", lambda address: False)
+    monkeypatch.setattr(launcher, "own_address", lambda host: "127.0.0.1")
+    return launcher.RendezvousParameters("c10d", "node0:1", "test", 2, 2, join_timeout=60, folder="run")
+
+
+@pytest.fixture
+def node_0(meeting: launcher.RendezvousParameters) -> TCPStore:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting.endpoint = f"127.0.0.1:{store.port}"
+    return store
+
+
+def test_a_node_waits_for_node_0_as_long_as_a_start_may_take(
+    meeting: launcher.RendezvousParameters,
+    node_0: TCPStore,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    outcomes = [socket.gaierror(-3, "Temporary failure in name resolution")] * 3
+
+    def route_to(host: str) -> tuple[str, str]:
+        if outcomes:
+            raise outcomes.pop()
+        return "127.0.0.1", "10.0.0.2"
+
+    monkeypatch.setattr(launcher, "route_to", route_to)
+    launcher._join(meeting)
+    said = capfd.readouterr().err
+    assert (
+        said.count(f"no answer at 127.0.0.1:{node_0.port} yet ([Errno -3] Temporary failure in name resolution)") == 1
+    )
+
+    meeting.endpoint, meeting.config["join_timeout"] = "127.0.0.1:1", -1
+    with pytest.raises(RendezvousConnectionError) as raised:
         launcher._join(meeting)
+    assert "Connection refused" in str(raised.value.__cause__)
+
+
+def test_a_name_that_is_a_loopback_address_on_node_0_itself_is_refused(
+    meeting: launcher.RendezvousParameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Debian's /etc/hosts."""
+    monkeypatch.setattr(launcher, "route_to", lambda host: ("127.0.1.1", "127.0.0.1"))
+    monkeypatch.setattr(launcher, "is_loopback", lambda address: True)
+    with pytest.raises(ConfigError, match=r"on this node node0 is 127\.0\.1\.1, where no other node finds it"):
+        launcher._join(meeting)
+
+
+def test_a_job_at_another_jobs_endpoint_is_refused(meeting: launcher.RendezvousParameters, node_0: TCPStore) -> None:
+    launcher._join(meeting)
+    meeting.config["folder"] = "other"
+    with pytest.raises(ConfigError, match=r"at 127\.0\.0\.1:\d+ has job\.dump_folder = 'run', and this one 'other'"):
+        launcher._join(meeting)
+
+
+def test_a_signal_is_heard_while_node_0_is_silent_and_then_it_counts_as_lost(
+    meeting: launcher.RendezvousParameters,
+    node_0: TCPStore,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(network, "NOTICE_SECONDS", 0.1)
+    meeting.config["join_timeout"] = 1
+    backend = launcher._join(meeting)._state_holder._backend
+    monkeypatch.setattr(TCPStore, "get", lambda *_: threading.Event().wait())
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(RendezvousConnectionError):
+            backend.get_state()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    begun = time.monotonic()
+    with pytest.raises(RendezvousConnectionError):
+        backend.get_state()
+    assert time.monotonic() - begun < 0.5, "it is waited for once"
+    assert "node 0 has not answered for 0.1 s; waiting up to 1 s for it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RendezvousTimeoutError(), r"waited 60 s at node0:1, but not all 2 nodes came"),
+        (RendezvousConnectionError(), r"no answer at node0:1 \(.*\); node 0 has ended or is lost"),
+    ],
+)
+def test_nodes_that_lose_each_other_end_with_the_code_of_a_lost_rank(
+    meeting: launcher.RendezvousParameters,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    error: Exception,
+    said: str,
+) -> None:
+    def join(meeting: launcher.RendezvousParameters) -> None:
+        raise error
+
+    monkeypatch.setattr(launcher, "_join", join)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        note = launcher._run(["train.py"], 1, 0, meeting, tmp_path)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert note.code == LOST_RANK
+    assert re.search(said, note.message)
 
 
 @pytest.fixture
