@@ -111,16 +111,16 @@ class NodeAgent(LocalElasticAgent):
         """Wait for the other nodes, as the job's store may be on this one. torch's own barrier hears no signal."""
         store: Any = self._store
         group, self.ranks = self._worker_group, {}  # without ranks a signal ends the job at once
-        begun, limit = time.monotonic(), EXPORT_SECONDS
+        deadline = time.monotonic() + EXPORT_SECONDS
         ask(lambda: (store.add("nodes left", 1), group.group_rank == 0 and store.set("rank 0 left", "")), EXIT_SECONDS)
         # No answer: the node of the store has left, or is lost.
         while answer := ask(lambda: (store.add("nodes left", 0), store.check(["rank 0 left"])), EXIT_SECONDS):
             [(left, rank_0_left)] = answer
-            waited = time.monotonic() - begun
             if left >= group.group_world_size:
                 break
-            limit = min(limit, waited + EXIT_SECONDS) if rank_0_left else limit
-            if waited > limit:
+            if rank_0_left:
+                deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
+            if time.monotonic() > deadline:
                 print(f"{left} of {group.group_world_size} nodes have finished; no longer waiting", file=sys.stderr)
                 break
             time.sleep(POLL_SECONDS)

@@ -175,7 +175,11 @@ def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.N
     ("does", "exit_seconds"), [(("add", "nodes left", 1), 600.0), (("set", "rank 0 left", ""), 0.1)]
 )
 def test_a_node_waits_for_the_others_and_not_for_long_once_rank_0_has_left(
-    leaving: launcher.NodeAgent, monkeypatch: pytest.MonkeyPatch, does: tuple[str, str, object], exit_seconds: float
+    leaving: launcher.NodeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    does: tuple[str, str, object],
+    exit_seconds: float,
 ) -> None:
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(launcher, "EXIT_SECONDS", exit_seconds)
@@ -184,3 +188,4 @@ def test_a_node_waits_for_the_others_and_not_for_long_once_rank_0_has_left(
     begun = time.monotonic()
     leaving._exit_barrier()
     assert time.monotonic() - begun > 0.25
+    assert ("1 of 2 nodes have finished; no longer waiting" in capfd.readouterr().err) == (does[0] == "set")
