@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -89,6 +90,15 @@ class NodeAgent(LocalElasticAgent):
         if restarts := worker_group.spec.max_restarts - self._remaining_restarts:
             print(f"all ranks start again, {restarts} of {worker_group.spec.max_restarts} times", file=sys.stderr)
         super()._initialize_workers(worker_group)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        nodes = worker_group.spec.rdzv_handler.settings.max_nodes  # type: ignore[attr-defined]
+        if (met := worker_group.group_world_size) != nodes:  # it drops a node whose last sign of life is 15 s old
+            raise ConfigError(
+                f"{met} of {nodes} nodes would train alone: another one is lost, or its clock differs by over 15 s",
+                fix="set the clocks of all nodes by NTP, and start them again",
+            )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # A rank inherits the mask: the signal waits until StopSignals can answer it.
@@ -193,7 +203,7 @@ def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: Rendezv
     except RendezvousTimeoutError:
         waited = f"{socket.gethostname()} waited {meeting.get('join_timeout')} s at {meeting.endpoint}"
         return EndNote(LOST_RANK, f"error: {waited}, but not all {meeting.max_nodes} nodes came; {RESUMES}")
-    except RendezvousError as error:
+    except (RendezvousError, DistNetworkError) as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         return EndNote(
             LOST_RANK, f"error: no answer at {meeting.endpoint} ({reason}); node 0 has ended or is lost; {RESUMES}"

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
@@ -131,6 +132,7 @@ def test_a_signal_is_heard_while_node_0_is_silent_and_then_it_counts_as_lost(
     ("error", "said"),
     [
         (RendezvousTimeoutError(), r"waited 60 s at node0:1, but not all 2 nodes came"),
+        (DistNetworkError("Failed to recv\nframe"), r"no answer at node0:1 \(Failed to recv\); node 0 has ended"),
         (RendezvousConnectionError(), r"no answer at node0:1 \(.*\); node 0 has ended or is lost"),
     ],
 )
@@ -163,6 +165,19 @@ def leaving() -> Iterator[launcher.NodeAgent]:
     before = signal.signal(signal.SIGTERM, agent._stop)
     yield agent
     signal.signal(signal.SIGTERM, before)
+
+
+def test_nodes_do_not_train_without_one_whose_clock_is_wrong(
+    leaving: launcher.NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's rendezvous takes it for dead, and goes on with the others."""
+    monkeypatch.setattr(launcher.LocalElasticAgent, "_rendezvous", lambda *_: None)
+    handler = SimpleNamespace(settings=SimpleNamespace(max_nodes=2))
+    group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler), group_world_size=2)
+    leaving._rendezvous(group)
+    group.group_world_size = 1
+    with pytest.raises(ConfigError, match=r"1 of 2 nodes would train alone: .* its clock differs by over 15 s"):
+        leaving._rendezvous(group)
 
 
 def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.NodeAgent) -> None:
