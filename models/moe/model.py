@@ -147,7 +147,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits and scores `[B, s, X]` fp32; the K chosen experts `[B, s, K]` int64, and their shares, fp32."""
-        args, logits = self.args, self.gate(x).float()
+        args, logits = self.args, self.gate(x.flatten(0, 1)).float().unflatten(0, x.shape[:2])
         scores = logits.sigmoid() if args.score_function == "sigmoid" else logits.softmax(-1)
         wanted = scores.detach()
         if self.expert_bias is not None:

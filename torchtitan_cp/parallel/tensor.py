@@ -73,9 +73,11 @@ ROLES: dict[str, Callable[[], ParallelStyle]] = {
     # The embedding and the output layer, sharded by rows of the vocabulary.
     "embedding": VocabularyRows,
     "output": lambda: ColwiseParallel(input_layouts=SEQUENCE),
-    # A norm on a rank's own part of the sequence, its weight replicated; and a norm or linear layer that stays there.
+    # A norm on a rank's own part of the sequence, its weight replicated; one that stays there; and a linear layer on
+    # `[tokens, E]`, as torch 2.11 cannot flatten a sequence that is sharded.
     "sequence": SequenceParallel,
     "local_sequence": lambda: SequenceParallel(use_local_output=True),
+    "local_tokens": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
     "gather": GatherSequence,
     # A norm over each head of `[B, s, H/tp, D]`, its weight replicated; and a weight with one number for each head.
     "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
