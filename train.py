@@ -122,6 +122,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if not error.filename:
             raise
+        logging.getLogger(__name__).debug("raised here:", exc_info=True)
         # Unlike a wrong config the next attempt may succeed, so the launcher makes one.
         print(f"[rank {rank}] error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1

@@ -19,14 +19,17 @@ ENTRY_BYTES = 192  # of a tuple of a few numbers and what holds it, about
 
 
 class BoundedCache:
-    """An LRU cache by key and device, as far as tensors fit into `budget_bytes`; it keeps at least one.
+    """An LRU cache by key and device, as far as values fit into `budget_bytes`; it keeps at least one.
+
+    Args:
+        size_of: bytes of a value; None: of its tensors.
 
     Attributes:
         held: (value, bytes) by key, the newest last; held_bytes: of all.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, size_of: Callable[[Any], int] | None = None) -> None:
+        self.budget_bytes, self.size_of = budget_bytes, size_of or _bytes
         self.held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.held_bytes = 0
         self._lock = RLock()  # a loader's thread, the main one and autograd's use it; garbage collection may, within
@@ -41,7 +44,7 @@ class BoundedCache:
                 self.held.move_to_end(key)
                 return self.held[key][0]
         value = make()
-        size = _bytes(value)
+        size = self.size_of(value)
         with self._lock:
             self.held_bytes += size - self.held.pop(key, (None, 0))[1]  # another thread may have made it too
             self.held[key] = value, size
@@ -57,14 +60,17 @@ class BoundedCache:
 
 
 def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
-    """As lru_cache(1,024), but all results are forgotten when they and their arguments have taken KEPT_BYTES."""
+    """As lru_cache(1,024), but forgets all results once those since the last time have taken KEPT_BYTES.
+
+    Counted with their arguments. For what can be worked out again.
+    """
     taken = 0
 
     @lru_cache(KEPT_RESULTS)
     def run(*arguments: Any, **named: Any) -> T:
         nonlocal taken
         result = function(*arguments, **named)
-        size = ENTRY_BYTES * count_entries((result, *arguments))
+        size = host_bytes((result, *arguments))
         taken += size
         if taken > KEPT_BYTES:
             run.cache_clear()
@@ -74,11 +80,11 @@ def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
     return run
 
 
-def count_entries(value: Any, depth: int = 3) -> int:
-    """The length of tuples and lists in a value, three deep, in the values and in their attributes."""
+def host_bytes(value: Any, depth: int = 3) -> int:
+    """About what tuples and lists in a value take, three deep, in the value and in its attributes."""
     if isinstance(value, tuple | list):
-        return sum([count_entries(x, depth - 1) for x in value]) if depth > 1 else len(value)
-    return sum([count_entries(x, depth) for x in getattr(value, "__dict__", {}).values()])
+        return sum([host_bytes(x, depth - 1) for x in value]) if depth > 1 else ENTRY_BYTES * len(value)
+    return sum([host_bytes(x, depth) for x in getattr(value, "__dict__", {}).values()])
 
 
 def _bytes(value: Any) -> int:

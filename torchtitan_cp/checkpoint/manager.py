@@ -245,7 +245,8 @@ class CheckpointManager:
         if self._background:
             self._background[1].submit(int).result()  # what is being deleted is gone
         # Views of a shared folder may differ for a while: all ranks go by the first one's.
-        names = [[path.name for step, path in self.complete() if before is None or step < before]]
+        listed = self.complete() if dist.get_rank() == 0 else []
+        names = [[path.name for step, path in listed if before is None or step < before]]
         dist.broadcast_object_list(names)
         for name in reversed(names[0]):
             path = self.folder / name

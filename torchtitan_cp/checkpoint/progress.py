@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cp.config import ConfigError, UserError
+from torchtitan_cp.config import ConfigError
 
 PROGRESS_FILE = "progress.json"
 # Keys of a progress.json written before, and what they are called now.
 OLD_KEYS = {"cursor": "trained_tokens", "passed_over": "skipped_ranges", "recipe": "text_recipe"}
 
 
-class DamagedError(UserError):
+class DamagedError(Exception):
     """A checkpoint's progress or manifest is missing or cannot be understood."""
 
 

@@ -74,7 +74,7 @@ def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: thread
             found = CheckpointManager(folder / CHECKPOINTS).stage_ends()
         except OSError as error:
             logger.error("NO EXPORT: %s. The next look or start tries again", error)
-        for path in sorted(set(found) - tried):
+        for path in [path for path in found if path not in tried]:  # oldest first
             tried.add(path)
             out = folder / "hub" / path.name
             try:

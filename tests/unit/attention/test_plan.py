@@ -22,8 +22,9 @@ from torchtitan_cp.attention import (
     causal_conv,
     gated_delta_rule,
     make_plan,
+    plan_registry,
 )
-from torchtitan_cp.attention.caching import ENTRY_BYTES, KEPT_BYTES, KEPT_RESULTS, count_entries, keep_newest
+from torchtitan_cp.attention.caching import ENTRY_BYTES, KEPT_BYTES, KEPT_RESULTS, host_bytes, keep_newest
 from torchtitan_cp.attention.layouts import make_layout
 from torchtitan_cp.attention.mask import Band
 from torchtitan_cp.attention.operator import with_strategy
@@ -195,6 +196,20 @@ def test_a_plan_is_found_by_its_number_as_long_as_it_or_its_equal_lives() -> Non
     assert all(find_plan(plan.handle) == plan for plan in others)
 
 
+def test_the_last_plans_are_kept_by_their_size_and_none_is_forgotten_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = []
+    for number in range(1, 20):
+        plan = make_plan(8192, mask=AttentionMask(document_lengths=((number, *[1] * 4000, 4192 - number),)))
+        monkeypatch.setattr(plan_registry._kept, "budget_bytes", 5 * host_bytes((plan,)) // 2)
+        handles.append(plan.handle)
+        del plan
+        assert [find_plan(handle).local_tokens for handle in handles[-2:]] == [8192] * len(handles[-2:])
+    with pytest.raises(PlanError, match="is no longer kept"):
+        find_plan(handles[0])
+
+
 def test_results_are_kept_by_their_size() -> None:
     """A thousand plans were kept, of 45 MB each for 100,000 documents: memory grew with every step."""
     made, quarter = list[int](), KEPT_BYTES // ENTRY_BYTES // 4
@@ -211,8 +226,8 @@ def test_results_are_kept_by_their_size() -> None:
     sizes = []
     for tokens in (64, 128):
         plan = make_plan(tokens, mask=AttentionMask(document_lengths=((1,) * tokens,)))
-        sizes.append(count_entries((plan,)))
-    assert sizes[1] - sizes[0] >= 64, "of a plan they go by its documents"
+        sizes.append(host_bytes((plan,)))
+    assert sizes[1] - sizes[0] >= 64 * ENTRY_BYTES, "of a plan they go by its documents"
 
 
 def test_a_plan_that_was_pickled_is_equal_and_has_the_same_steps() -> None:
