@@ -7,6 +7,7 @@ results would keep a thousand of them.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import fields
 from functools import _lru_cache_wrapper, lru_cache
 from threading import RLock
 from typing import Any, TypeVar
@@ -36,9 +37,8 @@ class BoundedCache:
 
     def get(self, key: Hashable, like: Tensor | None, make: Callable[[], T]) -> T:
         """The value of a key on the device of `like` (None: the host), or what `make` returns."""
-        if like is not None:
-            # Tensors without data belong to the mode that made them.
-            key = key, like.device, getattr(like, "fake_mode", None)
+        # Tensors without data belong to the mode that made them.
+        key = key, getattr(like, "device", None), getattr(like, "fake_mode", None)
         with self._lock:
             if key in self.held:
                 self.held.move_to_end(key)
@@ -78,6 +78,21 @@ def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
         return result
 
     return run
+
+
+def hashed_once(cls: type[T]) -> type[T]:
+    """Mark a frozen dataclass whose objects keep their hash: every look-up in a cache would hash 100,000 documents.
+
+    What is pickled is only the fields, and made again where it is loaded: there strings have other hashes.
+    """
+    of_fields = cls.__hash__
+
+    def kept_hash(self: Any) -> int:
+        return self.__dict__.get("hash") or self.__dict__.setdefault("hash", of_fields(self))
+
+    cls.__hash__ = kept_hash  # type: ignore[assignment, method-assign]
+    cls.__reduce__ = lambda self: (cls, tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore
+    return cls
 
 
 def host_bytes(value: Any, depth: int = 3) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.caching import keep_newest
+from torchtitan_cp.attention.caching import hashed_once, keep_newest
 from torchtitan_cp.attention.mask import AttentionMask, Span, merge_spans
 from torchtitan_cp.attention.tiles import ALL_ROWS, CAUSAL, count_pairs
 
@@ -37,6 +37,7 @@ class Segment(NamedTuple):
 new_segment = partial(tuple.__new__, Segment)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Layout:
     """Which rows of the sequence each rank holds.
@@ -182,9 +183,10 @@ def rows_sent(
 ) -> tuple[list[int], list[int]]:
     """Rows of keys that each rank sends in a ring, (in all, to other nodes), summed over the mask's batch rows.
 
-    Under a window this is an upper bound: a whole segment is counted where a part of it is read.
+    Under a window this is an upper bound: each rank that reads a segment is taken to read all that a window can reach.
     """
     sent, crossing, band = [0] * layout.ranks, [0] * layout.ranks, mask.band
+    high = sequence_length if band.high is None else band.high
     # Sets of ranks are the bits of a number: these are others, and those in other nodes.
     others = [~(1 << rank) for rank in range(layout.ranks)]
     far = [~(((1 << ranks_per_node) - 1) << rank // ranks_per_node * ranks_per_node) for rank in range(layout.ranks)]
@@ -194,10 +196,11 @@ def rows_sent(
         # Without a causal order, or with a window to the right, earlier queries read a row too.
         readers = 0 if band.high == 0 else sum({1 << segment.rank for segment in segments})
         for rank, _, start, stop in reversed(segments):
-            reading = readers
+            rows, reading = stop - start, readers
             if band.low is not None:
-                reading &= sum({1 << s.rank for s in segments if s.start + band.low < stop})
-            sent[rank] += (stop - start) * (reading & others[rank]).bit_count()
-            crossing[rank] += (stop - start) * (reading & far[rank]).bit_count()
+                reading = sum({1 << s.rank for s in segments if s.start + band.low < stop and start < s.stop + high})
+                rows = min(rows, high - band.low)
+            sent[rank] += rows * (reading & others[rank]).bit_count()
+            crossing[rank] += rows * (reading & far[rank]).bit_count()
             readers |= 1 << rank
     return sent, crossing

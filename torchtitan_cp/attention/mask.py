@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchtitan_cp.attention.caching import keep_newest
+from torchtitan_cp.attention.caching import hashed_once, keep_newest
 from torchtitan_cp.attention.errors import PlanError
 
 UNBOUNDED = (-1, -1)
@@ -31,6 +31,7 @@ class Band(NamedTuple):
         return Band(low, high)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class AttentionMask:
     """Which query may see which key, as plain hashable data.

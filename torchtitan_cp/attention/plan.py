@@ -8,15 +8,15 @@ tiles are never made, and a key row travels to a rank only if a tile there reads
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchtitan_cp.attention.caching import keep_newest
+from torchtitan_cp.attention.caching import hashed_once, keep_newest
 from torchtitan_cp.attention.collectives import Group, find_group, gather
 from torchtitan_cp.attention.compiling import guarded_by_use
 from torchtitan_cp.attention.errors import PlanError
@@ -53,6 +53,7 @@ class RingStep:
 
 
 @guarded_by_use
+@hashed_once
 @dataclass(frozen=True)
 class Plan:
     """What one rank needs to run attention on its shard, as plain, hashable data.
@@ -115,7 +116,7 @@ class Plan:
         """(query, key) pairs of each rank of the ring, summed over the mask's rows of `document_lengths`."""
         return tuple(rank_areas(self.ring_layout, self.mask, self.sequence_length))
 
-    @property
+    @cached_property
     def keys_sent(self) -> float:
         """Rows of keys that a rank of the ring has to send, over its own rows: the mean of the ranks.
 
@@ -207,10 +208,6 @@ class Plan:
         rows = self.mask.document_lengths
         if rows is not None and len(rows) not in (1, batch):
             raise PlanError(f"the mask has documents of {len(rows)} batch rows and the inputs have {batch}")
-
-    def __reduce__(self) -> tuple[type["Plan"], tuple[Any, ...]]:
-        # Made again where it is loaded: the handle belongs to a process.
-        return Plan, tuple(getattr(self, each.name) for each in fields(self))
 
 
 def _check_entries(action: str, x: Tensor, dim: int, entries: int, wanted: str) -> None:

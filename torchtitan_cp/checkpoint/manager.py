@@ -63,13 +63,11 @@ class PendingSave(NamedTuple):
     Attributes:
         writer: what writes it.
         written: the thread's outcome.
-        started: time.monotonic() when training stopped for it.
-        paused: for how long it stood still, and for what.
+        paused: for how long training stood still, and for what.
     """
 
     writer: CheckpointWriter
     written: Future[Any]
-    started: float
     paused: str
 
 
@@ -138,9 +136,9 @@ class CheckpointManager:
         """
         on_gpu = torch.accelerator.is_available()
         self.wait()
-        started, waited, self._waited = time.monotonic(), self._waited, 0.0
-        stager, thread, group = self.connect()
+        waited, self._waited = self._waited, 0.0
         writer = CheckpointWriter(self.folder / f"step-{progress.step}", progress, stage_end=stage_end)
+        stager, thread, group = self.connect()
         state = _state(parts, optimizers)
         can_be_copied = _can_be_copied(state)
         if can_be_copied:
@@ -150,10 +148,10 @@ class CheckpointManager:
         written = thread.submit(dcp.save, state, storage_writer=writer, process_group=group)
         if not can_be_copied:
             written.exception()  # waits
-        paused = f"{time.monotonic() - started:.2f} s for the copy"
+        paused = f"{time.monotonic() - writer.started:.2f} s for the copy"
         if waited > 0.01:
             paused += f" and {waited:.2f} s for the save before"
-        self._pending = PendingSave(writer, written, started, paused)
+        self._pending = PendingSave(writer, written, paused)
         if not self.settings.asynchronous:
             self.wait()
 
@@ -166,10 +164,10 @@ class CheckpointManager:
         """Wait until the pending save has ended, and report it. `last`: no other follows."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        step, began = pending.writer.progress.step, time.monotonic()
+        (writer, written, paused), self._pending = self._pending, None
+        step, began = writer.progress.step, time.monotonic()
         # From the disk, a lost rank (which training notices by itself), or the save's own timeout.
-        error = pending.written.exception()
+        error = written.exception()
         self._waited += time.monotonic() - began
         self.lost_contact = bool(error) and not isinstance(error, CheckpointException)
         if not error:
@@ -182,10 +180,10 @@ class CheckpointManager:
             self._report_failure(step, describe_failure(error), last)
             thread.submit(delete_partial, self.folder)
             return
-        folder, size, seconds = pending.writer.final, pending.writer.written_bytes, time.monotonic() - pending.started
-        logger.info(f"{folder}: training paused {pending.paused}; {size:,} bytes were on disk after {seconds:.1f} s")
+        folder, size, seconds = writer.final, writer.written_bytes, writer.seconds
+        logger.info(f"{folder}: training paused {paused}; {size:,} bytes were on disk after {seconds:.1f} s")
         # The checkpoints before a rollback stay until a healthy step: the next one may have to go back further.
-        if pending.writer.progress.settled:
+        if writer.progress.settled:
             thread.submit(self._delete_expired)
 
     def _report_failure(self, step: int, reason: str, last_save: bool) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ REPLACED, EXPIRED = f".replaced{PARTIAL}", f".expired{PARTIAL}"
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of one file a rank, into `step-N.partial`, which becomes `step-N` in `finish`.
 
-    On the first rank `written_bytes` then is what the manifest's files have.
+    On the first rank `written_bytes` then is what the manifest's files have, and `seconds` how long it took.
 
     Args:
         final: folder that the checkpoint gets.
@@ -38,7 +39,7 @@ class CheckpointWriter(FileSystemWriter):
         # Nothing is left to copy from a GPU. To copy ahead, torch would wait for work on GPU 0, where threads begin:
         # on rank 0 for training's, again and again, and on other ranks of the node by a CUDA context of each.
         super().__init__(self.partial, per_thread_copy_ahead=0)
-        self.final, self.progress, self.stage_end = final, progress, stage_end
+        self.final, self.progress, self.stage_end, self.started = final, progress, stage_end, time.monotonic()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         # torch makes the folder on every rank; here the first rank clears and makes it for all, below.
@@ -78,6 +79,7 @@ class CheckpointWriter(FileSystemWriter):
         self.partial.rename(self.final)
         for folder in self.final.parents[:2]:  # `checkpoints` may be new in the run's folder
             sync(folder)
+        self.seconds = time.monotonic() - self.started
         if replaced:
             shutil.rmtree(replaced, ignore_errors=True)  # the next save tries again
 

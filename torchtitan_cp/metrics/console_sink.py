@@ -53,10 +53,6 @@ class ConsoleSink:
         )
         self.task = self.bar.add_task("starting", total=total_steps, completed=done, numbers="")
 
-    def start_bar(self) -> None:
-        """Show the progress bar."""
-        self.bar.start()
-
     def print(self, text: str) -> None:
         """Print lines of text above the bar."""
         with suppress(OSError):

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -111,6 +111,11 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
 def mean_keys(plan: Plan) -> float:
     """Keys that a query of the plan's sequences sees, on average."""
     return sum(plan.pairs_by_rank) / plan.sequence_length / len(plan.mask.document_lengths or ((),))
+
+
+def keys_sent(plans: Mapping[int, Plan], windows: Sequence[int]) -> float:
+    """Rows of keys that a rank of the ring has to send, over its own rows: the mean of layers with these windows."""
+    return fmean(plans[window].keys_sent for window in windows)
 
 
 def imbalance(plan: Plan) -> float:

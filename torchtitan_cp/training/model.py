@@ -402,10 +402,6 @@ class ParallelModel:
             groups[numbers.get(parameter, -1)].append(parameter)
         return groups
 
-    def numbered_parts(self) -> list[tuple[int, nn.Module]]:
-        """This rank's parts, each with the number of its pipeline stage."""
-        return list(zip(self.layers.of_rank(self.meshes.pp.get_local_rank()), self.parts, strict=True))
-
     def shares_batch_with(self, rank: int) -> bool:
         """Whether a rank reads the same tokens as this one: its peers in tp and pp do."""
         return self.meshes.coordinate(rank, self.cp)[1:] == self.coordinate[1:]

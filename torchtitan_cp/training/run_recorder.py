@@ -31,7 +31,7 @@ from torchtitan_cp.metrics.logger import MetricsLogger
 from torchtitan_cp.metrics.loss_breakdown import LossBreakdown
 from torchtitan_cp.metrics.step_record import StepRecord
 from torchtitan_cp.metrics.tensorboard_sink import TENSORBOARD_FOLDER
-from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, mean_keys
+from torchtitan_cp.metrics.throughput import find_peak, flops_per_token, imbalance, keys_sent, mean_keys
 from torchtitan_cp.parallel.experts import Routing
 from torchtitan_cp.training.data_pipeline import DataPipeline
 from torchtitan_cp.training.model import ParallelModel
@@ -106,7 +106,7 @@ class RunRecorder:
             f"{self.model.meshes.summary()}\n"
             f"{statistics_table({name: source.statistics for name, source in self.data.corpus.sources.items()})}"
         )
-        log.console.start_bar()
+        log.console.bar.start()
 
     def start_stage(self, stage: ResolvedStage, progress: Progress, batch: MicroBatch, seconds: float) -> None:
         """Say what the stage is, and draw who computes what of its first micro-batch if several ranks share it.
@@ -115,13 +115,13 @@ class RunRecorder:
             progress: before the stage's next step.
             seconds: that entering the stage took.
         """
-        exchange = self.model.resolve_strategy(batch.plan)
+        exchange, sent = self.model.resolve_strategy(batch.plan), keys_sent(batch.plans, self.model.args.layer_windows)
         step, first = progress.step, progress.step - progress.stage_step
         self.log.say(
             f"stage {stage.index + 1} of {len(self.config.curriculum.stages)}: {stage.name}, "
             f"sequences of {stage.seq_len:,} tokens, "
             f"{stage.global_batch_tokens:,} tokens a step, cp {stage.cp} x dp {stage.dp}, "
-            f"{_describe_exchange(batch.plan, exchange)}, rope {describe_rope(stage.rope)}, "
+            f"{_describe_exchange(batch.plan, exchange, sent)}, rope {describe_rope(stage.rope)}, "
             f"steps {first + 1} to {first + stage.steps}; entered in {seconds:.1f} s{self.data.describe_stage(stage)}"
             f"{'; optimizer state reset' * stage.resets_optimizer}{self.model.pipeline_summary(stage)}",
             tag="stage",
@@ -232,7 +232,7 @@ class RunRecorder:
             **self.step_losses.means(),
             "mfu_mask": self._mfu(speed, flops),
             "cp_imbalance": max(imbalance(batch.plan) for batch in self.micro_batches),
-            "cp_keys_sent": max(batch.plan.keys_sent for batch in self.micro_batches),
+            "cp_keys_sent": max(keys_sent(batch.plans, windows) for batch in self.micro_batches),
             "unlabelled": 1 - report.learned_tokens / stage.global_batch_tokens,
             "memory_bytes": memory | {"other": other},
             **(expert_fields(*routing, stage.global_batch_tokens) if routing else {}),
@@ -330,11 +330,11 @@ class RunRecorder:
         self.log.say("\n".join(lines))
 
 
-def _describe_exchange(plan: Plan, exchange: str) -> str:
+def _describe_exchange(plan: Plan, exchange: str, sent: float) -> str:
     """How the ranks that share a sequence attend to all of it, and what its layout asks of them."""
     if plan.ranks == 1:
         return "each sequence on one rank"
     return (
         f"attention by {exchange} on layout {plan.layout.name} (the busiest rank computes {imbalance(plan):.2f} times "
-        f"the mean, a rank sends {plan.keys_sent:.2f} times its keys)"
+        f"the mean, a rank sends {sent:.2f} times its keys)"
     )

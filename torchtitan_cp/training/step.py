@@ -37,7 +37,7 @@ class StepRunner:
         self.monitor = HealthMonitor(health, model.parts, args.n_layers, model.device)
         self.injector = Injector(health.inject, model.parts, args.vocab_size, model.shares_batch_with)
         self.diagnoser = Diagnoser(
-            model.numbered_parts(),
+            list(zip(model.layers.of_rank(model.meshes.pp.get_local_rank()), model.parts, strict=True)),
             model.token_loss,
             args.vocab_size,
             model.meshes.tp,

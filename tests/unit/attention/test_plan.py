@@ -1,7 +1,7 @@
 """The plan's index arithmetic, pure and on one process: every allowed pair exactly once, no other."""
 
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchtitan_cp.attention import (
 )
 from torchtitan_cp.attention.caching import ENTRY_BYTES, KEPT_BYTES, KEPT_RESULTS, host_bytes, keep_newest
 from torchtitan_cp.attention.layouts import make_layout
-from torchtitan_cp.attention.mask import Band
+from torchtitan_cp.attention.mask import Band, count_rows
 from torchtitan_cp.attention.operator import with_strategy
 from torchtitan_cp.attention.plan import Plan
 from torchtitan_cp.attention.plan_registry import find_plan
@@ -163,6 +163,8 @@ def test_balanced_evens_out_packed_documents_where_zigzag_does_not(ranks: int) -
 def test_a_window_carries_the_neighbours_rows_inside_it_and_no_more() -> None:
     plan = make_plan(4096, mask=AttentionMask(window=(100, -1)), ranks=8, rank=3, layout="contiguous")
     assert [step.receive for step in plan.steps[1:]] == [((412, 512),)] + [()] * 6
+    plans = plans_of_all_ranks(4096, 8, plan.mask, "zigzag")
+    assert plans[0].keys_sent == sum(count_rows(step.send) for plan in plans for step in plan.steps[1:]) / 4096
 
 
 def test_cu_seqlens_become_a_mask_and_each_rank_gets_its_own_back() -> None:
@@ -238,6 +240,9 @@ def test_a_plan_that_was_pickled_is_equal_and_has_the_same_steps() -> None:
     assert copy.steps is steps, "steps are worked out once in a process"
     assert int(copy.handle) == int(handle)
     assert find_plan(handle) == plan
+    for one in (copy, copy.mask, copy.layout):
+        one.__dict__["hash"] = 1  # as where strings have other hashes
+        assert hash(pickle.loads(pickle.dumps(one))) != 1
 
 
 def test_a_plan_made_where_the_model_is_initialized_without_data_is_as_any_other() -> None:
@@ -347,6 +352,20 @@ def test_plan_is_hashable_plain_data() -> None:
     assert one == two
     assert hash(one) == hash(two)
     assert one != make_plan(64, ranks=4, rank=2)
+
+
+def test_documents_are_hashed_once_and_not_at_each_attention() -> None:
+    hashed = list[int]()
+
+    class Lengths(tuple[int, ...]):
+        def __hash__(self) -> int:
+            hashed.append(len(self))
+            return super().__hash__()
+
+    plan = make_plan(64, mask=AttentionMask(document_lengths=(Lengths((24, 40)),)), ranks=4)
+    with_strategy(plan, 4, 2)
+    with_strategy(replace(plan, strategy="all_gather"), 4, 2)
+    assert hashed == [2]
 
 
 def test_a_length_that_does_not_divide_names_the_nearest_that_do() -> None:

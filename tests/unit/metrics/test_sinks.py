@@ -292,7 +292,7 @@ def test_a_name_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[st
 
 def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     logger = MetricsLogger(Metrics(), 100, 0, enabled=False)
-    logger.console.start_bar()
+    logger.console.bar.start()
     logger.say("hello")
     logger.step(record(1), 100)
     logger.console.print_stages([])

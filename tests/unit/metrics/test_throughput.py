@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan_cp.attention import AttentionMask, make_plan
 from torchtitan_cp.metrics import throughput
-from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token
+from torchtitan_cp.metrics.throughput import Peak, find_peak, flops_per_token, keys_sent
 
 
 def args(linear_parameters: int, windows: list[int]) -> SimpleNamespace:
@@ -24,6 +25,12 @@ def test_flops_count_six_a_weight_and_half_the_square_of_attention() -> None:
     assert flops_per_token(args(0, [0, 0]), 4096) == full_mask / 2
     seen = sum(min(row + 1, 100) for row in range(4096)) / 4096
     assert flops_per_token(args(0, [100]), 4096) == pytest.approx(12 * 4 * 64 * seen, rel=2e-2)
+
+
+def test_keys_that_windows_do_not_reach_are_not_sent() -> None:
+    plans = {window: make_plan(4096, mask=AttentionMask().windowed(window), ranks=2) for window in (0, 65)}
+    assert keys_sent(plans, [0]) == 0.75
+    assert keys_sent(plans, [65, 65, 65, 0]) == (3 * 2 * 64 / 4096 + 0.75) / 4
 
 
 def test_peak_is_what_was_stated_else_the_table_else_measured() -> None:

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_cp.attention.caching import keep_newest
+from torchtitan_cp.attention.caching import keep_newest, to_device
 from torchtitan_cp.attention.collectives import find_group
 from torchtitan_cp.attention.compiling import with_autograd
 from torchtitan_cp.attention.errors import check_name
 from torchtitan_cp.attention.layout import cut_by_document, documents_of
 from torchtitan_cp.attention.linear.operator import check_inputs
-from torchtitan_cp.attention.linear.states import document_offsets
+from torchtitan_cp.attention.linear.states import ROWS, document_offsets
 from torchtitan_cp.attention.mask import Span, count_rows, merge_spans
 from torchtitan_cp.attention.merge import accumulation_dtype
 from torchtitan_cp.attention.operator import operator
@@ -96,21 +96,34 @@ def _hold(x: Tensor, plan: Plan, width: int) -> Tensor:
     return torch.cat([x.new_zeros(len(x), width - 1, x.shape[2]), *got], 1)
 
 
+def _places(plan: Plan, width: int, like: Tensor) -> tuple[Tensor, ...]:
+    """`_find_reads`' order, and where this rank's rows are in it, as indices on the device of `like`.
+
+    To slice each span would take a gradient of the whole sequence for each document that lies apart.
+    """
+
+    def make() -> tuple[Tensor, ...]:
+        indices = (torch.cat([torch.arange(*span) for span in spans]) for spans in _find_reads(plan, width)[2:])
+        return tuple(to_device(index, like) for index in indices)
+
+    return ROWS.get(("convolution", plan, width), like, make)
+
+
 def _convolve(plan: Plan, silu: bool, held: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The convolution of a rank's rows; differentiable."""
     width, dtype, own_offsets = weight.shape[1], accumulation_dtype(held.dtype), document_offsets(plan, held)
-    *_, order, own = _find_reads(plan, width)
+    order, own = _places(plan, width, held)
     # Widened once, so that the gradients of all reads add up in fp32.
-    rows = rows_in(held.to(dtype), order)
+    rows = held.to(dtype).index_select(1, order)
     offsets = own_offsets.new_full((len(own_offsets), rows.shape[1] - width + 1, 1), -1)
-    add_rows(offsets, own, own_offsets.unsqueeze(-1) + 1)
+    offsets.index_copy_(1, own, own_offsets.unsqueeze(-1))
     total = rows.new_zeros(()) if bias is None else bias.to(dtype)
     for distance in range(width):
         # What lies further back than the document's first token is another's.
         read = rows[:, width - 1 - distance : rows.shape[1] - distance].where(offsets >= distance, 0.0)
         total = total + read * weight[:, width - 1 - distance].to(dtype)
     total = (F.silu(total) if silu else total).where(offsets >= 0, 0.0)
-    return rows_in(total.to(held.dtype), own).contiguous()
+    return total.to(held.dtype).index_select(1, own)
 
 
 @operator("causal_conv")
