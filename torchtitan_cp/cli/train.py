@@ -23,14 +23,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --verify-parity and --doctor, which the launcher and train.py both take."""
-    for flag, what in (
-        (
-            "--verify-parity",
-            "compare the first step, cut to LENGTH tokens (default 512), with one rank; exit code 5: it differs",
-        ),
-        ("--doctor", "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not"),
-    ):
-        parser.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {what}")
+    checks = {
+        "--verify-parity": "compare the first step, cut to LENGTH tokens (default 512), with one rank; exit code 5: it "
+        "differs",
+        "--doctor": "say whether context parallelism is safe for the model, at LENGTH tokens; exit code 5: it is not",
+    }
+    group = parser.add_mutually_exclusive_group()
+    for flag, what in checks.items():
+        group.add_argument(flag, nargs="?", const=0, type=at_least(0), metavar="LENGTH", help=f"train nothing: {what}")
 
 
 def default_ranks() -> int:
@@ -90,8 +90,6 @@ def main(arguments: list[str]) -> int:
     options, rest = parse_with_overrides(parser, arguments)
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of node 0, the same on every node")
-    if options.doctor is not None and options.verify_parity is not None:
-        parser.error("give --doctor or --verify-parity")
     named = {entry.partition("=")[0] for entry in rest}
     if "--dry-run" not in rest and not named.isdisjoint(DRY_RUN_OPTIONS):
         parser.error(f"{', '.join(DRY_RUN_OPTIONS)} need --dry-run")
@@ -99,10 +97,7 @@ def main(arguments: list[str]) -> int:
     if "--dry-run" in rest:
         if options.nproc and "--world-size" not in named:
             program += ["--world-size", str(options.nproc * options.nnodes)]
-        try:
-            return subprocess.run([sys.executable, *program], check=False).returncode
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+        os.execv(sys.executable, [sys.executable, *program])
     try:
         config = load_config(options.config, [entry for entry in rest if OVERRIDE.fullmatch(entry)])
     except UserError as error:
@@ -112,12 +107,10 @@ def main(arguments: list[str]) -> int:
     nodes = options.nnodes
     ranks_of_job = ["--ranks", str(options.nproc * nodes)] if options.nproc else ["--nodes", str(nodes)]
     check = ["-m", "torchtitan_cp", "check", options.config, *ranks_of_job, *rest]
-    if options.doctor is not None:
-        check.append("--doctor")
-        program += ["--doctor", str(options.doctor)]
-    if options.verify_parity is not None:
-        check.append("--parity")
-        program += ["--verify-parity", str(options.verify_parity)]
+    for flag, length in (("--doctor", options.doctor), ("--verify-parity", options.verify_parity)):
+        if length is not None:
+            check.append(flag)
+            program += [flag, str(length)]
     if config.compile.mode not in CUDA_GRAPHS and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Lengths that differ by stage and document leave fewer gaps in a GPU's memory. NCCL in CUDA graphs may hang.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

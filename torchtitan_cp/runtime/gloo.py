@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from torchtitan_cp.runtime.network import own_address
+from torchtitan_cp.runtime.nodes import own_address
 
 
 @cache

@@ -16,6 +16,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +41,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Job
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
-from torchtitan_cp.runtime.network import ask, is_loopback, own_address, route_to
+from torchtitan_cp.runtime.nodes import ask, own_address, route_to
 from torchtitan_cp.runtime.signals import STOP
 from torchtitan_cp.runtime.watchdog import LOST_RANK
 
@@ -51,6 +53,7 @@ EXPORT_SECONDS, EXIT_SECONDS = 86_400.0, 300.0
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
 LOCALHOST = "localhost:0"
+RANK_0, NODES = "nodes with rank 0", "nodes"  # whose ranks have finished, in the job's store
 RESUMES = "the same command resumes from the last checkpoint"
 
 
@@ -66,12 +69,13 @@ class NodeAgent(LocalElasticAgent):
         notes: folder of the ranks' notes.
     """
 
+    _store: Any
+
     def __init__(self, spec: WorkerSpec, notes: Path) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
         self.notes, self.stopping, self.ranks = notes, False, dict[int, int]()
         for number in STOP:
             signal.signal(number, self._stop)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         repeated, self.stopping, self._remaining_restarts = self.stopping, True, 0
@@ -84,16 +88,14 @@ class NodeAgent(LocalElasticAgent):
         if not self.ranks:
             raise JobEndedError(EndNote(0, ""))
 
-    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self.stopping:  # the signal came while the ranks of a failed attempt were ended
             raise JobEndedError(EndNote(0, ""))
-        if restarts := worker_group.spec.max_restarts - self._remaining_restarts:
-            print(f"all ranks start again, {restarts} of {worker_group.spec.max_restarts} times", file=sys.stderr)
-        super()._initialize_workers(worker_group)
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        spec = worker_group.spec
+        if restarts := spec.max_restarts - self._remaining_restarts:
+            print(f"all ranks start again, {restarts} of {spec.max_restarts} times", file=sys.stderr)
         super()._rendezvous(worker_group)
-        nodes = worker_group.spec.rdzv_handler.settings.max_nodes  # type: ignore[attr-defined]
+        nodes = spec.rdzv_handler.settings.max_nodes  # type: ignore[attr-defined]
         if (met := worker_group.group_world_size) != nodes:  # it drops a node whose last sign of life is 15 s old
             raise ConfigError(
                 f"{met} of {nodes} nodes would train alone: another one is lost, or its clock differs by over 15 s",
@@ -110,30 +112,35 @@ class NodeAgent(LocalElasticAgent):
         return self.ranks
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result, spec = super()._monitor_workers(worker_group), worker_group.spec
+        ended_elsewhere = result.state == WorkerState.HEALTHY and spec.rdzv_handler.is_closed()
+        if ended_elsewhere and ask(partial(self._store.check, [NODES]), EXIT_SECONDS) == [True]:
+            ended_elsewhere = False  # its ranks had finished, and a stop signal ended its wait for the others
+        if ended_elsewhere:
+            time.sleep(NOTE_SECONDS)
+            result = super()._monitor_workers(worker_group)
         if notes := end_notes(self.notes):
-            (written, first), complete = notes[0], len(notes) == worker_group.spec.local_world_size
+            (written, first), complete = notes[0], len(notes) == spec.local_world_size or ended_elsewhere
             if complete or result.state == WorkerState.FAILED or time.time() - written > NOTE_SECONDS:
                 raise JobEndedError(first)
+        if ended_elsewhere and result.state == WorkerState.HEALTHY:
+            raise RendezvousClosedError
         return result
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes, as the job's store may be on this one. torch's own barrier hears no signal."""
-        store: Any = self._store
-        group, self.ranks = self._worker_group, {}  # without ranks a signal ends the job at once
-        deadline = time.monotonic() + EXPORT_SECONDS
-        ask(lambda: (store.add("nodes left", 1), group.group_rank == 0 and store.set("rank 0 left", "")), EXIT_SECONDS)
-        # No answer: the node of the store has left, or is lost.
-        while answer := ask(lambda: (store.add("nodes left", 0), store.check(["rank 0 left"])), EXIT_SECONDS):
-            [(left, rank_0_left)] = answer
-            if left >= group.group_world_size:
-                break
-            if rank_0_left:
-                deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
-            if time.monotonic() > deadline:
-                print(f"{left} of {group.group_world_size} nodes have finished; no longer waiting", file=sys.stderr)
-                break
-            time.sleep(POLL_SECONDS)
+        store, group, self.ranks = self._store, self._worker_group, {}  # without ranks a signal ends the job at once
+        limits = {RANK_0: (1, EXPORT_SECONDS), NODES: (group.group_world_size, EXIT_SECONDS)}
+        ask(lambda: [store.add(key, key == NODES or group.group_rank == 0) for key in limits], EXIT_SECONDS)
+        for key, (nodes, seconds) in limits.items():
+            deadline = time.monotonic() + seconds
+            while (finished := ask(partial(store.add, key, 0), EXIT_SECONDS)) and finished[0] < nodes:
+                if time.monotonic() > deadline:
+                    print(f"{finished[0]} of {nodes} {key} have finished; no longer waiting", file=sys.stderr)
+                    return
+                time.sleep(POLL_SECONDS)
+            if not finished:  # the store's node has left, or is lost
+                return
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """SIGTERM asks a rank to save first; ranks of a job that ended by a message or Ctrl-C are killed.
@@ -169,54 +176,56 @@ def launch(program: Sequence[str], ranks: int, nodes: int, endpoint: str, job: J
         for number in itertools.count():
             meeting = RendezvousParameters("c10d", endpoint, f"launch-{number}", nodes, nodes)
             meeting.config |= {"join_timeout": math.ceil(job.startup_timeout_seconds), "folder": job.dump_folder}
-            note = _run(program, ranks, job.max_restarts, meeting, Path(notes))
-            if note.message:
-                print(note.message, file=sys.stderr)
-            if note.code or not take_relaunch(Path(notes)):
+            if note := _run(program, ranks, job.max_restarts, meeting, Path(notes)):
+                if note.message:
+                    print(note.message, file=sys.stderr)
                 return note.code
     raise AssertionError
 
 
-def _run(program: Sequence[str], ranks: int, max_restarts: int, meeting: RendezvousParameters, notes: Path) -> EndNote:
-    """Run the ranks until the job ends or relaunches."""
+def _run(
+    program: Sequence[str], ranks: int, max_restarts: int, meeting: RendezvousParameters, notes: Path
+) -> EndNote | None:
+    """Run the ranks until the job ends, or until they ask for a relaunch, which is None."""
     handler: Any = None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         handler = _join(meeting)
-        spec = WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts)
-        agent = NodeAgent(spec, notes)
+        agent = NodeAgent(
+            WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts), notes
+        )
         result = agent.run()
-        if agent.stopping:
-            take_relaunch(notes)
         if result.state == WorkerState.UNHEALTHY:  # stuck in the kernel, where a variable of torch 2.13 asks for that
             return EndNote(1, "error: a rank is stuck; the launcher's log above says where")
         if not result.is_failed():
-            return EndNote(0, "")
+            return None if take_relaunch(notes) and not agent.stopping else EndNote(0, "")
         error = ChildFailedError(program[0], result.failures)
         code = max(1, error.get_first_failure()[1].exitcode)
         lost = f"error: ranks were lost, as said above; job.max_restarts = {max_restarts} are used up; {RESUMES}"
         return EndNote(code, lost if code == LOST_RANK else str(error))
     except JobEndedError as end:
-        take_relaunch(notes)
         return EndNote(*end.args[0])
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
-    except RendezvousTimeoutError:
-        waited = f"{socket.gethostname()} waited {meeting.get('join_timeout')} s at {meeting.endpoint}"
-        return EndNote(LOST_RANK, f"error: {waited}, but not all {meeting.max_nodes} nodes came; {RESUMES}")
     except (RendezvousError, DistNetworkError) as error:
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        return EndNote(
-            LOST_RANK, f"error: no answer at {meeting.endpoint} ({reason}); node 0 has ended or is lost; {RESUMES}"
-        )
+        lost = f"no answer at {meeting.endpoint} ({_reason(error)}); node 0 has ended or is lost"
+        if isinstance(error, RendezvousTimeoutError):
+            waited = f"{socket.gethostname()} waited {meeting.get('join_timeout')} s at {meeting.endpoint}"
+            lost = f"{waited}, but not all {meeting.max_nodes} nodes came"
+        return EndNote(LOST_RANK, f"error: {lost}; {RESUMES}")
     except ConfigError as error:
         return EndNote(2, f"error: {error}")
     except (SignalException, KeyboardInterrupt) as stop:
         number = getattr(stop, "sigval", signal.SIGINT)
         return EndNote(128 + number, f"{number.name}: the ranks were ended; {RESUMES}")
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next agent, if there is one
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next run, if there is one
         if handler:
             handler.shutdown()
+
+
+def _reason(error: Exception) -> str:
+    return str(error.__cause__ or error).partition("\n")[0]
 
 
 def _join(meeting: RendezvousParameters) -> Any:
@@ -226,37 +235,20 @@ def _join(meeting: RendezvousParameters) -> Any:
         ConfigError: the endpoint is another job's, or cannot be reached from other nodes.
         RendezvousConnectionError: node 0 did not answer in the time to join; the cause says why.
     """
-    seconds, told, place = meeting.get("join_timeout", 0), "", copy.copy(meeting)
+    seconds, folder, told = meeting.get("join_timeout", 0), meeting.get("folder"), ""
     deadline = time.monotonic() + seconds
-    host, port = parse_rendezvous_endpoint(meeting.endpoint, DEFAULT_PORT)
     while True:
         try:
-            there, here = route_to(host)
-            if meeting.max_nodes > 1 and is_loopback(there) and host not in (there, "localhost"):
-                raise ConfigError(
-                    f"on this node {host} is {there}, where no other node finds it",
-                    fix="name node 0 by its IP address in RDZV_ENDPOINT, or correct /etc/hosts",
-                )
-            place.local_addr = own_address(host)
-            if there == here or is_loopback(there):  # torch would go by the names of machines
-                place.endpoint = f"localhost:{port}"
-            else:
-                place.config["is_host"] = False
-                # torch would try for a minute, and hear no signal.
-                socket.create_connection((there, port), CONNECT_SECONDS).close()
+            place = _find_node_0(meeting)
             backend, store = create_backend(place)
             break
         except (RendezvousConnectionError, OSError) as error:
-            reason = str(error.__cause__ or error).partition("\n")[0]
             if time.monotonic() > deadline:
-                raise RendezvousConnectionError from OSError(reason)
-        if signal.sigpending() & set(STOP):  # blocked between two launches
-            raise JobEndedError(EndNote(0, ""))
-        if reason != told:
-            print(f"no answer at {meeting.endpoint} yet ({reason}); trying for {seconds} s", file=sys.stderr)
-        told = reason
+                raise RendezvousConnectionError from error.__cause__ or error
+            if (reason := _reason(error)) != told:
+                print(f"no answer at {meeting.endpoint} yet ({reason}); trying for {seconds} s", file=sys.stderr)
+            told = reason
         time.sleep(POLL_SECONDS)
-    folder = meeting.get("folder")
     if (other := store.compare_set("folder", "", folder).decode()) != folder:
         raise ConfigError(
             f"the job at {meeting.endpoint} has job.dump_folder = {other!r}, and this one {folder!r}",
@@ -268,7 +260,33 @@ def _join(meeting: RendezvousParameters) -> Any:
         if answer := ask(lambda: getattr(store, method)(*arguments), seconds):
             return answer[0]
         seconds = 0  # it is waited for once
-        raise RendezvousConnectionError from OSError("the connection broke, or was silent")
+        raise RendezvousConnectionError("the connection broke, or was silent")
 
     backend._call_store = call  # type: ignore[assignment, method-assign]
     return create_handler(store, backend, place)
+
+
+def _find_node_0(meeting: RendezvousParameters) -> RendezvousParameters:
+    """The meeting by addresses, as torch would go by the names of machines.
+
+    Raises:
+        ConfigError: other nodes cannot reach the endpoint.
+        OSError: nothing listens at it yet, or it cannot be reached.
+    """
+    host, port = parse_rendezvous_endpoint(meeting.endpoint, DEFAULT_PORT)
+    there, here = route_to(host)
+    loopback = ip_address(there).is_loopback
+    if meeting.max_nodes > 1 and loopback and host not in (there, "localhost"):
+        raise ConfigError(
+            f"on this node {host} is {there}, where no other node finds it",
+            fix="name node 0 by its IP address in RDZV_ENDPOINT, or correct /etc/hosts",
+        )
+    place = copy.copy(meeting)
+    place.local_addr = own_address(host)
+    if loopback or there == here:
+        place.endpoint = f"localhost:{port}"
+    else:
+        place.config["is_host"] = False
+        # torch would try for a minute, and hear no signal.
+        socket.create_connection((there, port), CONNECT_SECONDS).close()
+    return place

@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torchtitan_cp.runtime.network import ask
-from torchtitan_cp.runtime.nodes import node_name
+from torchtitan_cp.runtime.nodes import ask, node_name
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,7 +162,7 @@ def test_parity_is_asked_of_the_ranks_and_the_check_knows_that_no_weights_are_re
     config = str(write_run(tmp_path))
     check, job = started(monkeypatch, [config, "--nproc", "2", "--training.seed=3", "--verify-parity", *given])
     assert job[0] == [str(command.TRAIN), config, "--training.seed=3", "--verify-parity", length]
-    assert check[-2:] == ["--training.seed=3", "--parity"]
+    assert check[-2:] == ["--training.seed=3", "--verify-parity"]
 
 
 def test_an_override_with_a_space_is_no_value_of_the_option_before_it(
@@ -172,7 +171,7 @@ def test_an_override_with_a_space_is_no_value_of_the_option_before_it(
     config, override = str(write_run(tmp_path)), "--model.overrides={n_layers = 1}"
     check, job = started(monkeypatch, [override, config, "--nproc", "2", "--verify-parity", override])
     assert job[0] == [str(command.TRAIN), config, override, override, "--verify-parity", "0"]
-    assert check[-3:] == [override, override, "--parity"]
+    assert check[-3:] == [override, override, "--verify-parity"]
     layers: list[int] = []
     monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
     monkeypatch.setattr(train, "run_doctor", lambda config, *_: layers.append(config.model.overrides["n_layers"]) or 1)
@@ -246,12 +245,10 @@ def test_check_and_launcher_each_ask_torch_for_the_gpus_of_a_node(
 
 
 def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Passed:
-        returncode = 0
-
     commands: list[list[str]] = []
-    monkeypatch.setattr(command.subprocess, "run", lambda line, **options: commands.append(line) or Passed())
-    assert command.main(["my.toml", "--dry-run", "--world-size", "64"]) == 0
+    monkeypatch.setattr(os, "execv", lambda program, line: commands.append(line) or sys.exit())
+    with pytest.raises(SystemExit):
+        command.main(["my.toml", "--dry-run", "--world-size", "64"])
     assert commands == [[sys.executable, str(command.TRAIN), "my.toml", "--dry-run", "--world-size", "64"]]
 
 
@@ -324,7 +321,7 @@ def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> Non
     agent = object.__new__(launcher.NodeAgent)
     agent.stopping = True
     with pytest.raises(launcher.JobEndedError) as ended:
-        agent._initialize_workers(None)  # type: ignore[arg-type]
+        agent._rendezvous(None)  # type: ignore[arg-type]
     assert ended.value.args[0].code == 0
 
 
@@ -370,7 +367,7 @@ def test_rank_0_logs_at_the_level_of_the_config(
     [
         (["--world-size", "8"], "--world-size, --rank, --device need --dry-run"),
         (["--device=h100-80g"], "--world-size, --rank, --device need --dry-run"),
-        (["--doctor", "--verify-parity"], "give --doctor or --verify-parity"),
+        (["--doctor", "--verify-parity"], "argument --verify-parity: not allowed with argument --doctor"),
     ],
 )
 def test_options_that_need_or_exclude_another_are_refused(
@@ -389,12 +386,9 @@ def test_a_dry_run_is_of_as_many_ranks_as_would_start(
 ) -> None:
     commands = list[list[str]]()
 
-    def run(program: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(program)
-        return subprocess.CompletedProcess(program, 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert command.main(["a.toml", "--nproc=2", "--nnodes=2", "--rdzv-endpoint=a:1", "--dry-run", *own]) == 0
+    monkeypatch.setattr(os, "execv", lambda program, line: commands.append(line) or sys.exit())
+    with pytest.raises(SystemExit):
+        command.main(["a.toml", "--nproc=2", "--nnodes=2", "--rdzv-endpoint=a:1", "--dry-run", *own])
     assert commands[0][3:] == ["--dry-run", *own, *wanted]
 
 

@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from torchtitan_cp.config import ConfigError
-from torchtitan_cp.runtime import launcher, network
+from torchtitan_cp.runtime import launcher, nodes
 from torchtitan_cp.runtime.watchdog import LOST_RANK
 
 
@@ -47,7 +51,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> launcher.RendezvousParameters:
     """The second of two nodes, in a network where names mean what `route_to` says."""
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(launcher, "route_to", lambda host: ("127.0.0.1", "10.0.0.2"))
-    monkeypatch.setattr(launcher, "is_loopback", lambda address: False)
+    monkeypatch.setattr(launcher, "ip_address", lambda address: SimpleNamespace(is_loopback=address != "127.0.0.1"))
     monkeypatch.setattr(launcher, "own_address", lambda host: "127.0.0.1")
     return launcher.RendezvousParameters("c10d", "node0:1", "test", 2, 2, join_timeout=60, folder="run")
 
@@ -90,7 +94,6 @@ def test_a_name_that_is_a_loopback_address_on_node_0_itself_is_refused(
 ) -> None:
     """As in Debian's /etc/hosts."""
     monkeypatch.setattr(launcher, "route_to", lambda host: ("127.0.1.1", "127.0.0.1"))
-    monkeypatch.setattr(launcher, "is_loopback", lambda address: True)
     with pytest.raises(ConfigError, match=r"on this node node0 is 127\.0\.1\.1, where no other node finds it"):
         launcher._join(meeting)
 
@@ -108,7 +111,7 @@ def test_a_signal_is_heard_while_node_0_is_silent_and_then_it_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(network, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(nodes, "NOTICE_SECONDS", 0.1)
     meeting.config["join_timeout"] = 1
     backend = launcher._join(meeting)._state_holder._backend
     monkeypatch.setattr(TCPStore, "get", lambda *_: threading.Event().wait())
@@ -173,11 +176,31 @@ def test_nodes_do_not_train_without_one_whose_clock_is_wrong(
     """torch's rendezvous takes it for dead, and goes on with the others."""
     monkeypatch.setattr(launcher.LocalElasticAgent, "_rendezvous", lambda *_: None)
     handler = SimpleNamespace(settings=SimpleNamespace(max_nodes=2))
-    group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler), group_world_size=2)
+    leaving._remaining_restarts = 0
+    group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler, max_restarts=0), group_world_size=2)
     leaving._rendezvous(group)
     group.group_world_size = 1
     with pytest.raises(ConfigError, match=r"1 of 2 nodes would train alone: .* its clock differs by over 15 s"):
         leaving._rendezvous(group)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_ranks_end_soon_after_another_node_has_ended_the_job_but_not_when_it_has_finished(
+    leaving: launcher.NodeAgent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: bool
+) -> None:
+    monkeypatch.setattr(launcher, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(launcher.LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.HEALTHY))
+    spec = SimpleNamespace(rdzv_handler=SimpleNamespace(is_closed=lambda: True), local_world_size=2)
+    leaving.notes, group = tmp_path, SimpleNamespace(spec=spec)
+    if finished:
+        leaving._store.add(launcher.NODES, 1)
+        assert leaving._monitor_workers(group).state == WorkerState.HEALTHY  # type: ignore[arg-type]
+        return
+    with pytest.raises(RendezvousClosedError):
+        leaving._monitor_workers(group)  # type: ignore[arg-type]
+    threading.Timer(0.02, (tmp_path / "end-1").write_text, ['[2, "error: of this node"]']).start()
+    with pytest.raises(launcher.JobEndedError, match="error: of this node"):
+        leaving._monitor_workers(group)  # type: ignore[arg-type]
 
 
 def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.NodeAgent) -> None:
@@ -187,20 +210,19 @@ def test_a_stop_signal_ends_a_node_that_waits_for_a_lost_one(leaving: launcher.N
 
 
 @pytest.mark.parametrize(
-    ("does", "exit_seconds"), [(("add", "nodes left", 1), 600.0), (("set", "rank 0 left", ""), 0.1)]
+    ("left", "exit_seconds"), [([launcher.RANK_0, launcher.NODES], 600.0), ([launcher.RANK_0], 0.1)]
 )
 def test_a_node_waits_for_the_others_and_not_for_long_once_rank_0_has_left(
     leaving: launcher.NodeAgent,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    does: tuple[str, str, object],
+    left: list[str],
     exit_seconds: float,
 ) -> None:
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(launcher, "EXIT_SECONDS", exit_seconds)
-    method, *arguments = does
-    threading.Timer(0.3, getattr(leaving._store, method), arguments).start()
+    threading.Timer(0.3, lambda: [leaving._store.add(key, 1) for key in left]).start()
     begun = time.monotonic()
     leaving._exit_barrier()
     assert time.monotonic() - begun > 0.25
-    assert ("1 of 2 nodes have finished; no longer waiting" in capfd.readouterr().err) == (does[0] == "set")
+    assert ("1 of 2 nodes have finished; no longer waiting" in capfd.readouterr().err) == (exit_seconds < 1)
