@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.runtime.nodes import own_address
 
 
@@ -27,7 +28,13 @@ def use_one_thread() -> None:
         options._threads, options._timeout = 1, timeout
         address = own_address(os.environ.get("MASTER_ADDR", "localhost"))
         default = group.create_device(hostname=address) if address else group.create_default_device()
-        options._devices = [group.create_device(interface=name) for name in _interfaces()] or [default]
+        try:
+            options._devices = [group.create_device(interface=name) for name in _interfaces()] or [default]
+        except RuntimeError:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME = {','.join(_interfaces())!r}, and {socket.gethostname()} has no address there",
+                fix=f"name the one that reaches other nodes: {', '.join(name for _, name in socket.if_nameindex())}",
+            ) from None
         for name, value in others.items():  # enable_reconfigure, from torch 2.15 on
             setattr(options, name, value)
         made_by_torch(self, store, rank, size, options)

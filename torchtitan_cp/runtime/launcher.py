@@ -114,9 +114,8 @@ class NodeAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result, spec = super()._monitor_workers(worker_group), worker_group.spec
         ended_elsewhere = result.state == WorkerState.HEALTHY and spec.rdzv_handler.is_closed()
-        if ended_elsewhere and ask(partial(self._store.check, [NODES]), EXIT_SECONDS) == [True]:
-            ended_elsewhere = False  # its ranks had finished, and a stop signal ended its wait for the others
-        if ended_elsewhere:
+        # A node whose ranks have finished is left out: a stop signal ended its wait for the others.
+        if ended_elsewhere := ended_elsewhere and ask(partial(self._store.check, [NODES]), EXIT_SECONDS) != [True]:
             time.sleep(NOTE_SECONDS)
             result = super()._monitor_workers(worker_group)
         if notes := end_notes(self.notes):

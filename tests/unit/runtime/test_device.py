@@ -1,11 +1,16 @@
 """Random numbers of a step follow from the step; what is counted while it is looked at."""
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.parallel.stopwatch import Stopwatch
 from torchtitan_cp.runtime.device import Device, seed_step, start_ranks
+from torchtitan_cp.runtime.gloo import use_one_thread
 
 
 def drawn(*step: object) -> float:
@@ -72,3 +77,11 @@ def test_a_process_that_no_launcher_started_is_told_how_to_start(monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="no launcher started this process"):
         start_ranks(10.0)
+
+
+def test_an_interface_that_does_not_exist_is_named_with_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_one_thread()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME = 'eth99', and \S+ has no address there") as raised:
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=1))
+    assert socket.if_nameindex()[0][1] in str(raised.value)
