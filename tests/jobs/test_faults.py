@@ -152,7 +152,7 @@ def test_a_job_restarts_by_itself_after_a_rank_is_killed_and_loses_no_step(
     check_whole(folder, uninterrupted)
     told = job.log.read_text()
     assert told.count("resumed from") == len(kills)
-    assert told.count("is dead, stopped or cut off. Last heard on") == len(kills), told
+    assert told.count("has ended or is stopped. Last heard on") == len(kills), told
     assert told.count("sendBytes failed") <= 3 * len(kills), "a store that is gone is asked no more"
 
 
@@ -201,7 +201,7 @@ def test_a_hung_rank_is_named_with_what_it_was_doing_and_the_job_restarts(
     assert re.search(rf"no sign of life from rank {hung} for \d+ s: rank {other} was \w.*; the job is ended", output)
     # Beats are seconds apart: its last one may be older than its first step.
     where = r"Last heard on \S+, pid \d+: (step \d+|before its first step), \w+"
-    assert re.search(rf"rank {hung} is dead, stopped or cut off\. {where}", output), output
+    assert re.search(rf"rank {hung} has ended or is stopped\. {where}", output), output
     recorded = json.loads((folder / "flight_recorder" / f"rank-{other}.json").read_text())
     assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
     check_whole(folder, uninterrupted)

@@ -131,13 +131,13 @@ class Watchdog:
         self._next = (rank + 1) % world_size
         # A connection of its own: the main thread may wait on the store for as long as it likes.
         self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._reachable = True
+        self._reachable, self._answered = True, time.monotonic()
         # The last beats of this rank and of the one that holds the store, for when that is gone.
         self._known: dict[int, Beat] = {}
         # The last beat of the rank listened to, and the time since it was new: own waits, as all may have been stopped.
         self._heard: Beat | None = None
         self._unheard_seconds = 0.0
-        self._found: tuple[dict[int, Beat], set[int]] | None = None
+        self._found: tuple[dict[int, Beat], dict[int, float]] | None = None
         self._reporting_now, self._reported = threading.Lock(), False
         self._main, self._left = threading.get_ident(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -198,9 +198,11 @@ class Watchdog:
         enough = self._unheard_seconds >= (GONE_BEATS * self.beat_seconds if gone else most_silent)
         if not enough or listened_to == self.rank or self._reporting([listened_to]):
             return ""
-        silence = f"no sign of life from rank {listened_to} for {self._unheard_seconds:.0f} s"
-        self._found, self._unheard_seconds = self._silent_ranks(), 0.0
-        return silence if listened_to in self._found[1] else ""
+        found, self._unheard_seconds = self._silent_ranks(), 0.0
+        if listened_to not in found[1]:
+            return ""
+        self._found = found
+        return f"no sign of life from rank {listened_to} for {found[1][listened_to]:.0f} s"
 
     def _beat(self, answer_seconds: float = ANSWER_SECONDS) -> None:
         """Tell the others what this rank does now, and listen to the next one."""
@@ -214,6 +216,7 @@ class Watchdog:
         """The store's answer, or `otherwise`. A store that is gone, or stopped with its rank, is asked once only."""
         answers = ask(lambda: question(self._store), answer_seconds) if self._reachable else []
         self._reachable = bool(answers)
+        self._answered = time.monotonic() if answers else self._answered
         return answers[0] if answers else otherwise
 
     def _read(self, ranks: Iterable[int], answer_seconds: float = ANSWER_SECONDS) -> dict[int, Beat]:
@@ -240,21 +243,21 @@ class Watchdog:
                 self._ask(lambda store: store.set("ended", ""), None)
             dump_flight_recorder(self.folder, self.rank)
 
-    def _silent_ranks(self) -> tuple[dict[int, Beat], set[int]]:
-        """The last beat of each rank that has sent one, and the ranks that are dead, stopped or silent."""
-        everyone = range(self.world_size)
-        beats = self._read(everyone)
+    def _silent_ranks(self) -> tuple[dict[int, Beat], dict[int, float]]:
+        """The last beat of each rank that has sent one, and for how many seconds each silent rank is known to be so."""
+        everyone, begun = range(self.world_size), time.monotonic()
+        first = beats = self._read(everyone)
         silent = {rank for rank, beat in beats.items() if beat.is_gone}
         if not silent - self._reporting(everyone) and self._reachable:
-            first = beats
             for _ in range(6):
                 self._beat()
                 time.sleep(self.beat_seconds / 2)
             beats = self._read(everyone)
             silent = {rank for rank in everyone if rank not in beats or beats[rank] == first.get(rank)}
+        silent -= self._reporting(everyone) | {self.rank}
         if not self._reachable:
-            return self._known, {STORE_HOST} - {self.rank}
-        return beats, silent - self._reporting(everyone) - {self.rank}
+            return self._known, dict.fromkeys({STORE_HOST} - {self.rank}, time.monotonic() - self._answered)
+        return beats, {rank: time.monotonic() - begun + self._unheard_seconds * (rank == self._next) for rank in silent}
 
     def _reporting(self, ranks: Iterable[int]) -> set[int]:
         """Those of the ranks that have given up themselves or left at the end, which are not to blame."""
@@ -262,10 +265,12 @@ class Watchdog:
         return found
 
 
-def describe(beats: dict[int, Beat], silent: set[int]) -> str:
-    """The ranks to blame: silent ones, else those that are behind the others."""
+def describe(beats: dict[int, Beat], silent: dict[int, float]) -> str:
+    """The ranks to blame: silent ones, each with the seconds, else those that are behind the others."""
     if silent:
-        lines = [f"rank {rank} is dead, stopped or cut off. Last heard {_last(beats, rank)}" for rank in sorted(silent)]
+        known = {rank: f"no sign of life from rank {rank} for {seconds:.0f} s" for rank, seconds in silent.items()}
+        known |= {rank: f"rank {rank} has ended or is stopped" for rank in silent.keys() & beats if beats[rank].is_gone}
+        lines = [f"{known[rank]}. Last heard {_last(beats, rank)}" for rank in sorted(silent)]
         waiting = sorted(beats.keys() - silent)[:1]
         lines += [f"rank {rank} waits for the others {_last(beats, rank)}" for rank in waiting]
     else:
@@ -291,13 +296,9 @@ def _place(frame: Any) -> str:
 
 def _is_gone(pid: int) -> bool:
     """Whether a process of this machine has ended or is stopped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return Path("/proc/self/stat").exists()
-    except OSError:
-        return False
-    return state in "ZXTt"
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZXTt"
+    return Path("/proc/self").exists() and not Path(f"/proc/{pid}").exists()
 
 
 def dump_flight_recorder(folder: Path, rank: int) -> None:
@@ -328,15 +329,11 @@ def name_lost_ranks(watch: Watchdog | None = None) -> Iterator[None]:
         reason, *more = str(error).strip().splitlines()
         if "Last error:" in more:  # NCCL's own; it may be out of memory
             reason += f" ... {' '.join(more[more.index('Last error:') :])}"
+        lost = f"lost contact with another rank ({reason})"
         if watch:
-            watch.report(f"lost contact with another rank ({reason})")
+            watch.report(lost)
         else:
             how = "Each node must reach every other, on all ports: see Several nodes in docs/troubleshooting.md"
-            logger.error(
-                "lost contact with another rank (%s) before the ranks had joined, on %s. %s",
-                reason,
-                socket.gethostname(),
-                how,
-            )
+            logger.error("%s before the ranks had joined, on %s. %s", lost, socket.gethostname(), how)
         time.sleep(GRACE_SECONDS)
         raise LostRankError(reason) from None

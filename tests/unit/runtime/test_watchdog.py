@@ -21,20 +21,20 @@ def beat(host: str, what: str, step: int = 7) -> Beat:
 
 
 def test_a_silent_rank_is_to_blame_and_the_others_wait() -> None:
-    text = describe({0: beat("a", STEP), 1: beat("b", STEP, 6), 2: beat("c", STEP)}, {1})
+    text = describe({0: beat("a", STEP), 1: beat("b", STEP, 6), 2: beat("c", STEP)}, {1: 30.0})
     assert text.splitlines() == [
-        f"  rank 1 is dead, stopped or cut off. Last heard on b, pid 99: step 6, {STEP} for 12 s, "
+        f"  no sign of life from rank 1 for 30 s. Last heard on b, pid 99: step 6, {STEP} for 12 s, "
         "at data/loader.py:9 in read",
         f"  rank 0 waits for the others on a, pid 99: step 7, {STEP} for 12 s, at data/loader.py:9 in read",
     ]
 
 
 def test_a_rank_that_never_joined_is_named() -> None:
-    assert "rank 1 is dead, stopped or cut off. Last heard never" in describe({0: beat("a", STEP, 0)}, {1})
+    assert "no sign of life from rank 1 for 30 s. Last heard never" in describe({0: beat("a", STEP, 0)}, {1: 30.0})
 
 
 def test_where_all_are_alive_the_one_that_does_something_else_is_to_blame() -> None:
-    text = describe({0: beat("a", STEP), 1: beat("b", BATCH), 2: beat("c", STEP)}, set())
+    text = describe({0: beat("a", STEP), 1: beat("b", BATCH), 2: beat("c", STEP)}, {})
     assert text == f"  rank 1 hangs on b, pid 99: step 7, {BATCH} for 12 s, at data/loader.py:9 in read"
 
 
