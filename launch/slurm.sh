@@ -19,6 +19,6 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the folder of the repositor
 export NNODES="$SLURM_JOB_NUM_NODES"
 first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # Each job has its own port, since two jobs may share a node.
-export RDZV_ENDPOINT="$first_node:$((20000 + SLURM_JOB_ID % 10000))"
+export RDZV_ENDPOINT="${RDZV_ENDPOINT:-$first_node:$((20000 + SLURM_JOB_ID % 10000))}"
 # srun does not take the processors of a task from sbatch.
 srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec ./run_train.sh "$@"' run_train "$@"

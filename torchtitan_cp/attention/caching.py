@@ -90,7 +90,7 @@ def hashed_once(cls: type[T]) -> type[T]:
     def kept_hash(self: Any) -> int:
         return self.__dict__.get("hash") or self.__dict__.setdefault("hash", of_fields(self))
 
-    cls.__hash__ = kept_hash  # type: ignore[assignment, method-assign]
+    cls.__hash__ = kept_hash  # type: ignore[method-assign]
     cls.__reduce__ = lambda self: (cls, tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore
     return cls
 

@@ -13,9 +13,11 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -41,7 +43,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torchtitan_cp.config import ConfigError
 from torchtitan_cp.config.sections import Job
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote, end_notes, take_relaunch
-from torchtitan_cp.runtime.nodes import ask, own_address, route_to
+from torchtitan_cp.runtime.nodes import ask, is_own, own_address, route_to
 from torchtitan_cp.runtime.signals import STOP
 from torchtitan_cp.runtime.watchdog import LOST_RANK
 
@@ -67,18 +69,20 @@ class NodeAgent(LocalElasticAgent):
     Args:
         spec: what the agent starts, how often, and where nodes meet.
         notes: folder of the ranks' notes.
+        stopping: set when a stop signal comes.
     """
 
     _store: Any
 
-    def __init__(self, spec: WorkerSpec, notes: Path) -> None:
+    def __init__(self, spec: WorkerSpec, notes: Path, stopping: threading.Event) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(notes)))
-        self.notes, self.stopping, self.ranks = notes, False, dict[int, int]()
+        self.notes, self.stopping, self.ranks = notes, stopping, dict[int, int]()
         for number in STOP:
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        repeated, self.stopping, self._remaining_restarts = self.stopping, True, 0
+        repeated, self._remaining_restarts = self.stopping.is_set(), 0
+        self.stopping.set()
         for pid in self.ranks.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -89,7 +93,7 @@ class NodeAgent(LocalElasticAgent):
             raise JobEndedError(EndNote(0, ""))
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self.stopping:  # the signal came while the ranks of a failed attempt were ended
+        if self.stopping.is_set():  # the signal came while the ranks of a failed attempt were ended
             raise JobEndedError(EndNote(0, ""))
         spec = worker_group.spec
         if restarts := spec.max_restarts - self._remaining_restarts:
@@ -97,9 +101,9 @@ class NodeAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         nodes = spec.rdzv_handler.settings.max_nodes  # type: ignore[attr-defined]
         if (met := worker_group.group_world_size) != nodes:  # it drops a node whose last sign of life is 15 s old
-            raise ConfigError(
-                f"{met} of {nodes} nodes would train alone: another one is lost, or its clock differs by over 15 s",
-                fix="set the clocks of all nodes by NTP, and start them again",
+            lost = f"error: {met} of {nodes} nodes would train alone: another one is lost, or its clock differs by over"
+            raise JobEndedError(
+                EndNote(LOST_RANK, f"{lost} 15 s\n  fix: set the clocks of all nodes by NTP; {RESUMES}")
             )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -130,7 +134,8 @@ class NodeAgent(LocalElasticAgent):
         """Wait for the other nodes, as the job's store may be on this one. torch's own barrier hears no signal."""
         store, group, self.ranks = self._store, self._worker_group, {}  # without ranks a signal ends the job at once
         limits = {RANK_0: (1, EXPORT_SECONDS), NODES: (group.group_world_size, EXIT_SECONDS)}
-        ask(lambda: [store.add(key, key == NODES or group.group_rank == 0) for key in limits], EXIT_SECONDS)
+        if not ask(lambda: [store.add(key, key == NODES or group.group_rank == 0) for key in limits], EXIT_SECONDS):
+            return
         for key, (nodes, seconds) in limits.items():
             deadline = time.monotonic() + seconds
             while (finished := ask(partial(store.add, key, 0), EXIT_SECONDS)) and finished[0] < nodes:
@@ -148,7 +153,9 @@ class NodeAgent(LocalElasticAgent):
         """
         ended = isinstance(sys.exc_info()[1], (JobEndedError, KeyboardInterrupt, SignalException))
         if self._pcontext:  # closed here, as torch 2.11's _shutdown takes no timeout
-            self._pcontext.close(signal.SIGKILL if ended else death_sig, timeout if self.stopping else CRASH_SECONDS)
+            self._pcontext.close(
+                signal.SIGKILL if ended else death_sig, timeout if self.stopping.is_set() else CRASH_SECONDS
+            )
         super()._shutdown()
         self.ranks = {}
 
@@ -186,18 +193,16 @@ def _run(
     program: Sequence[str], ranks: int, max_restarts: int, meeting: RendezvousParameters, notes: Path
 ) -> EndNote | None:
     """Run the ranks until the job ends, or until they ask for a relaunch, which is None."""
-    handler: Any = None
+    handler, stopping = None, threading.Event()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-        handler = _join(meeting)
-        agent = NodeAgent(
-            WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts), notes
-        )
-        result = agent.run()
+        handler = _join(meeting, stopping)
+        spec = WorkerSpec("trainer", ranks, handler, None, sys.executable, ("-u", *program), max_restarts)
+        result = NodeAgent(spec, notes, stopping).run()
         if result.state == WorkerState.UNHEALTHY:  # stuck in the kernel, where a variable of torch 2.13 asks for that
             return EndNote(1, "error: a rank is stuck; the launcher's log above says where")
         if not result.is_failed():
-            return None if take_relaunch(notes) and not agent.stopping else EndNote(0, "")
+            return None if take_relaunch(notes) and not stopping.is_set() else EndNote(0, "")
         error = ChildFailedError(program[0], result.failures)
         code = max(1, error.get_first_failure()[1].exitcode)
         lost = f"error: ranks were lost, as said above; job.max_restarts = {max_restarts} are used up; {RESUMES}"
@@ -207,6 +212,8 @@ def _run(
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
     except (RendezvousError, DistNetworkError) as error:
+        if written := end_notes(notes):  # the node that ended first was node 0
+            return written[0][1]
         lost = f"no answer at {meeting.endpoint} ({_reason(error)}); node 0 has ended or is lost"
         if isinstance(error, RendezvousTimeoutError):
             waited = f"{socket.gethostname()} waited {meeting.get('join_timeout')} s at {meeting.endpoint}"
@@ -220,14 +227,16 @@ def _run(
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the next run, if there is one
         if handler:
-            handler.shutdown()
+            with suppress(SignalException, KeyboardInterrupt):
+                ask(handler.shutdown, CRASH_SECONDS)
 
 
-def _reason(error: Exception) -> str:
-    return str(error.__cause__ or error).partition("\n")[0]
+def _reason(error: BaseException) -> str:
+    error = error.__cause__ or error
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
-def _join(meeting: RendezvousParameters) -> Any:
+def _join(meeting: RendezvousParameters, stopping: threading.Event) -> Any:
     """Connect to node 0, which may start later than this one.
 
     Raises:
@@ -240,6 +249,7 @@ def _join(meeting: RendezvousParameters) -> Any:
         try:
             place = _find_node_0(meeting)
             backend, store = create_backend(place)
+            store.set_timeout(timedelta(seconds=seconds))
             break
         except (RendezvousConnectionError, OSError) as error:
             if time.monotonic() > deadline:
@@ -248,19 +258,19 @@ def _join(meeting: RendezvousParameters) -> Any:
                 print(f"no answer at {meeting.endpoint} yet ({reason}); trying for {seconds} s", file=sys.stderr)
             told = reason
         time.sleep(POLL_SECONDS)
-    if (other := store.compare_set("folder", "", folder).decode()) != folder:
-        raise ConfigError(
-            f"the job at {meeting.endpoint} has job.dump_folder = {other!r}, and this one {folder!r}",
-            fix="give each job a port of its own in RDZV_ENDPOINT, and all nodes of a job the same settings",
-        )
 
     def call(method: str, *arguments: Any) -> Any:
         nonlocal seconds
-        if answer := ask(lambda: getattr(store, method)(*arguments), seconds):
+        if answer := ask(lambda: getattr(store, method)(*arguments), seconds, stopping):
             return answer[0]
         seconds = 0  # it is waited for once
         raise RendezvousConnectionError("the connection broke, or was silent")
 
+    if (other := call("compare_set", "folder", "", folder).decode()) != folder:
+        raise ConfigError(
+            f"the job at {meeting.endpoint} has job.dump_folder = {other!r}, and this one {folder!r}",
+            fix="give each job a port of its own in RDZV_ENDPOINT, and all nodes of a job the same settings",
+        )
     backend._call_store = call  # type: ignore[assignment, method-assign]
     return create_handler(store, backend, place)
 
@@ -273,19 +283,20 @@ def _find_node_0(meeting: RendezvousParameters) -> RendezvousParameters:
         OSError: nothing listens at it yet, or it cannot be reached.
     """
     host, port = parse_rendezvous_endpoint(meeting.endpoint, DEFAULT_PORT)
-    there, here = route_to(host)
-    loopback = ip_address(there).is_loopback
-    if meeting.max_nodes > 1 and loopback and host not in (there, "localhost"):
+    there, _ = route_to(host)
+    hidden = meeting.max_nodes > 1 and ip_address(there).is_loopback and host not in (there, "localhost")
+    if hidden and not ("GLOO_SOCKET_IFNAME" in os.environ or "NCCL_SOCKET_IFNAME" in os.environ):
         raise ConfigError(
-            f"on this node {host} is {there}, where no other node finds it",
-            fix="name node 0 by its IP address in RDZV_ENDPOINT, or correct /etc/hosts",
+            f"on this node {host} is {there}, where no other node finds its ranks",
+            fix="name node 0 by its IP address in RDZV_ENDPOINT, or the interface that reaches the other nodes in "
+            "GLOO_SOCKET_IFNAME, or correct /etc/hosts",
         )
     place = copy.copy(meeting)
-    place.local_addr = own_address(host)
-    if loopback or there == here:
+    place.local_addr = None if hidden else own_address(host)
+    if is_own(host):
         place.endpoint = f"localhost:{port}"
     else:
-        place.config["is_host"] = False
+        place.config = {**meeting.config, "is_host": False}
         # torch would try for a minute, and hear no signal.
-        socket.create_connection((there, port), CONNECT_SECONDS).close()
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
     return place

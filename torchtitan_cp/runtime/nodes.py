@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-NOTICE_SECONDS = 60.0
+NOTICE_SECONDS, STOP_SECONDS = 60.0, 10.0
 
 
 def node_name() -> str:
@@ -40,6 +40,20 @@ def route_to(host: str) -> tuple[str, str]:
         return str(address[0]), str(probe.getsockname()[0])
 
 
+def is_own(host: str) -> bool:
+    """Whether a host is this machine, by its name or by an address of an interface.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    found = [host == socket.gethostname()]
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+            probe.bind(address)
+            found.append(True)
+    return any(found)
+
+
 @cache
 def own_address(host: str) -> str | None:
     """The address at which another machine finds this one, where its own name does not say so; None where it does.
@@ -55,23 +69,31 @@ def own_address(host: str) -> str | None:
     return route_to(host)[1]
 
 
-def ask(question: Callable[[], Any], seconds: float) -> list[Any]:
+def ask(question: Callable[[], Any], seconds: float, stopping: threading.Event | None = None) -> list[Any]:
     """The answer of a store, alone in a list; [] if it fails, or takes longer.
 
     A thread asks: in the main thread no signal is heard until TCP gives up a lost node, after a quarter of an hour.
+
+    Args:
+        stopping: once it is set, 10 s are enough.
     """
     answers: list[Any] = []
 
     def ask_store() -> None:
-        with suppress(RuntimeError):
+        with suppress(Exception):
             answers.append(question())
 
     thread = threading.Thread(target=ask_store, daemon=True)
     thread.start()
-    thread.join(min(seconds, NOTICE_SECONDS))
-    if thread.is_alive() and seconds > NOTICE_SECONDS:
-        print(f"node 0 has not answered for {NOTICE_SECONDS:g} s; waiting up to {seconds:g} s for it", file=sys.stderr)
-        thread.join(seconds - NOTICE_SECONDS)
+    begun, told, waited = time.monotonic(), False, 0.0
+    while thread.is_alive() and waited < seconds and not (stopping and stopping.is_set() and waited > STOP_SECONDS):
+        if waited > NOTICE_SECONDS and not told:
+            print(
+                f"node 0 has not answered for {NOTICE_SECONDS:g} s; waiting up to {seconds:g} s for it", file=sys.stderr
+            )
+            told = True
+        thread.join(min(0.2, seconds - waited))
+        waited = time.monotonic() - begun
     return answers
 
 
@@ -91,11 +113,13 @@ def hosts_without(folder: Path, seconds: float) -> list[str]:
             (folder / name[0]).touch()
     dist.broadcast_object_list(name)
     probe, deadline = folder / name[0], time.monotonic() + seconds
-    looks = rank > 0 and is_first_of_node()
-    while looks and not probe.exists() and time.monotonic() < deadline:
+    found = rank == 0 or not is_first_of_node()
+    while not found and time.monotonic() < deadline:
         time.sleep(0.1)
+        with suppress(OSError):  # this node may not enter it
+            found = probe.exists()
     hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname() if looks and not probe.exists() else "")
+    dist.all_gather_object(hosts, "" if found else socket.gethostname())
     if rank == 0:
         with suppress(OSError):
             probe.unlink()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.rank_pool import RankPool, backend_of, rank_device
 from tests.support.runs import TINY, prepared, write_run
+from torchtitan_cp.config import ConfigError
 from torchtitan_cp.runtime.device import freeze_long_lived_objects
 from torchtitan_cp.runtime.gloo import _interfaces
 from torchtitan_cp.training import trainer
@@ -74,7 +75,7 @@ def group_over(interface: str) -> str:
         changed.setenv("GLOO_SOCKET_IFNAME", interface)
         try:
             dist.new_group(backend="gloo")
-        except RuntimeError as error:
+        except ConfigError as error:
             return str(error)
     return "made"
 

@@ -53,6 +53,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> launcher.RendezvousParameters:
     monkeypatch.setattr(launcher, "route_to", lambda host: ("127.0.0.1", "10.0.0.2"))
     monkeypatch.setattr(launcher, "ip_address", lambda address: SimpleNamespace(is_loopback=address != "127.0.0.1"))
     monkeypatch.setattr(launcher, "own_address", lambda host: "127.0.0.1")
+    monkeypatch.setattr(launcher, "is_own", lambda host: False)
     return launcher.RendezvousParameters("c10d", "node0:1", "test", 2, 2, join_timeout=60, folder="run")
 
 
@@ -77,32 +78,43 @@ def test_a_node_waits_for_node_0_as_long_as_a_start_may_take(
         return "127.0.0.1", "10.0.0.2"
 
     monkeypatch.setattr(launcher, "route_to", route_to)
-    launcher._join(meeting)
+    launcher._join(meeting, threading.Event())
     said = capfd.readouterr().err
-    assert (
-        said.count(f"no answer at 127.0.0.1:{node_0.port} yet ([Errno -3] Temporary failure in name resolution)") == 1
-    )
+    assert said.count(f"no answer at 127.0.0.1:{node_0.port} yet (Temporary failure in name resolution)") == 1
 
     meeting.endpoint, meeting.config["join_timeout"] = "127.0.0.1:1", -1
     with pytest.raises(RendezvousConnectionError) as raised:
-        launcher._join(meeting)
+        launcher._join(meeting, threading.Event())
     assert "Connection refused" in str(raised.value.__cause__)
 
 
 def test_a_name_that_is_a_loopback_address_on_node_0_itself_is_refused(
     meeting: launcher.RendezvousParameters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Debian's /etc/hosts."""
+    """As in Debian's /etc/hosts. Not where the interface is named, as other nodes may know the name's address."""
     monkeypatch.setattr(launcher, "route_to", lambda host: ("127.0.1.1", "127.0.0.1"))
-    with pytest.raises(ConfigError, match=r"on this node node0 is 127\.0\.1\.1, where no other node finds it"):
-        launcher._join(meeting)
+    monkeypatch.setattr(launcher, "is_own", lambda host: True)
+    with pytest.raises(ConfigError, match=r"on this node node0 is 127\.0\.1\.1, where no other node finds its ranks"):
+        launcher._find_node_0(meeting)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    place = launcher._find_node_0(meeting)
+    assert (place.endpoint, place.local_addr) == ("localhost:1", None)
+
+
+def test_a_node_knows_itself_by_name_and_by_any_address_of_its_interfaces() -> None:
+    assert [nodes.is_own(host) for host in (socket.gethostname(), "127.0.0.1", "127.9.8.7", "192.0.2.1")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_job_at_another_jobs_endpoint_is_refused(meeting: launcher.RendezvousParameters, node_0: TCPStore) -> None:
-    launcher._join(meeting)
+    launcher._join(meeting, threading.Event())
     meeting.config["folder"] = "other"
     with pytest.raises(ConfigError, match=r"at 127\.0\.0\.1:\d+ has job\.dump_folder = 'run', and this one 'other'"):
-        launcher._join(meeting)
+        launcher._join(meeting, threading.Event())
 
 
 def test_a_signal_is_heard_while_node_0_is_silent_and_then_it_counts_as_lost(
@@ -113,7 +125,7 @@ def test_a_signal_is_heard_while_node_0_is_silent_and_then_it_counts_as_lost(
 ) -> None:
     monkeypatch.setattr(nodes, "NOTICE_SECONDS", 0.1)
     meeting.config["join_timeout"] = 1
-    backend = launcher._join(meeting)._state_holder._backend
+    backend = launcher._join(meeting, threading.Event())._state_holder._backend
     monkeypatch.setattr(TCPStore, "get", lambda *_: threading.Event().wait())
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -124,6 +136,13 @@ def test_a_signal_is_heard_while_node_0_is_silent_and_then_it_counts_as_lost(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
+
+    monkeypatch.setattr(nodes, "STOP_SECONDS", 0.1)
+    stopping = threading.Event()
+    stopping.set()
+    begun = time.monotonic()
+    assert nodes.ask(threading.Event().wait, 60, stopping) == []
+    assert time.monotonic() - begun < 5, "not long where it was asked to stop"
     begun = time.monotonic()
     with pytest.raises(RendezvousConnectionError):
         backend.get_state()
@@ -146,17 +165,21 @@ def test_nodes_that_lose_each_other_end_with_the_code_of_a_lost_rank(
     error: Exception,
     said: str,
 ) -> None:
-    def join(meeting: launcher.RendezvousParameters) -> None:
+    def join(meeting: launcher.RendezvousParameters, stopping: threading.Event) -> None:
         raise error
 
     monkeypatch.setattr(launcher, "_join", join)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
         note = launcher._run(["train.py"], 1, 0, meeting, tmp_path)
+        (tmp_path / "end-0").write_text('[3, "error: halted"]')
+        halted = launcher._run(["train.py"], 1, 0, meeting, tmp_path)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert note
     assert note.code == LOST_RANK
     assert re.search(said, note.message)
+    assert halted == (3, "error: halted"), "what a rank of this node wrote comes first"
 
 
 @pytest.fixture
@@ -164,7 +187,7 @@ def leaving() -> Iterator[launcher.NodeAgent]:
     """The agent of the second of two nodes, whose ranks have ended."""
     agent = launcher.NodeAgent.__new__(launcher.NodeAgent)
     agent._store, agent._worker_group = HashStore(), SimpleNamespace(group_rank=1, group_world_size=2)  # type: ignore
-    agent.stopping, agent.ranks = False, {0: 2**22}
+    agent.stopping, agent.ranks = threading.Event(), {0: 2**22}
     before = signal.signal(signal.SIGTERM, agent._stop)
     yield agent
     signal.signal(signal.SIGTERM, before)
@@ -180,7 +203,9 @@ def test_nodes_do_not_train_without_one_whose_clock_is_wrong(
     group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler, max_restarts=0), group_world_size=2)
     leaving._rendezvous(group)
     group.group_world_size = 1
-    with pytest.raises(ConfigError, match=r"1 of 2 nodes would train alone: .* its clock differs by over 15 s"):
+    with pytest.raises(
+        launcher.JobEndedError, match=r"1 of 2 nodes would train alone: .* its clock differs by over 15 s"
+    ):
         leaving._rendezvous(group)
 
 
