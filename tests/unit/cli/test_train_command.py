@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -319,7 +320,8 @@ def test_a_rank_that_cannot_leave_a_note_prints(
 
 def test_a_stop_while_the_ranks_of_a_failed_attempt_end_starts_no_other() -> None:
     agent = object.__new__(launcher.NodeAgent)
-    agent.stopping = True
+    agent.stopping = threading.Event()
+    agent.stopping.set()
     with pytest.raises(launcher.JobEndedError) as ended:
         agent._rendezvous(None)  # type: ignore[arg-type]
     assert ended.value.args[0].code == 0
@@ -334,11 +336,11 @@ class Gone(io.StringIO):
 
 def test_a_stop_reaches_the_ranks_where_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     agent, signals = object.__new__(launcher.NodeAgent), list[tuple[int, int]]()
-    agent.stopping, agent.ranks = False, {0: 11, 1: 12}
+    agent.stopping, agent.ranks = threading.Event(), {0: 11, 1: 12}
     monkeypatch.setattr(os, "kill", lambda *of: signals.append(of))
     monkeypatch.setattr(sys, "stderr", Gone())
     agent._stop(signal.SIGTERM, None)
-    assert agent.stopping
+    assert agent.stopping.is_set()
     assert signals == [(11, signal.SIGTERM), (12, signal.SIGTERM)]
 
 
