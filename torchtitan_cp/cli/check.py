@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
         "--nodes", type=at_least(1), metavar="N", help="a rank per GPU of this machine (2 without) on each of N nodes"
     )
     parser.add_argument("--doctor", action="store_true", help="check the config as the doctor runs it")
-    parser.add_argument("--parity", "--verify-parity", action="store_true", help="check the config as that runs it")
+    parser.add_argument("--parity", "--verify-parity", action="store_true", help="check it as that flag runs it")
     options, overrides = parse_with_overrides(parser, arguments)
 
     def check() -> int:

@@ -117,9 +117,13 @@ class NodeAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result, spec = super()._monitor_workers(worker_group), worker_group.spec
-        ended_elsewhere = result.state == WorkerState.HEALTHY and spec.rdzv_handler.is_closed()
-        # A node whose ranks have finished is left out: a stop signal ended its wait for the others.
-        if ended_elsewhere := ended_elsewhere and ask(partial(self._store.check, [NODES]), EXIT_SECONDS) != [True]:
+        ended_elsewhere = (
+            result.state == WorkerState.HEALTHY
+            and spec.rdzv_handler.is_closed()
+            # A node whose ranks have finished is left out: a stop signal ended its wait for the others.
+            and ask(partial(self._store.check, [NODES]), EXIT_SECONDS) != [True]
+        )
+        if ended_elsewhere:
             time.sleep(NOTE_SECONDS)
             result = super()._monitor_workers(worker_group)
         if notes := end_notes(self.notes):
@@ -212,7 +216,7 @@ def _run(
     except RendezvousClosedError:
         return EndNote(1, "error: another node ended the job; its output says why")
     except (RendezvousError, DistNetworkError) as error:
-        if written := end_notes(notes):  # the node that ended first was node 0
+        if written := end_notes(notes):  # a rank of this node knows more: why the job ended
             return written[0][1]
         lost = f"no answer at {meeting.endpoint} ({_reason(error)}); node 0 has ended or is lost"
         if isinstance(error, RendezvousTimeoutError):

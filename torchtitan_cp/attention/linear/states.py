@@ -151,8 +151,8 @@ class StateExchange:
             summarize: gives A and B of segments side by side, or B alone of one in which its document begins.
 
         Returns:
-            `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Of
-            the documents their sizes depend on `plan.most_runs` alone.
+            `[runs, B, H, K, V]`, zeros where a document begins; and a flat tensor for `leave`. Their sizes depend on
+            the documents by `plan.most_runs` alone.
         """
         added, maps = self._to_composers([document[:-1] for document in self.documents], summarize, self.map_dim), {}
         for segment in self.inner:
