@@ -186,7 +186,7 @@ def _gather_messages(plan: Plan, heads: Heads, rates: Rates, forward: list[float
 def _gather_working_bytes(tokens: int, ranks: int, traded: int, heads: Heads) -> float:
     q, kv, c = heads.query * heads.dim, heads.key * 2 * heads.dim, heads.element_bytes
     gathered = ranks * tokens * kv / min(HEAD_GROUPS, heads.key)
-    return gathered * (2 * c + 2 * FP32_BYTES) + tokens * (q + kv) * c
+    return gathered * (2 * c + 3 * FP32_BYTES) + tokens * (q + kv) * c
 
 
 RING = StrategyCosts(_ring_messages, _ring_working_bytes)

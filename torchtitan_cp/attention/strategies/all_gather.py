@@ -33,8 +33,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     for queries, _, gathered in gather_heads(k, v, q.shape[2], call):
         q_group = q[:, :, queries]
         softmax = RunningSoftmax(q_group, v.shape[-1])
-        for _, block in gathered:
-            add_outputs(softmax, q_group, block, call.kernel)
+        while gathered:  # no name keeps keys that are done with
+            add_outputs(softmax, q_group, gathered.pop(0)[1], call.kernel)
         results.append(softmax.result(call.for_heads(queries).sinks))
     out, lse = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
     return out, lse, Residuals(q, k, v, out, lse)
@@ -53,19 +53,10 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 
     for queries, keys, gathered in gather_heads(k, v, q.shape[2], call):
         residuals_group = (dout[:, :, queries], q[:, :, queries], out[:, :, queries], lse[:, :, queries])
-        dq_sum = GradientSum(residuals_group[1])
         # The gradients of all ranks' rows; zeros where no tile here reads them.
         shape = (call.plan.ranks, *k.shape[:2], keys.stop - keys.start, sum(dims))
         gradients = k.new_zeros(shape, dtype=accumulation_dtype(k.dtype))
-        for rows, block in gathered:
-            dkv = [GradientSum(block.k), GradientSum(block.v)]
-            add_gradients((dq_sum, *dkv), residuals_group, block, call.kernel)
-            sizes = [stop - start for _, start, stop in rows]
-            pieces = zip(rows, *(x.total().split(sizes, 1) for x in dkv), strict=True)
-            for (rank, start, stop), dk_rows, dv_rows in pieces:
-                target = gradients[rank, :, start:stop]
-                target[..., : dims[0]], target[..., dims[0] :] = dk_rows, dv_rows
-        dq[:, :, queries] = dq_sum.result()
+        dq[:, :, queries] = _add_group(residuals_group, gathered, gradients, call.kernel)
         collect()
         scattering.append((keys, call.ring_group.reduce_scatter(gradients)))
     collect()
@@ -73,6 +64,24 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 
 
 STRATEGY = Strategy(forward, backward, gathers_keys=True)
+
+
+def _add_group(
+    residuals: tuple[Tensor, Tensor, Tensor, Tensor],
+    gathered: list[tuple[KeyRows, KeyBlock]],
+    gradients: Tensor,
+    kernel: Kernel,
+) -> Tensor:
+    """dQ of some heads; dK and dV go side by side to their ranks' rows of `gradients`. Empties the list."""
+    dq = GradientSum(residuals[1])
+    while gathered:
+        rows, block = gathered.pop(0)
+        dkv = [GradientSum(block.k), GradientSum(block.v)]
+        add_gradients((dq, *dkv), residuals, block, kernel)
+        sizes = [stop - start for _, start, stop in rows]
+        for (rank, start, stop), *parts in zip(rows, *(x.total().split(sizes, 1) for x in dkv), strict=True):
+            torch.cat(parts, -1, out=gradients[rank, :, start:stop])
+    return dq.result()
 
 
 def gather_heads(
