@@ -41,8 +41,8 @@ class Architecture:
             `head_dim`, `ffn_dim`, `layer_windows`, `rotary_dim`, `rope_problem(kind)`, `logit_scale`, `logit_softcap`,
             `never_compiled_and_recomputed`, `longest`, `n_experts`, `attention_widths`, `state_sizes`,
             `linear_parameters()` and `problem()`; for the planner also `matrix_parameters()`, `small_parameters(tp)`,
-            `embedding_parameters(tp)`, `active_ffn_dim`, `experts_per_token` and `heads_of(window)` (see LlamaArgs),
-            and where some states are not 0 `state_widths` (see qwen3_5's HybridArgs).
+            `embedding_parameters(tp)`, `active_ffn_dim`, `experts_per_token`, `fused_norms` and `heads_of(window)`
+            (see LlamaArgs), and where some states are not 0 `state_widths` (see qwen3_5's HybridArgs).
         build: (args, attend) -> module with `layers` (a ModuleDict by number; each has `mlp`, a function of
             each token alone), `tok_embeddings`, `set_rope`, `init_std`, `keep`, which cuts it to a range of layers,
             `is_first` and `is_last`, and `forward(tokens, positions, plan, head)`. `attend` is called with (q, k, v,

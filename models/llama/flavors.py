@@ -47,6 +47,7 @@ class LlamaArgs:
     logit_softcap: ClassVar[float] = 0.0
     never_compiled_and_recomputed: ClassVar[str] = ""  # no layer hands more on than its output
     longest: ClassVar[int] = 0  # tokens of a sequence; 0: any number
+    fused_norms: ClassVar[bool] = True  # each is one kernel on a GPU
 
     @property
     def layer_windows(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ Source: the config.json of each released checkpoint (text_config), Qwen team, 20
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from models.llama.flavors import LlamaArgs
 
@@ -29,6 +29,7 @@ class HybridArgs(LlamaArgs):
     conv_width: int = 4
     attention_every: int = 4
     rotary_share: float = 0.25
+    fused_norms: ClassVar[bool] = False  # they add one to their weights in fp32
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:

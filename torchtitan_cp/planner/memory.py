@@ -133,18 +133,19 @@ def rank_memory(planned: PlannedStage, own: PlannedRank) -> Iterator[Memory]:
     kept = (0.0, 0.0, 0.0) if planned.config.activation.offload else kept_bytes(planned, block)
     # The outer parameters' gradients, whole and on their way to their shards.
     reduced = own.outer_parameters * (planned.element_bytes + planned.reduce_bytes)
+    pipelined = planned.degrees.pp > 1
     phases: list[Phase] = [
         *_loss_phases(planned, own, weights),
         *_block_phases(planned, own, block, kept[2], weights),
-        ("reduction of the last gradients", 1.0, {"communication": weights + reduced}),
+        ("reduction of the last gradients", 1.0, {"communication": reduced + (weights if pipelined else 0.0)}),
         ("update, with some of the state back from the host", 1.0, {"optimizer": parked}),
     ]
     waiting = _waiting_losses(planned, own)
     for phase, gone, extra in phases:
         left = own.kept_layers * (1 - gone)
         held = {kind: left * size for kind, size in zip(("block_inputs", "attention", "mlp"), kept, strict=True)}
-        # Without accumulation a shard's gradient exists once its layer has run backward.
-        shards = gone if planned.stage.micro_batches == 1 else 1.0
+        # Where gradients are reduced once, a shard's exists once its layer has run backward for the last time.
+        shards = gone if planned.stage.micro_batches == 1 or pipelined else 1.0
         now = always | {"gradients": always["gradients"] * shards, "loss": waiting * ("optimizer" not in extra)}
         yield Memory(phase, {kind: sum(part.get(kind, 0.0) for part in (now, held, extra)) for kind in KINDS})
 
@@ -172,9 +173,10 @@ def _gathered_weights(planned: PlannedStage, own: PlannedRank) -> float:
     parallel, block = planned.config.parallel, planned.gathered_block
     # A pipeline's backward leaves all of them gathered, whatever a forward does.
     again = parallel.fsdp_reshard != "never" and parallel.pp == 1
-    # At work: one, those gathered ahead, and the buffer a gather arrives in.
-    blocks = min(own.layers, 2 + parallel.fsdp_prefetch) if again else own.layers + 1
-    gathered = (blocks * block + own.outer_parameters) * planned.element_bytes
+    # At work: one, and those gathered ahead; experts apart from the rest are gathered when that is at work.
+    blocks = min(own.layers, 1 + parallel.fsdp_prefetch) if again else own.layers
+    ahead = (blocks - 1) * planned.gathered_experts if again else 0.0
+    gathered = (blocks * block - ahead + own.outer_parameters) * planned.element_bytes
     # A pipeline reduces once a step: until then whole gradients add up.
     whole = own.parameters + own.layers * (block - planned.counts.block)
     return gathered + (whole * planned.reduce_bytes if parallel.pp > 1 else 0)
@@ -216,8 +218,10 @@ def _block_phases(
     args, c, tp, activation = planned.args, planned.element_bytes, planned.degrees.tp, planned.config.activation
     mode, tiles = activation.checkpoint, activation.mlp_tiles
     output = -(-args.vocab_size // tp) * args.dim * c if own.is_last else 0
-    # A block's gradients whole, and two reduce-scatters of them under way; a pipeline's add up in `weights`.
-    reduced = planned.gathered_block * (c + 2 * planned.reduce_bytes) + output
+    # A block's gradients whole, and those of the one before on their way; a pipeline's add up in `weights`. Of experts
+    # apart from the rest, one of the two.
+    reduced = planned.gathered_block * (c + planned.reduce_bytes) + output
+    reduced -= planned.gathered_experts * min(c, planned.reduce_bytes)
     traffic = weights + (0 if planned.config.parallel.pp > 1 else reduced)
     recomputed = 0.0 if mode == "none" else 1.0
     gradient = block.stream  # of the layer's output, which is as large as its input

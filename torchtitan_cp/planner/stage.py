@@ -75,9 +75,8 @@ class PlannedStage:
 
     @cached_property
     def fused_norm(self) -> bool:
-        """See devices.Accelerator; the compiler fuses norms too. Those of hybrids add one to their weights in fp32."""
-        plain = not any(self.args.state_sizes)
-        return (self.cluster.accelerator.fused_norm and plain) or self.config.compile.enable
+        """See devices.Accelerator; the compiler fuses norms too."""
+        return (self.cluster.accelerator.fused_norm and self.args.fused_norms) or self.config.compile.enable
 
     @cached_property
     def counts(self) -> Parameters:
@@ -86,8 +85,14 @@ class PlannedStage:
 
     @cached_property
     def gathered_block(self) -> float:
-        """Parameters of a layer that FSDP gathers at a time: all but other ranks' experts, which tp does not cut."""
+        """Parameters of a layer that a rank gathers: all but other ranks' experts, which tp does not cut."""
         return self.counts.block + self.counts.experts * (self.degrees.tp / self.degrees.ep - 1)
+
+    @cached_property
+    def gathered_experts(self) -> float:
+        """Of these the experts, where FSDP gathers them apart from the rest: under tp or ep."""
+        apart = self.degrees.tp > 1 or self.degrees.ep > 1
+        return apart * self.counts.experts * self.degrees.tp / self.degrees.ep
 
     @cached_property
     def sent_to_experts(self) -> float:

@@ -99,6 +99,44 @@ def test_the_memory_formula_is_within_10_percent_of_the_real_steps_tensors(
     assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
 
 
+# Weights in flight outweigh everything else: on 4 ranks, 1,024 tokens a rank.
+WIDE = (
+    *("--curriculum.stages[0].seq_len=1024", "--curriculum.stages[0].global_batch_tokens=8192"),
+    *("--training.compute_dtype=bfloat16", "--activation.checkpoint=full", "--tokenizer.vocab_size=512"),
+    "--model.overrides={dim = 2048, n_layers = 6, n_heads = 16, n_kv_heads = 8, head_dim = 128, ffn_dim = 8192}",
+)
+WIDE_EXPERTS = (
+    *(*WIDE[:-1], "--model.architecture=moe"),
+    "--model.overrides={dim = 1024, n_layers = 5, n_heads = 8, n_kv_heads = 4, head_dim = 128, n_experts = 8, "
+    "ffn_dim = 4096}",
+)
+
+
+@deep_rows(
+    "overrides",
+    [
+        WIDE,
+        (*WIDE, "--curriculum.stages[0].global_batch_tokens=4096"),
+        (*WIDE, "--training.compute_dtype=float32"),
+        (*WIDE, "--parallel.fsdp_prefetch=2"),
+        (*WIDE, "--parallel.fsdp_reshard=never"),
+        (*WIDE, "--parallel.pp=2"),
+        (*WIDE, "--tokenizer.vocab_size=64000"),
+        WIDE_EXPERTS,
+        (*WIDE_EXPERTS, "--parallel.ep=2"),
+        (*WIDE_EXPERTS, "--parallel.tp=2"),
+    ],
+    default=[(*WIDE, "--curriculum.stages[0].global_batch_tokens=4096")],
+)
+def test_the_memory_formula_is_within_10_percent_where_weights_outweigh_activations(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    path = write_run(tmp_path)
+    walked = walk(path, 4, *overrides)
+    (planned,) = plan_config(load_config(path, overrides), make_cluster("cpu", 2))
+    assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
+
+
 @pytest.mark.parametrize(
     "overrides", [("--parallel.tp=2",), ("--optimizer.name=muon",), (*EXPERTS, "--optimizer.name=muon")]
 )
