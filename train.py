@@ -25,6 +25,7 @@ from torchtitan_cp.cli.options import at_least, escape_unprintable, parse_with_o
 from torchtitan_cp.cli.train import add_comparison_arguments
 from torchtitan_cp.config import Config, UserError, format_error, load_config
 from torchtitan_cp.config.check import CHECKPOINTS
+from torchtitan_cp.config.errors import format_os_error
 from torchtitan_cp.config.reference import as_text
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.health.recovery import NonFiniteError
@@ -120,11 +121,9 @@ def main(arguments: list[str]) -> int:
     except LostRankError:
         return LOST_RANK
     except OSError as error:
-        if not error.filename:
-            raise
-        logging.getLogger(__name__).debug("raised here:", exc_info=True)
         # Unlike a wrong config the next attempt may succeed, so the launcher makes one.
-        print(f"[rank {rank}] error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"[rank {rank}] {format_os_error(error)}", file=sys.stderr)
+        logging.getLogger(__name__).debug("raised here:", exc_info=True)
         return 1
     return 0
 

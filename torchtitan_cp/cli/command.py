@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from models import ARCHITECTURES
 from torchtitan_cp.attention import ContextParallelError
-from torchtitan_cp.cli.options import escape_unprintable
+from torchtitan_cp.cli.options import escape_unprintable, report_os_errors
 from torchtitan_cp.config import UserError, format_error
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.training.registry import register
@@ -21,7 +21,7 @@ def run_command(work: Callable[[], int], config: str = "") -> int:
     escape_unprintable()
     register(ARCHITECTURES)
     try:
-        return work()
+        return report_os_errors(work)
     except (UserError, ContextParallelError) as error:
         print(format_error(config, error), file=sys.stderr)
         return 2

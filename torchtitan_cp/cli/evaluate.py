@@ -21,6 +21,7 @@ from torchtitan_cp.checkpoint.weights import SavedModel, load_weights, open_save
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.cli.options import at_least
 from torchtitan_cp.config import Config, ConfigError
+from torchtitan_cp.config.errors import name_in_errors
 from torchtitan_cp.config.names import VARIANTS, format_tokens
 from torchtitan_cp.config.sections import Stage
 from torchtitan_cp.evaluation.result import EvaluationResult
@@ -153,7 +154,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         )
     if world.rank == 0:
         print("\n".join(found.lines(int(saved.path.name.removeprefix("step-")), stages[number].seq_len)))
-        write_result(out, saved, stages[number], found)
+        with name_in_errors(out):
+            write_result(out, saved, stages[number], found)
         print(f"written to {out}")
     stop_ranks()
     return 0

@@ -6,7 +6,10 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+from torchtitan_cp.config.errors import format_os_error
 
 LARGEST = 2**62  # torch takes integers of 64 bits
 
@@ -43,6 +46,22 @@ def escape_unprintable() -> None:
     """Write what the encoding of stdout lacks as escapes, as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not a notebook's
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def report_os_errors(work: Callable[[], int]) -> int:
+    """Run a command. A disk that fails, or output that nobody reads, is one message and exit code 2."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        print(format_os_error(error), file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python would try again at its end, and print that too
+            with suppress(OSError):
+                sys.stdout.close()
+        return 2
 
 
 def import_without_gc(name: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides
+from torchtitan_cp.cli.options import at_least, import_without_gc, parse_with_overrides, report_os_errors
 from torchtitan_cp.config import UserError, format_error, load_config
 from torchtitan_cp.config.check import CUDA_GRAPHS
 from torchtitan_cp.config.load import OVERRIDE
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     endpoint = options.rdzv_endpoint if nodes > 1 else launcher.LOCALHOST
-    return int(launcher.launch(program, ranks, nodes, endpoint, config.job))
+    return report_os_errors(lambda: int(launcher.launch(program, ranks, nodes, endpoint, config.job)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,13 @@
 """Errors a user can cause. Each carries its fix; the entry points print both and exit with code 2."""
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Of an open file or pipe, which Python raises without its name; and of tempfile, where no folder can be written.
+NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EPIPE, errno.ENOENT)
+
 
 class UserError(Exception):
     """A file, key, corpus or folder of the user is wrong.
@@ -25,3 +33,26 @@ def format_error(config: str, error: Exception) -> str:
         config: its path as typed. Errors of load_config name it already; those of later checks do not.
     """
     return f"error: {error}" if config in str(error).partition("\n")[0] else f"error: {config}: {error}"
+
+
+@contextmanager
+def name_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name this file or folder in an OSError that names none, as one of a write, a read or a memory map does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
+def format_os_error(error: OSError) -> str:
+    """The message of a file that cannot be read or written, or of output that cannot be printed.
+
+    Raises:
+        OSError: the error itself, if it is neither.
+    """
+    if not error.filename and error.errno not in NAMELESS:
+        raise error
+    file = f"{error.filename}: " if error.filename else ""
+    there = "there" if file else "where the run, data.cache_folder, temporary files (TMPDIR) and this output are"
+    return f"error: {file}{error.strerror}\n  fix: check the disk, its free space and the permissions {there}"

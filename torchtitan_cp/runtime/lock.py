@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -66,9 +66,9 @@ def _lock(folder: Path, stack: ExitStack) -> None:
             logger.warning("%s is locked (%s); waiting %.0f s for it", file.name, holder, LOST_SECONDS)
         waiting = True
         time.sleep(1.0)
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with suppress(OSError):  # a disk that was filled since the check above
+        file.truncate(0)
+        os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def _try_lock(file: TextIO) -> bool:

@@ -39,6 +39,17 @@ def test_a_folder_that_nodes_do_not_share_is_refused_before_training(
         assert "is not shared: on " in refused
 
 
+def enter_with_a_disk_filled_since(folder: Path) -> str:
+    """On a rank: what refuses the job."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "check_dump_folder", lambda folder: Path(folder, ".lock").symlink_to("/dev/full"))
+        return enter([folder])
+
+
+def test_a_lock_needs_no_room_on_the_disk(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    assert ranks(1)(enter_with_a_disk_filled_since, tmp_path) == [""]
+
+
 def test_a_job_on_several_nodes_waits_for_the_lock_of_a_lost_node_and_names_the_holder_otherwise(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

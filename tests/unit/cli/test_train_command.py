@@ -1,6 +1,5 @@
 """`torchtitan-cp COMMAND`, and what `train` refuses before it starts a rank."""
 
-import errno
 import gc
 import io
 import logging
@@ -8,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from torchtitan_cp.cli import train as command
 from torchtitan_cp.cli.check import main as check_config
 from torchtitan_cp.cli.command import run_command
 from torchtitan_cp.config.sections import Job
+from torchtitan_cp.data.corpus.store import append_to
 from torchtitan_cp.data.errors import PreparationStoppedError
 from torchtitan_cp.runtime import job_notes, launcher
 from torchtitan_cp.runtime.job_notes import FOLDER_VARIABLE, EndNote
@@ -107,16 +107,50 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.Mo
         assert output.buffer.getvalue().startswith(b"\\u2265")
 
 
-def test_a_disk_that_fails_is_one_line_with_the_file_and_the_launcher_may_try_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (
+            lambda: os.rmdir("cache/gone"),
+            "cache/gone: No such file or directory\n  fix: check the disk, its free space",
+        ),
+        (lambda: append_to(Path("/dev/full"), b"."), "/dev/full: No space left on device\n  fix: check the disk"),
+        (
+            lambda: Path("/dev/full").write_text("."),
+            "No space left on device\n  fix: check the disk",
+        ),
+    ],
+)
+def test_a_disk_that_fails_is_one_message_with_the_file_and_the_launcher_may_try_again(
+    write: Callable[[], int],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle", "cache/a.bin")
-
     monkeypatch.setattr(train, "start_ranks", lambda seconds: None)
-    monkeypatch.setattr(train, "run", fail)
+    monkeypatch.setattr(train, "run", lambda *_: write())
     assert train.main([str(write_run(tmp_path))]) == 1
-    assert capsys.readouterr().err == "[rank 0] error: cache/a.bin: Stale file handle\n"
+    assert capsys.readouterr().err.startswith(f"[rank 0] error: {said}")
+    assert run_command(write) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_a_system_error_of_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(train, "start_ranks", lambda seconds: os.getpgid(2**22))
+    with pytest.raises(ProcessLookupError):
+        train.main([str(write_run(tmp_path))])
+
+
+def test_a_command_whose_output_nobody_reads_ends_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writes, "w"))
+    assert run_command(lambda: bool(print("said"))) == 2
+    assert sys.stdout.closed, "Python's own end would flush it again"
+    assert capsys.readouterr().err.startswith("error: Broken pipe\n  fix: ")
 
 
 class Launcher:

@@ -153,6 +153,17 @@ def test_a_full_disk_is_named_and_leaves_nothing(data: Data, monkeypatch: pytest
     assert not finished(data)
 
 
+def test_a_finished_folder_that_cannot_be_mapped_is_named(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    def memmap(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    prepare(data, BYTES)
+    monkeypatch.setattr(np, "memmap", memmap)
+    with pytest.raises(OSError, match="No such device") as raised:
+        prepare(data, BYTES)
+    assert raised.value.filename == str(finished(data)[0])
+
+
 @pytest.mark.parametrize("tokenizer", [BYTES, TokenizerConfig(vocab_size=300)], ids=["bytes", "trained"])
 def test_a_power_cut_takes_nothing_from_a_finished_folder(data: Data, tokenizer: TokenizerConfig) -> None:
     with recorded_syncs() as is_flushed:

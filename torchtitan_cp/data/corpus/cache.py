@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cp.config.errors import name_in_errors
 from torchtitan_cp.config.sections import Data, SourceKeys
 from torchtitan_cp.config.sections import Tokenizer as TokenizerConfig
 from torchtitan_cp.data.corpus.chat import find_chat_template
@@ -98,7 +99,10 @@ def open_cache(locations: dict[str, Any], data: Data, tokenizer: TokenizerConfig
 
 
 def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
-    manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
+    with name_in_errors(folder):
+        manifest, values = (json.loads((folder / file).read_text("utf-8")) for file in (MANIFEST_FILE, STATISTICS_FILE))
+        stores = [TokenStore(folder, split, manifest["vocab_size"], separator) for split in SPLITS]
+        unigram_counts = np.load(folder / UNIGRAM_FILE)
     statistics = SourceStatistics.from_json(values)
     train, held_out = statistics.train, statistics.validation
     left_out = statistics.left_out(manifest["settings"]["data"].get("too_long", "drop"))
@@ -106,8 +110,6 @@ def _open_source(name: str, folder: Path, separator: int) -> PreparedSource:
         f"{name}: {train.documents} documents and {train.tokens} tokens to train on, {held_out.documents} and "
         f"{held_out.tokens} held out, in {folder}{left_out}"
     )
-    stores = [TokenStore(folder, split, manifest["vocab_size"], separator) for split in SPLITS]
-    unigram_counts = np.load(folder / UNIGRAM_FILE)
     if separator >= 0:
         unigram_counts[separator] += np.count_nonzero(stores[0].document_lengths)
     return PreparedSource(stores[0], stores[1], statistics, unigram_counts, manifest["content_fingerprint"])

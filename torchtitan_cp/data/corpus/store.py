@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_cp.config.errors import name_in_errors
+
 JOURNAL_FILE, MANIFEST_FILE = "journal.json", "manifest.json"
 SHARD_BYTES = 512 << 20
 INDEX_DTYPE = np.dtype("<i8")
@@ -35,7 +37,7 @@ def shard_path(folder: Path, split: str, number: int) -> Path:
 
 def append_to(path: Path, content: bytes | memoryview, mode: str = "ab") -> None:
     """Append to a file, or write it with mode "wb", and wait until the disk has it."""
-    with open(path, mode) as file:
+    with name_in_errors(path), open(path, mode) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
