@@ -233,7 +233,7 @@ def main(arguments: list[str]) -> int:
         "checkpoint", type=Path, help="a run's folder or its checkpoints/ (the newest one), or a step-N folder"
     )
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--prompt", type=utf8_text, help="text to continue")
+    task.add_argument("--prompt", type=utf8_text, help="text to continue; - reads standard input, which may be longer")
     task.add_argument(
         "--chat",
         action="store_true",
@@ -279,7 +279,8 @@ def _generate(options: argparse.Namespace) -> int:
     if template:
         chat(user_lines(), lambda turns: continue_text(encode_turns(template, tokenizer, turns)), options.system)
     else:
+        text = "\n".join(user_lines()) if options.prompt == "-" else options.prompt
         # An empty prompt begins a document, as in training: after the end of another.
-        prompt = [*tokenizer.bos_ids, *tokenizer.encode_batch([options.prompt])[0].tolist()] or [tokenizer.eos_id]
-        continue_text(prompt, options.prompt)
+        prompt = [*tokenizer.bos_ids, *tokenizer.encode_batch([text])[0].tolist()] or [tokenizer.eos_id]
+        continue_text(prompt, text)
     return 0

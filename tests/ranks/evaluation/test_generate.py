@@ -1,5 +1,6 @@
 """Text from a run that was just trained."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from torchtitan_cp.cli import generate as program
 
 
 def test_a_person_can_talk_to_what_was_trained(
-    ranks: Callable[[int], RankPool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: Callable[[int], RankPool],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write_run(tmp_path)
     ranks(2)(train, path, "--parallel.cp=2", "--curriculum.stages[0].steps=2", "--model.overrides.windows=[20, 0]")
@@ -21,6 +25,9 @@ def test_a_person_can_talk_to_what_was_trained(
     assert first.out.startswith("def ")
     assert len(first.out) > 20
     assert "longer than the 128 tokens" in first.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("def \n"))
+    assert program.main([*arguments, "--prompt", "-"]) == 0
+    assert capsys.readouterr() == first
     assert program.main([*arguments, "--seed", "1"]) == 0
     assert capsys.readouterr().out != first.out
     assert program.main([*arguments, "--temperature", "0", "--prompt", ""]) == 0
