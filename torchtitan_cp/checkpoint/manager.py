@@ -177,7 +177,7 @@ class CheckpointManager:
         assert self._background
         thread = self._background[1]  # for deletions, which may outlast a step's time limit
         if error:
-            self._report_failure(step, describe_failure(error), last)
+            self._report_failure(writer, describe_failure(error), last)
             thread.submit(delete_partial, self.folder)
             return
         folder, size, seconds = writer.final, writer.written_bytes, writer.seconds
@@ -186,16 +186,17 @@ class CheckpointManager:
         if writer.progress.settled:
             thread.submit(self._delete_expired)
 
-    def _report_failure(self, step: int, reason: str, last_save: bool) -> None:
+    def _report_failure(self, writer: CheckpointWriter, reason: str, last_save: bool) -> None:
         """Log what went wrong."""
         with suppress(OSError):  # the disk may be what went wrong
             if shutil.disk_usage(self.folder).free < FULL_BYTES:  # of which torch's writer says nothing
                 reason = f"No space left on device ({reason})"
         last = f"step-{self.newest_step}" if self.newest_step is not None else "none, the run would start over"
-        again = " The next save tries again." * (not last_save)
+        lost = "; if that is of a later step, the end of this stage is not kept, nor exported" * writer.stage_end
+        again = f" The next save tries again{lost}." * (not last_save)
         logger.error(
-            f"NO CHECKPOINT of step {step} was written to {self.folder}: {reason}.{again} The last good one is "
-            f"{last}.\n  fix: free space there, and check that the folder exists and can be written"
+            f"NO CHECKPOINT of step {writer.progress.step} was written to {self.folder}: {reason}.{again} The last "
+            f"good one is {last}.\n  fix: free space there, and check that the folder exists and can be written"
         )
 
     def _delete_expired(self) -> None:

@@ -6,7 +6,6 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from torchtitan_cp.config.errors import format_os_error
@@ -51,16 +50,9 @@ def escape_unprintable() -> None:
 def report_os_errors(work: Callable[[], int]) -> int:
     """Run a command. A disk that fails, or output that nobody reads, is one message and exit code 2."""
     try:
-        code = work()
-        sys.stdout.flush()
-        return code
+        return work()
     except OSError as error:
         print(format_os_error(error), file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:  # Python would try again at its end, and print that too
-            with suppress(OSError):
-                sys.stdout.close()
         return 2
 
 

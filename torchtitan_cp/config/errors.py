@@ -55,4 +55,6 @@ def format_os_error(error: OSError) -> str:
         raise error
     file = f"{error.filename}: " if error.filename else ""
     there = "there" if file else "where the run, data.cache_folder, temporary files (TMPDIR) and this output are"
-    return f"error: {file}{error.strerror}\n  fix: check the disk, its free space and the permissions {there}"
+    return (
+        f"error: {file}{error.strerror}\n  fix: check the disk, its space and permissions {there}, or give another path"
+    )

@@ -31,8 +31,9 @@ def use_one_thread() -> None:
         try:
             options._devices = [group.create_device(interface=name) for name in _interfaces()] or [default]
         except RuntimeError:
+            variable = "GLOO_SOCKET_IFNAME" if os.environ.get("GLOO_SOCKET_IFNAME") else "NCCL_SOCKET_IFNAME"
             raise ConfigError(
-                f"GLOO_SOCKET_IFNAME = {','.join(_interfaces())!r}, and {socket.gethostname()} has no address there",
+                f"{variable} = {','.join(_interfaces())!r}, and {socket.gethostname()} has no address there",
                 fix=f"name the one that reaches other nodes: {', '.join(name for _, name in socket.if_nameindex())}",
             ) from None
         for name, value in others.items():  # enable_reconfigure, from torch 2.15 on

@@ -448,9 +448,9 @@ def save_on_a_full_disk(folder: Path) -> tuple[list[str], list[str], list[str]]:
     good = {path.name: path.stat().st_mtime_ns for path in (folder / "step-1").iterdir()}
     if dist.get_rank() == 1:
         with on_a_full_disk():
-            save(checkpoints, 2)
+            save(checkpoints, 2, stage_end=True)
     else:
-        save(checkpoints, 2)
+        save(checkpoints, 2, stage_end=True)
     checkpoints.close()
     dist.barrier()
     between = names(folder)
@@ -470,7 +470,8 @@ def test_a_full_disk_is_told_loudly_leaves_the_last_checkpoint_alone_and_is_trie
     told = next(line for line in lines if "NO CHECKPOINT" in line)
     assert "NO CHECKPOINT of step 2" in told
     assert f"rank 1: OSError: [Errno {errno.ENOSPC}] No space left on device" in told
-    assert "The next save tries again. The last good one is step-1" in told
+    lost = "if that is of a later step, the end of this stage is not kept, nor exported"
+    assert f"The next save tries again; {lost}. The last good one is step-1" in told
 
 
 def save_last_where_the_disk_has_no_byte_left(folder: Path) -> list[str]:
@@ -514,7 +515,8 @@ def test_a_read_only_folder_is_told_and_tried_again(ranks: Callable[[int], RankP
         (Path(base) / "checkpoints").mkdir()
         after, lines = ranks(1)(save_where_nothing_may_be_written, Path(base) / "checkpoints")[0]
     assert after == ["step-1", "step-3"]
-    assert any("NO CHECKPOINT of step 2" in line and "Permission denied" in line for line in lines)
+    [told] = (line for line in lines if "NO CHECKPOINT of step 2" in line and "Permission denied" in line)
+    assert "The next save tries again. The last good one is step-1" in told
 
 
 def save_beside_a_gpu(folder: Path) -> list[str]:

@@ -79,9 +79,14 @@ def test_a_process_that_no_launcher_started_is_told_how_to_start(monkeypatch: py
         start_ranks(10.0)
 
 
-def test_an_interface_that_does_not_exist_is_named_with_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_without_an_address_is_named_with_the_others(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_one_thread()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
-    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME = 'eth99', and \S+ has no address there") as raised:
+    interfaces = [*socket.if_nameindex(), (99, "eth99")]
+    monkeypatch.setattr(socket, "if_nameindex", lambda: interfaces)
+    monkeypatch.setenv(variable, "eth99")
+    with pytest.raises(ConfigError, match=rf"{variable} = 'eth99', and \S+ has no address there") as raised:
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=1))
-    assert socket.if_nameindex()[0][1] in str(raised.value)
+    assert interfaces[0][1] in str(raised.value)
