@@ -86,11 +86,7 @@ def hashed_once(cls: type[T]) -> type[T]:
     What is pickled is only the fields, and made again where it is loaded: there strings have other hashes.
     """
     of_fields = cls.__hash__
-
-    def kept_hash(self: Any) -> int:
-        return self.__dict__.get("hash") or self.__dict__.setdefault("hash", of_fields(self))
-
-    cls.__hash__ = kept_hash  # type: ignore[method-assign]
+    cls.__hash__ = lambda self: vars(self).get("hash") or vars(self).setdefault("hash", of_fields(self))  # type: ignore
     cls.__reduce__ = lambda self: (cls, tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore
     return cls
 

@@ -29,9 +29,8 @@ def with_strategy(plan: Plan, query_heads: int, key_heads: int) -> Plan:
     strategy, all_to_all_ranks = resolve_strategy(plan, query_heads, key_heads)
     if plan.ranks == 1 or (STRATEGIES[strategy].uses_all_to_all and all_to_all_ranks == 1):
         strategy = "ring"
-    if strategy == plan.strategy:
-        return plan
-    return replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks)
+    changed = strategy != plan.strategy
+    return replace(plan, strategy=strategy, all_to_all_ranks=all_to_all_ranks) if changed else plan
 
 
 def prepare_plan(plan: Plan) -> None:

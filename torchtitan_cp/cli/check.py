@@ -8,13 +8,7 @@ from torchtitan_cp.cli.train import default_ranks
 from torchtitan_cp.config import Config, ConfigError, load_config
 from torchtitan_cp.data.corpus.tokenizer import vocabulary_size
 from torchtitan_cp.training.registry import config_for_hub
-from torchtitan_cp.training.resolve import (
-    check_files,
-    check_hub_weights,
-    doctor_config,
-    fit_vocabulary,
-    resolve_run,
-)
+from torchtitan_cp.training.resolve import check_files, check_hub_weights, doctor_config, fit_vocabulary, resolve_run
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """Errors a user can cause. Each carries its fix; the entry points print both and exit with code 2."""
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,12 +35,12 @@ def format_error(config: str, error: Exception) -> str:
 
 
 @contextmanager
-def name_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+def name_in_errors(path: object) -> Iterator[None]:
     """Name this file or folder in an OSError that names none, as one of a write, a read or a memory map does not."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or os.fspath(path)
+        error.filename = error.filename or str(path)
         raise
 
 

@@ -145,10 +145,5 @@ def _build_section(kind: Any, table: Any, *, where: str, file: str) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML; reading it back gives the same config."""
-    return tomli_w.dumps(dataclasses.asdict(config, dict_factory=_without_none))
-
-
-def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """TOML has no null: unset keys are left out."""
-    return {name: value for name, value in items if value is not None}
+    """The resolved config as TOML, without unset keys, as it has no null; reading it back gives the same config."""
+    return tomli_w.dumps(dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None}))

@@ -168,9 +168,7 @@ class ModuleTrace:
             healthy: of a healthy step of the same shape. Growth is how many times larger a tensor is than there,
                 infinite where it is not finite.
         """
-        before: dict[tuple[str, str, str], float] = {}
-        for value, event in healthy.seen:
-            before[event.where] = max(value, before.get(event.where, 0.0))
+        before = {event.where: value for value, event in sorted(healthy.seen, key=lambda each: each[0])}  # the largest
         most, grown = 0.0, []
         for value, event in sorted(self.seen, key=lambda each: each[1].order):
             # What the healthy step did not have, or had as 0, does not count as growth.

@@ -125,8 +125,7 @@ def draw_expert_loads(loads: np.ndarray) -> np.ndarray:
     image = axes.imshow(shown, colors, aspect="auto", vmin=-MAX_OCTAVES, vmax=MAX_OCTAVES, interpolation="nearest")
     bar = figure.colorbar(image, label="tokens over the even share")
     bar.ax.yaxis.set_major_formatter(lambda octave, _: f"{2.0**octave:g}")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+    axes.locator_params(integer=True)
     return _pixels(figure)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
@@ -46,10 +45,8 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, after_step: int) -> None:
         self.writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)
-        layout: dict[str, Any] = {}
-        for group, charts in LAYOUT.items():
-            layout[group] = {title: ["Multiline", [tags]] for title, tags in charts.items()}
-        self.writer.add_custom_scalars(layout)
+        charts = {group: {title: ["Multiline", [tags]] for title, tags in own.items()} for group, own in LAYOUT.items()}
+        self.writer.add_custom_scalars(charts)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():

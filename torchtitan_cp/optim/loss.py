@@ -55,12 +55,7 @@ class ChunkedCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self,
-        chunk_tokens: int,
-        z_loss: float = 0.0,
-        scale: float = 1.0,
-        softcap: float = 0.0,
-        compiled: bool = False,
+        self, chunk_tokens: int, z_loss: float = 0.0, scale: float = 1.0, softcap: float = 0.0, compiled: bool = False
     ) -> None:
         super().__init__()
         self.chunk_tokens, self.z_loss, self.scale, self.softcap = chunk_tokens, z_loss, scale, softcap

@@ -16,9 +16,7 @@ from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS
 def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
     """Title -> heading -> cell of a stage, after its name."""
     stage, memory, rows = estimate.stage, estimate.memory, estimate.dispatch_bytes / GIB
-    sent = dict.fromkeys(STRATEGY_COSTS, "-")
-    for strategy, volume in estimate.volumes.items():
-        sent[strategy] = f"{volume.layer_bytes / 2**20:.1f}, {volume.step_bytes / GIB:.2f}"
+    sent = {name: f"{of.layer_bytes / 2**20:.1f}, {of.step_bytes / GIB:.2f}" for name, of in estimate.volumes.items()}
     return {
         "memory of a rank, GiB": {
             **{kind.replace("_", " "): f"{size / GIB:.2f}" for kind, size in memory.by_kind.items()},
@@ -29,7 +27,7 @@ def _tables(estimate: Estimate) -> dict[str, dict[str, str]]:
         "attention's messages, sent by a rank: MiB a layer, GiB a step": {
             "cp": str(stage.cp),
             "strategy": estimate.strategy,
-            **sent,
+            **{name: sent.get(name, "-") for name in STRATEGY_COSTS},
         },
         "rows sent to experts and back, by a rank: GiB a step": {
             "ep": str(estimate.degrees.ep),

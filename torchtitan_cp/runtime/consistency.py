@@ -26,12 +26,8 @@ def check_same_job(config: Config, sources: Iterable[Path]) -> None:
     Raises:
         ConfigError: as `check_agreement`.
     """
-    facts = {
-        **flatten(dataclasses.asdict(config)),
-        "the code": code_version(sources),
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    versions = {"the code": code_version(sources), "Python": platform.python_version(), "torch": torch.__version__}
+    facts = flatten(dataclasses.asdict(config)) | versions
     check_agreement("config, code or versions", {name: repr(fact) for name, fact in facts.items()})
 
 

@@ -66,8 +66,7 @@ def start_exports(folder: Path, dtype: str, tokenizer: Tokenizer) -> Callable[[b
 
 def _export_stages(folder: Path, dtype: str, tokenizer: Tokenizer, ended: threading.Event) -> None:
     """Failures are logged, and training goes on."""
-    tried: set[Path] = set()
-    last = False
+    tried, last = set[Path](), False
     while not last:
         last, found = ended.wait(POLL_SECONDS), list[Path]()
         try:
