@@ -202,10 +202,8 @@ class DataPipeline:
                 notes.append(
                     f"{name}: {cut:,} of {conversations:,} conversations cut, {inside:,} cuts inside a learned turn"
                 )
-        if data.document_mask:
-            notes.append("documents masked")
-        if data.restart_positions:
-            notes.append("positions restart in each document")
+        notes += ["documents masked"] * data.document_mask
+        notes += ["positions restart in each document"] * data.restart_positions
         if data.short_share:
             notes.append(f"{data.short_share:.0%} of the sequences cut to {data.short_seq_len:,} tokens")
         if data.growth_from:

@@ -167,6 +167,20 @@ def test_a_template_that_writes_a_turn_otherwise_in_the_middle_is_refused_but_fo
             encode(source, messages, loss_on=loss_on)
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "last_assistant"])
+def test_a_generation_prompt_that_is_not_how_a_turn_begins_is_named(loss_on: str) -> None:
+    """As those of DeepSeek-R1 and Nemotron 3, which open a thought that the template does not write into a turn."""
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+    with pytest.raises(DataError) as caught:
+        learned(source, turns("a", "b"), loss_on)
+    assert "begins message 2 (assistant) otherwise than its generation prompt, which ends in '<user>a<" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("and give it as chat_template")
+    assert learned(source, turns("a", "b"), "all") == ["<user>a<assistant>b"]
+
+
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3"])
 def test_an_answer_that_begins_a_conversation_is_learned_without_its_header(family: str) -> None:
     first, after = (learned(plain(family), messages) for messages in (turns("a", "b", "c")[1:], turns("a", "b")))

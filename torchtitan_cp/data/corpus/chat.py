@@ -74,7 +74,8 @@ class ChatTemplate:
 
         Raises:
             BadRecordError: as render.
-            DataError: the template changes a message when others follow it, so turns cannot be found.
+            DataError: turns cannot be found, as the template changes a message when others follow it, or begins a turn
+                otherwise than its generation prompt.
         """
         marked = GENERATION_MARK.search(self.source) is not None
         text, ranges = self._render(messages, tools, return_assistant_tokens_mask=marked)
@@ -88,14 +89,18 @@ class ChatTemplate:
             if prompts and not index:  # many templates refuse to write no message: the prompt is that of another turn
                 prompt = self.render(messages[:1], tools, add_generation_prompt=True).removeprefix(through)
                 before = through.partition(prompt)[0] + prompt if prompt else ""
-            if not (text.startswith(through) and through.startswith(before)):
+            follows = text.startswith(through)
+            if not (follows and through.startswith(before)):
+                message = f"message {index + 1} ({messages[index]['role']})"
+                problem = f"changes {message} when others follow it"
+                if follows and prompts:
+                    problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
                 raise DataError(
-                    f"the chat template changes message {index + 1} ({messages[index]['role']}) when others follow "
-                    "it, so what is learned cannot be found in the text",
+                    f"the chat template {problem}, so what is learned cannot be found in the text",
                     fix=f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
                     if marked or loss_on == "all"
                     else "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
-                    "template, and give it as chat_template; or set loss_on = 'last_assistant'",
+                    "template, and give it as chat_template" + "; or set loss_on = 'last_assistant'" * (not follows),
                 )
             return len(before), len(through)
 
@@ -138,8 +143,7 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     messages: Any = row.get(source.messages_field or "messages")
     if source.prompt_field:
         pair = (row.get(source.prompt_field), "user"), (row.get(source.completion_field), "assistant")
-        turns = [value if isinstance(value, list) else [{"role": role, "content": value}] for value, role in pair]
-        messages = turns[0] + turns[1]
+        messages = [m for x, role in pair for m in (x if isinstance(x, list) else [{"role": role, "content": x}])]
     check_messages(messages)
     text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
     if re.search("[\ud800-\udfff]", text):
@@ -232,8 +236,7 @@ def find_chat_template(source: SourceKeys, tokenizer: TokenizerConfig, start: Pa
             f"{CONFIG_FILE} beside the tokenizer",
         )
     known = next(filter(None, configs), {}).items()
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in known}
-    tokens = {name: content for name, content in contents.items() if "_token" in name}
+    tokens = {name: x.get("content") if isinstance(x, dict) else x for name, x in known if "_token" in name}
     if not tokens.get("eos_token"):
         tokens["eos_token"] = load_tokenizer(tokenizer).eos_token if tokenizer.path else END_NAME
     template = ChatTemplate(text, {name: token for name, token in tokens.items() if isinstance(token, str)})
