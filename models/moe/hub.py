@@ -71,7 +71,8 @@ def config(args: MoeArgs) -> dict[str, Any]:
         "num_experts": args.n_experts,
         "num_experts_per_tok": args.experts_per_token,
         "norm_topk_prob": args.normalize_shares,
-        "router_aux_loss_coef": args.balance,
+        # Of a mean over layers, and of shares that sum to K.
+        "router_aux_loss_coef": args.balance * args.n_layers / args.experts_per_token,
     }
 
 

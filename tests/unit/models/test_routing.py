@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from models.huggingface.args import args_from_config
 from models.huggingface.model import HuggingFaceModel
 from models.moe import Moe, MoeArgs
 from models.moe import model as moe
 from models.moe.hub import HUB, NAMES
-from models.moe.model import MoeBlock, Router, swiglus
+from models.moe.model import MoeBlock, Router, balance_loss, swiglus
 from tests.support.hub_models import EXPERTS
 from tests.support.huggingface_families import FAMILIES
 from torchtitan_cp.checkpoint.hub import hub_names
@@ -126,6 +127,14 @@ def test_balance_and_z_loss_are_their_formulae_in_value_and_gradient(score_funct
     assert got.item() == pytest.approx(want.item(), rel=1e-5)
     for mine, plain in zip(found, torch.autograd.grad(want, (hidden, block.router.gate.weight)), strict=True):
         assert (mine - plain).norm() < 1e-5 * plain.norm()
+
+
+def test_the_exported_weight_gives_the_balance_loss_its_value_in_transformers() -> None:
+    args = MoeArgs(*(48, 3, 4, 2, 16, 40, 97), n_experts=8, experts_per_token=2, balance=0.01, qk_norm=True)
+    scores = torch.randn(1, 50, 8).softmax(-1)
+    ours = args.balance * balance_loss([scores], [scores.topk(2).indices.flatten(1)], None, None) / 50
+    theirs = load_balancing_loss_func((scores[0].log(),) * args.n_layers, args.n_experts, args.experts_per_token)
+    assert HUB.config(args)["router_aux_loss_coef"] * theirs == pytest.approx(args.n_layers * ours.item())
 
 
 def test_an_added_loss_has_the_scale_of_the_step_and_leaves_the_hidden_states() -> None:
