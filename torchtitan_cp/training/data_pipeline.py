@@ -204,10 +204,9 @@ class DataPipeline:
                 )
         notes += ["documents masked"] * data.document_mask
         notes += ["positions restart in each document"] * data.restart_positions
-        if data.short_share:
-            notes.append(f"{data.short_share:.0%} of the sequences cut to {data.short_seq_len:,} tokens")
-        if data.growth_from:
-            notes.append(f"attention grows from {data.growth_from:,} tokens over {data.growth_steps} steps")
+        short = f"{data.short_share:.0%} of the sequences cut to {data.short_seq_len:,} tokens"
+        growth = f"attention grows from {data.growth_from:,} tokens over {data.growth_steps} steps"
+        notes += [short] * (data.short_share > 0) + [growth] * (data.growth_from > 0)
         return "".join("; " + note for note in notes)
 
     def describe_epochs(self, steps: int) -> str:

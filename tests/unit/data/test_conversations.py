@@ -137,6 +137,21 @@ def test_bad_rows_are_counted_named_by_file_and_line_and_skipped(
     )
 
 
+@pytest.mark.parametrize(("wrong", "role"), [("assistant", "assistant"), ("user", "user"), ("", "user")])
+def test_a_template_that_does_not_write_what_was_said_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str, role: str
+) -> None:
+    """As with a name that is spelled wrong, and as Idefics 3's does with texts in place of lists of parts."""
+    field = f"{{{{ m.text if m.role.startswith('{wrong}') else m.content }}}}"
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{field}{{{{ eos_token }}}}{{% endfor %}}"
+    said, silent = row("what?", "this that"), row("", "")
+    said["messages"][1]["content"] += ". <think>no</think>it is."
+    assert read(data_of(tmp_path, [said, silent], template.replace("m.text", "m.content"), loss_on="all"))
+    with pytest.raises(DataError, match="skipped: 1 x content that the template does not write"):
+        read(data_of(tmp_path, [said], template, loss_on="all"))
+    assert f"a.jsonl:1 (of the {role}: '{'is.' if role == 'assistant' else 'what?'}'): content that" in caplog.text
+
+
 def test_keys_that_are_null_are_as_no_keys_in_every_kind_of_file(tmp_path: Path) -> None:
     null = {"weight": None, "train": None}
     rows = [{"messages": [turn | null for turn in turns("a", "b")], "tools": None}, row("c", "d") | {"tools": ""}]

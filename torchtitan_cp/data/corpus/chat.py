@@ -148,6 +148,12 @@ def read_conversation(row: Any, source: SourceKeys, template: ChatTemplate) -> t
     text, learned = template.render_with_mask(messages, _read_tools(row.get("tools")), source.loss_on)
     if re.search("[\ud800-\udfff]", text):
         raise BadRecordError("a lone surrogate")
+    for role in ("user", "assistant"):
+        said = [m.get("content") for m in messages if m["role"] == role and not m.get("tool_calls")]
+        # Behind a thought, which some templates leave out.
+        ends = [word for x in said if isinstance(x, str) for word in x.rpartition(">")[2].split()[-1:]]
+        if ends and not any(word in text for word in ends):
+            raise BadRecordError("content that the template does not write", f"of the {role}: {ends[0]!r:.80}")
     if not learned:
         raise BadRecordError("nothing to learn")
     return text, learned

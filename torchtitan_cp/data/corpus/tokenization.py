@@ -354,8 +354,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Fragment]]:
     Long texts are cut, so that the tokenizer's memory does not grow with the longest one; not conversations. A cut
     follows a newline if there is one, because no usual tokenizer joins text across the end of a line.
     """
-    batch: list[Fragment] = []
-    characters = 0
+    batch, characters = list[Fragment](), 0
     for document in documents:
         content, start = document.content, 0
         while start < len(content):

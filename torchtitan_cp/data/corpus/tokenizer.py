@@ -265,7 +265,6 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     Raises:
         DataError: the file is missing or not of this `kind`.
     """
-    path = Path(os.path.expanduser(settings.path))
     if settings.kind == "bytes":
         return ByteTokenizer()
     if not settings.path:
@@ -273,7 +272,7 @@ def load_tokenizer(settings: TokenizerConfig) -> Tokenizer:
             f"tokenizer.kind = {settings.kind!r} needs tokenizer.path", fix="set tokenizer.path to a tokenizer.json"
         )
     kind = SentencePieceTokenizer if settings.kind == "sentencepiece" else HuggingFaceTokenizer
-    return kind(path, settings.bos)
+    return kind(Path(os.path.expanduser(settings.path)), settings.bos)
 
 
 def tokenizer_files(settings: TokenizerConfig, tokenizer: Tokenizer, start: Path | None) -> dict[str, Path]:
@@ -391,8 +390,7 @@ def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
     Args:
         most_characters: of all lines returned; at least one line is returned.
     """
-    kept: list[str] = []
-    characters, stride = 0, 1
+    kept, characters, stride = list[str](), 0, 1
     for index, line in enumerate(_lines(texts)):
         if index % stride:
             continue
@@ -405,7 +403,6 @@ def sample_lines(texts: Iterable[str], most_characters: int) -> list[str]:
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        for line in text.split("\n"):
-            if line and not line.isspace():
-                yield from (line[start : start + LINE_CHARACTERS] for start in range(0, len(line), LINE_CHARACTERS))
+    for line in chain.from_iterable(text.split("\n") for text in texts):
+        if line and not line.isspace():
+            yield from (line[start : start + LINE_CHARACTERS] for start in range(0, len(line), LINE_CHARACTERS))
