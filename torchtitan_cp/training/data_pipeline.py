@@ -193,9 +193,8 @@ class DataPipeline:
                 notes.append(f"{name} {when} the stage; the other sources take its share")
         if data.packing != "concat":
             largest = max(self.samples.packed.values(), key=lambda packed: packed.samples)
-            notes.append(
-                f"packed by {data.packing}, {largest.whole_fraction(0):.0%} of the first window's documents whole"
-            )
+            whole = largest.whole_fraction(0)
+            notes.append(f"packed by {data.packing}, {whole:.0%} of the first window's documents whole")
         for name, packed in self.samples.packed.items():
             if packed.stream.store.has_masks:
                 conversations, cut, inside = packed.cuts()

@@ -156,6 +156,9 @@ def test_a_template_that_writes_a_turn_otherwise_in_the_middle_is_refused_but_fo
         encode(plain(family), messages)
     assert "the chat template changes message 2 (assistant) when others follow it" in str(caught.value)
     assert "fix: put {% generation %} and {% endgeneration %} around the assistant's text" in str(caught.value)
+    assert str(caught.value).endswith("; or set loss_on = 'last_assistant'")
+    with pytest.raises(DataError, match=r"give it as chat_template$"):
+        encode(plain(family), [*messages, *turns("e")], loss_on="last_assistant")
     ids, mask = encode(plain(family), messages, loss_on="last_assistant")
     expected_ids, expected = expected_of(turn, theirs)
     assert (ids[-len(expected) :], mask[-len(expected) :]) == (expected_ids, expected)

@@ -89,20 +89,21 @@ class ChatTemplate:
             if prompts and not index:  # many templates refuse to write no message: the prompt is that of another turn
                 prompt = self.render(messages[:1], tools, add_generation_prompt=True).removeprefix(through)
                 before = through.partition(prompt)[0] + prompt if prompt else ""
-            follows = text.startswith(through)
-            if not (follows and through.startswith(before)):
-                message = f"message {index + 1} ({messages[index]['role']})"
-                problem = f"changes {message} when others follow it"
-                if follows and prompts:
-                    problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
-                raise DataError(
-                    f"the chat template {problem}, so what is learned cannot be found in the text",
-                    fix=f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
-                    if marked or loss_on == "all"
-                    else "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
-                    "template, and give it as chat_template" + "; or set loss_on = 'last_assistant'" * (not follows),
-                )
-            return len(before), len(through)
+            if text.startswith(through) and through.startswith(before):
+                return len(before), len(through)
+            message, other = f"message {index + 1} ({messages[index]['role']})", ""
+            problem = f"changes {message} when others follow it"
+            if prompts and text.startswith(through):
+                problem = f"begins {message} otherwise than its generation prompt, which ends in {before[-30:]!r}"
+            elif index in answers[:-1]:
+                other = "; or set loss_on = 'last_assistant'"
+            raise DataError(
+                f"the chat template {problem}, so what is learned cannot be found in the text",
+                fix=f"remove weight and train from messages, with loss_on = '{'assistant' if marked else 'all'}'"
+                if marked or loss_on == "all"
+                else "put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
+                f"template, and give it as chat_template{other}",
+            )
 
         def marks_through(index: int) -> int:
             return len(self._render(messages[: index + 1], tools, return_assistant_tokens_mask=True)[1])
