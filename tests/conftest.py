@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """transformers 5.23, which architecture = "huggingface" needs, is not for Python 3.10."""
+    """transformers 5.23 and later, which architecture = "huggingface" needs, are not for Python 3.10."""
     return True if sys.version_info < (3, 11) and "huggingface" in str(collection_path.relative_to(TESTS)) else None
 
 

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 
-# With these, stored tensors of one shape lie side by side in ours, so that a rank can read its share alone.
-SIDE_BY_SIDE: tuple[list[type], ...] = ([], [loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate])
+# With these, stored tensors of one shape lie side by side in ours, or ours lie in a stored one, so that a rank can read
+# its share alone.
+SIDE_BY_SIDE = "", "MergeModulelist", "MergeModulelist, Concatenate", "Split"
 
 
 @torch.no_grad()
@@ -56,16 +57,23 @@ def load_weights(causal: PreTrainedModel, stored: Mapping[str, Any], read: Calla
         if name not in own:
             unknown.append(hub_name)
             continue
-        whole = own[name]
-        start, shape = _box(converters, pattern, numbers[name, pattern], tensor.get_shape())
-        numbers[name, pattern] += 1
-        beyond = any(begin + size > most for begin, size, most in zip(start, shape, whole.shape, strict=False))
-        if len(shape) != whole.ndim or beyond or (pattern is None and shape != list(whole.shape)):
-            raise ValueError(f"has {hub_name} of {tensor.get_shape()}, and the model's {name} is {list(whole.shape)}")
-        tied = counts[whole] == whole.numel()
-        if not read(tensor, start, whole, compare=tied):
-            raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
-        counts[whole] += 0 if tied else math.prod(shape)
+        size, rows = tensor.get_shape(), 0
+        targets = next((rule.target_patterns for rule in converters if pattern in rule.source_patterns), [name])
+        for name in [name.replace(targets[0], target) for target in targets]:
+            whole = own[name]
+            start, shape = _box(converters, pattern, numbers[name, pattern], list(size))
+            if len(targets) > 1:  # what is stored begins before ours
+                start[0], shape[0], rows = -rows, len(whole), rows + len(whole)
+            numbers[name, pattern] += 1
+            beyond = any(begin + length > most for begin, length, most in zip(start, shape, whole.shape, strict=False))
+            if len(shape) != whole.ndim or beyond or (pattern is None and shape != list(whole.shape)):
+                raise ValueError(f"has {hub_name} of {size}, and the model's {name} is {list(whole.shape)}")
+            tied = counts[whole] == whole.numel()
+            if not read(tensor, start, whole, compare=tied):
+                raise ValueError(f"has other values in {hub_name} than in the weight that it is tied to")
+            counts[whole] += 0 if tied else math.prod(shape)
+        if rows and rows != size[0]:
+            raise ValueError(f"has {hub_name} of {size}, and the model has {rows} rows for it, {name} the last")
     _check_unknown(causal, unknown, stored)
     missing = [name for name, tensor in own.items() if counts[tensor] != tensor.numel()]
     if missing:
@@ -83,8 +91,8 @@ def _rules(causal: PreTrainedModel, *, legacy: bool) -> list[Any]:
     """
     rules = get_model_conversion_mapping(causal, add_legacy=legacy)
     for rule in rules:
-        operations = getattr(rule, "operations", [])
-        if [type(operation) for operation in operations] not in SIDE_BY_SIDE:
+        operations = ", ".join(type(operation).__name__ for operation in getattr(rule, "operations", []))
+        if operations not in SIDE_BY_SIDE:
             raise ValueError(f"has {rule.target_patterns[0]} in a form that is not supported: {operations}")
     return rules
 
@@ -120,7 +128,7 @@ def _box(converters: list[Any], pattern: str | None, number: int, shape: list[in
         for operation in operations if pattern in patterns else ():
             if isinstance(operation, loading.MergeModulelist):
                 start, shape = [number, *start], [1, *shape]
-            else:
+            elif isinstance(operation, loading.Concatenate):
                 start[operation.dim] = patterns.index(pattern) * shape[operation.dim]
     return start, shape
 
@@ -131,9 +139,10 @@ def writer(args: HuggingFaceArgs) -> Callable[[str, Tensor, torch.dtype], dict[s
     A weight that is tied to another gives none.
     """
     shadow = on_meta(transformers_config(args))
-    # A prefix would be that of a model with images.
+    # A prefix would be that of a model with images; what is split when it is read can be stored apart.
     rules = [rule for rule in _rules(shadow, legacy=False) if not isinstance(rule, loading.PrefixChange)]
-    vars(shadow)["_weight_conversions"] = rules
+    kept = [rule for rule in rules if isinstance(rule, loading.WeightRenaming) or len(rule.target_patterns) == 1]
+    vars(shadow)["_weight_conversions"] = kept
     parameters, tied = dict(shadow.named_parameters()), shadow.all_tied_weights_keys
 
     def to_hub(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -153,7 +162,7 @@ def settings(args: HuggingFaceArgs, length: int = 0, rope: Mapping[str, Any] | N
     Raises:
         ValueError: the format cannot express them.
     """
-    values = copy.deepcopy(args.sizes) | {"architectures": [args.look.model_class], "vocab_size": args.look.vocab_size}
+    values = copy.deepcopy(args.sizes) | {"architectures": [args.look.model_class]}
     own = values.get("rope_parameters") or {}
     # Layers with windows keep rotary embeddings of their own.
     full = own.get("full_attention", own) or {}

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.moe import ExpertsInterface
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 from models.huggingface.attention import NAME, attention
 from models.huggingface.init import on_meta
@@ -257,8 +255,7 @@ def _mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
         allowed = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
         seen = int(allowed.sum())
         windows.add((seen if seen <= query else 0) if seen and allowed[query + 1 - seen : query + 1].all() else -1)
-    window = windows.pop() if len(windows) == 1 else -1
-    return torch.full((1, 1, _TOKENS, _TOKENS), _MASK + window)
+    return torch.full((1, 1, _TOKENS, _TOKENS), _MASK + (windows.pop() if len(windows) == 1 else -1))
 
 
 def _window_of(mask: Tensor) -> int:
@@ -285,8 +282,9 @@ class _Probe:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.ramp = torch.linspace(-1, 1, self.output.weight.shape[0], dtype=torch.float64) ** 3 * 1e6
         self.ramp[0] = 1e-3
-        if self.output.bias is not None:
-            raise _Refusal(f"{_name(self.output, self.names)} has a bias, which the loss here does not add")
+        if self.output.bias is not None or type(self.output).forward is not nn.Linear.forward:
+            what = "has a bias" if self.output.bias is not None else "does more than a product"
+            raise _Refusal(f"{_name(self.output, self.names)} {what}, which the loss here would leave out")
         for layer, kind in zip(self.layers, self.kinds, strict=False):
             if kind not in ("full_attention", "sliding_attention"):
                 raise _Refusal(f"{_name(layer, self.names)} is a layer of {kind}, which is unsupported")

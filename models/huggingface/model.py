@@ -81,8 +81,7 @@ class HuggingFaceModel(nn.Module):
     @property
     def experts(self) -> dict[int, nn.Module]:
         """Experts by the number of their layer."""
-        names = {number: layer.experts for number, layer in enumerate(self.args.look.layers)}
-        return {number: self.get_submodule(name) for number, name in names.items() if name}
+        return {n: self.get_submodule(layer.experts) for n, layer in enumerate(self.args.look.layers) if layer.experts}
 
     @property
     def router_biases(self) -> dict[int, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.huggingface.args import args_from_config
 from models.huggingface.look import Look
@@ -157,6 +158,7 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "Gemma 4 unified": ("gemma4_unified_text", {**HEAD, **ALTERNATE}),
     "VaultGemma": ("vaultgemma", {**HEAD, **ALTERNATE, **CAPS}),
     "gpt-oss": ("gpt_oss", {**HEAD, **ALTERNATE, **LOCAL, "rope_parameters": yarn(150000.0, truncate=False)}),
     "OLMo": ("olmo", {}),
@@ -193,6 +195,8 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     ),
     "Youtu": ("youtu", LATENT),
     "MiniCPM3": ("minicpm3", {**LATENT, "dim_model_base": 24}),
+    "Sarvam MLA": ("sarvam_mla", {**LATENT, **ROUTED, "q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}),
+    "Sarvam MoE": ("sarvam_moe", {**HEAD, **ROUTED, "attention_bias": True}),
     "MiniMax-M2": ("minimax_m2", {**HEAD, **LOCAL}),
     "MiMo-V2-Flash": (
         "mimo_v2_flash",
@@ -209,6 +213,7 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
         "dots1",
         {**GROUPED, **ALTERNATE, "first_k_dense_replace": 1},
     ),
+    "Exaone 3": ("exaone", {"rope_parameters": LLAMA31}),
     "Exaone 4": ("exaone4", {**ALTERNATE, "sliding_window_pattern": 2}),
     "ERNIE 4.5": ("ernie4_5", HEAD),
     "ERNIE 4.5 MoE": (
@@ -218,6 +223,7 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
     ),
     "Seed-OSS": ("seed_oss", {**HEAD, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "Apertus": ("apertus", {}),
+    "Apertus 1.5": ("apertus1p5_text", {"output_vocab_size": 200}),
     "Arcee": ("arcee", HEAD),
     "Helium": ("helium", {"head_dim": 12}),
     "nanochat": ("nanochat", {"final_logit_softcapping": 3.0}),
@@ -274,15 +280,23 @@ _TAKEN: dict[str, tuple[str, Keys]] = {
         | {"mlp_layer_types": ["sparse"] * 2},
     ),
     "Solar Open": ("solar_open", {**HEAD, **GROUPED}),
+    "Beam": ("beam", {"sliding_window": WINDOW}),
     "Mellum": (
         "mellum",
         {**HEAD, **ALTERNATE, **LOCAL, "moe_intermediate_size": 24, **two_ropes()}
         | {"mlp_layer_types": ["sparse"] * 2},
     ),
 }
-FAMILIES: dict[str, Keys] = {
-    name: {**SIZES, **keys, "model_type": model_type} for name, (model_type, keys) in _TAKEN.items()
-}
+
+
+def _known(families: dict[str, tuple[str, Keys]]) -> dict[str, Keys]:
+    """Their config.json, without those of types that this version of transformers lacks."""
+    whole = {name: {**SIZES, **keys, "model_type": model_type} for name, (model_type, keys) in families.items()}
+    return {name: config for name, config in whole.items() if config["model_type"] in CONFIG_MAPPING}
+
+
+FAMILIES = _known(_TAKEN)
+LACKING = _TAKEN.keys() - FAMILIES.keys()
 
 # Those that are also compared on ranks.
 ON_RANKS = (
@@ -308,6 +322,7 @@ LINEAR: Keys = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 SPARSE: Keys = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
+DORY: Keys = {**HEAD, "sliding_window": WINDOW, "num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1}
 
 # model_type, and keys beside SIZES.
 _REFUSED: dict[str, tuple[str, Keys]] = {
@@ -320,7 +335,9 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         "llama4_text",
         {**HEAD, **LOCAL, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 64, "num_hidden_layers": 4},
     ),
-    # Two attentions in a layer.
+    # Two attentions in a layer, or a layer that runs twice.
+    "Dory": ("dory", DORY),
+    "HRM-Text": ("hrm_text", {}),
     "LongCat Flash": (
         "longcat_flash",
         {
@@ -390,6 +407,8 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         "recurrent_gemma",
         {"num_hidden_layers": 3, "lru_width": 48, "attention_window_size": WINDOW, "num_key_value_heads": 1},
     ),
+    "Lara Mini": ("lara_mini", LINEAR),
+    "Qwen4-Exp": ("qwen4_exp_text", {}),
     "ZAYA": ("zaya", {**HEAD, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 8}),
     # No layer calls the attention interface.
     "Bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
@@ -419,6 +438,7 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
     "GLM-DSA": ("glm_moe_dsa", {**LATENT, **ROUTED, **SPARSE, "first_k_dense_replace": 1}),
     "A.X K2": ("axk2", {**LATENT, **ROUTED, "layer_types": ["indexed_attention"] * 2}),
     "Hunyuan 4": ("hy_v4", {**LATENT, **GROUPED, "layer_types": ["indexed_attention"] * 2}),
+    "dots3-note": ("dots3_note_text", {**HEAD, "num_key_value_heads": 4}),
     "DiffLlama": ("diffllama", HEAD),
     "Doge": ("doge", {"keep_window_size": 8}),
     "Inkling": (
@@ -426,14 +446,13 @@ _REFUSED: dict[str, tuple[str, Keys]] = {
         {**HEAD, **ROUTED, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
         | {"sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 32},
     ),
-    # Dropout; a bias of the output layer.
+    # Dropout; an output layer with a bias, or a scale for each token.
+    "Dory, one loop": ("dory", {**DORY, "n_recurrent_loops": 1}),
     "OPT": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 48, "dropout": 0.1}),
     "Phi": ("phi", {}),
     "CodeGen": ("codegen", {**GPT2, "rotary_dim": 8}),
 }
-REFUSED: dict[str, Keys] = {
-    name: {**SIZES, **keys, "model_type": model_type} for name, (model_type, keys) in _REFUSED.items()
-}
+REFUSED = _known(_REFUSED)
 
 
 def eager_model(config: Keys, seed: int = 0) -> PreTrainedModel:

@@ -205,17 +205,12 @@ def save_hub_weights(folder: Path, sizes: Mapping[str, int], read: Callable[[lis
 def rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
     """A stage's rotary embedding as config.json's `rope_parameters`; head_dim is D."""
     if rope.kind == "ntk":  # another theta there
-        theta = rope.theta * rope.factor ** (head_dim / (head_dim - 2))
-        return {"rope_type": "default", "rope_theta": theta}
+        return {"rope_type": "default", "rope_theta": rope.theta * rope.factor ** (head_dim / (head_dim - 2))}
     values = {ROPE_KEYS[key]: getattr(rope, key) for key in KEYS_BY_KIND[rope.kind]}
     if rope.kind == "longrope":
         values["short_factor"] = rope.short_factor or rope.long_factor
     # 0 and () ask for the paper's rule, and so does a missing key there.
-    values = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in values.items()
-        if value or value is False
-    }
+    values = {key: list(x) if isinstance(x, tuple) else x for key, x in values.items() if x or x is False}
     return {"rope_type": "default" if rope.kind == "none" else rope.kind, "rope_theta": rope.theta, **values}
 
 
