@@ -10,10 +10,13 @@ from tests.support.deep import deep_rows
 from tests.support.runs import write_run
 from tests.support.walks import LONGER, walk_all, walk_of_two
 from torchtitan_cp.config import ConfigError, load_config
+from torchtitan_cp.planner import dry_run as dry_run_module
 from torchtitan_cp.planner.devices import make_cluster
 from torchtitan_cp.planner.dry_run import StageWalk, dry_run
 from torchtitan_cp.planner.estimate import plan_config
+from torchtitan_cp.planner.fake import StepTracker
 from torchtitan_cp.planner.parameters import sized_model_args
+from torchtitan_cp.planner.strategy_costs import STRATEGY_COSTS, Heads
 from torchtitan_cp.training.registry import register
 from torchtitan_cp.training.resolve import resolve_run
 
@@ -135,6 +138,24 @@ def test_the_memory_formula_is_within_10_percent_where_weights_outweigh_activati
     walked = walk(path, 4, *overrides)
     (planned,) = plan_config(load_config(path, overrides), make_cluster("cpu", 2))
     assert planned.memory.total == pytest.approx(walked.peak_bytes, rel=0.10)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_an_exchange_keeps_nothing_of_the_step_before(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackers: list[StepTracker] = []
+    monkeypatch.setattr(
+        dry_run_module, "StepTracker", lambda device: trackers.append(StepTracker(device)) or trackers[0]
+    )
+    sizes = "{dim = 256, n_layers = 1, n_heads = 8, n_kv_heads = 8, head_dim = 64, ffn_dim = 704}"
+    stage = ("--curriculum.stages[0].seq_len=16384", "--curriculum.stages[0].global_batch_tokens=16384")
+    options = (f"--model.overrides={sizes}", f"--context_parallel.strategy={strategy}", "--parallel.cp=8", *stage)
+    walk(write_run(tmp_path), 8, *options, "--training.compute_dtype=bfloat16")
+    # The last operator to run is the attention's backward.
+    *_, (working_bytes, _) = trackers[0].operator_costs.values()
+    # Beside the formula's tensors there are a kernel's own results; what a step before left is a sixth more.
+    assert working_bytes < 1.25 * STRATEGY_COSTS[strategy].working_bytes(2048, 8, 1, Heads(8, 8, 64))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from torchtitan_cp.attention.strategies.strategy import Call, KeyBlock, Residual
 from torchtitan_cp.attention.tiles import Tile
 
 HEAD_GROUPS = 4
+KeyBlocks = list[tuple[KeyRows, KeyBlock]]
 Gathered = tuple[tuple[Tile, ...], KeyRows]  # tiles with their keys as places in these rows, one after the other
 
 
@@ -66,12 +67,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
 STRATEGY = Strategy(forward, backward, gathers_keys=True)
 
 
-def _add_group(
-    residuals: tuple[Tensor, Tensor, Tensor, Tensor],
-    gathered: list[tuple[KeyRows, KeyBlock]],
-    gradients: Tensor,
-    kernel: Kernel,
-) -> Tensor:
+def _add_group(residuals: tuple[Tensor, ...], gathered: KeyBlocks, gradients: Tensor, kernel: Kernel) -> Tensor:
     """dQ of some heads; dK and dV go side by side to their ranks' rows of `gradients`. Empties the list."""
     dq = GradientSum(residuals[1])
     while gathered:
@@ -84,9 +80,7 @@ def _add_group(
     return dq.result()
 
 
-def gather_heads(
-    k: Tensor, v: Tensor, query_heads: int, call: Call
-) -> Iterator[tuple[slice, slice, list[tuple[KeyRows, KeyBlock]]]]:
+def gather_heads(k: Tensor, v: Tensor, query_heads: int, call: Call) -> Iterator[tuple[slice, slice, KeyBlocks]]:
     """Yields (query heads, the key heads they read, the gathered keys of these), while the next group travels."""
     codec, heads = CODECS[call.plan.kv_transfer], k.shape[2]
     groups, per_key = min(HEAD_GROUPS, heads), query_heads // heads

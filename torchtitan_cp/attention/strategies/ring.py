@@ -39,6 +39,7 @@ def backward(dout: Tensor, residuals: Residuals, call: Call) -> tuple[Tensor, Te
             add_returned = None  # its messages are freed before the next are made
         if not local:
             add_returned = _return_gradients(dkv, dkv_local, step, call)
+        del block, dkv  # before the next keys are received
     if add_returned:
         add_returned()
     return dq.result(), dkv_local[0].result(), dkv_local[1].result(), sink_gradient(dout, out, lse, call.sinks)

@@ -114,9 +114,7 @@ def add_outputs(softmax: RunningSoftmax, q: Tensor, block: KeyBlock, kernel: Ker
         softmax.add(call.queries, *call.run(kernel.forward, q[call.queries], block.k[call.keys], block.v[call.keys]))
 
 
-def add_gradients(
-    sums: Sequence[GradientSum], residuals: tuple[Tensor, Tensor, Tensor, Tensor], block: KeyBlock, kernel: Kernel
-) -> None:
+def add_gradients(sums: Sequence[GradientSum], residuals: tuple[Tensor, ...], block: KeyBlock, kernel: Kernel) -> None:
     """Add the block's contributions to (dq, dk, dv).
 
     Args:
