@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -44,13 +46,14 @@ class TensorBoardSink:
     name = "TensorBoard"
 
     def __init__(self, folder: Path, after_step: int) -> None:
-        self.writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)
+        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=after_step + 1)
         charts = {group: {title: ["Multiline", [tags]] for title, tags in own.items()} for group, own in LAYOUT.items()}
         self.writer.add_custom_scalars(charts)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        for tag, value in values.items():
-            self.writer.add_scalar(tag, value, step)
+        # As one event: add_scalar writes one for each number, in ten times the time.
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.writer.file_writer.add_summary(Summary(value=points), step)
 
     def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
         self.writer.add_image(tag, pixels, step, dataformats="HWC")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from torchtitan_cp.config import UserError
@@ -108,6 +109,8 @@ def test_each_step_is_a_line_at_full_precision_and_a_point_for_every_tag(tmp_pat
     board.Reload()
     assert set(board.Tags()["scalars"]) == TAGS
     assert [point.step for point in board.Scalars("train/loss")] == [2, 4]
+    [file] = (tmp_path / "tensorboard").iterdir()
+    assert [event.step for event in EventFileLoader(str(file)).Load()].count(2) == 1  # of all its numbers, not of each
     texts = [board.Tensors(f"{tag}/text_summary")[0] for tag in ("stage", "health")]
     assert [(text.step, *text.tensor_proto.string_val) for text in texts] == [(1, b"4K begins"), (4, b"the loss is 9")]
 
