@@ -52,12 +52,6 @@ class BoundedCache:
                 self.held_bytes -= self.held.popitem(last=False)[1][1]
         return value
 
-    def clear(self) -> None:
-        """Forget all values."""
-        with self._lock:
-            self.held.clear()
-            self.held_bytes = 0
-
 
 def keep_newest(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
     """As lru_cache(1,024), but forgets all results once those since the last time have taken KEPT_BYTES.
@@ -93,9 +87,12 @@ def hashed_once(cls: type[T]) -> type[T]:
 
 def host_bytes(value: Any, depth: int = 3) -> int:
     """About what tuples and lists in a value take, three deep, in the value and in its attributes."""
-    if isinstance(value, tuple | list):
-        return sum([host_bytes(x, depth - 1) for x in value]) if depth > 1 else ENTRY_BYTES * len(value)
-    return sum([host_bytes(x, depth) for x in getattr(value, "__dict__", {}).values()])
+    if not isinstance(value, tuple | list):
+        return sum([host_bytes(x, depth) for x in getattr(value, "__dict__", {}).values()])
+    # By kind: a call for each of 100,000 documents would take half as long as their plan.
+    if depth == 2 and all(issubclass(kind, tuple | list) for kind in set(map(type, value))):
+        return ENTRY_BYTES * sum(map(len, value))
+    return sum(host_bytes(x, depth - 1) for x in value if type(x) is not int) if depth > 1 else ENTRY_BYTES * len(value)
 
 
 def _bytes(value: Any) -> int:

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention
 from tests.support.emulated_ops import EMULATED, emulate
 from tests.support.oracle import allowed
 from torchtitan_cp.attention import OPERATOR, AttentionMask, PlanError, attend, make_plan, prepare_plan
+from torchtitan_cp.attention.caching import BoundedCache
 from torchtitan_cp.attention.kernels import (
     KERNELS,
     Alibi,
@@ -216,8 +217,8 @@ def test_masks_of_flex_are_made_ahead_and_only_for_flex(
     made: list[int] = []
     intervals = flex.key_intervals
     monkeypatch.setattr(flex, "key_intervals", lambda *tiles: made.append(1) or intervals(*tiles))
-    flex._prepared.clear()
-    flex._masks.clear()
+    for cache in ("_prepared", "_masks"):
+        monkeypatch.setattr(flex, cache, BoundedCache(flex.MASK_BYTES))
     options: Any = {"mask": mask, "ranks": 4, "rank": 1, "strategy": strategy}
     options["all_to_all_ranks"] = inner = 2 if strategy == "hybrid" else 1
     prepare_plan(make_plan(512, kernel="auto", **options))
@@ -238,7 +239,7 @@ def test_masks_of_flex_are_made_ahead_and_only_for_flex(
 
 
 def test_masks_of_flex_are_kept_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    flex._masks.clear()
+    monkeypatch.setattr(flex, "_masks", BoundedCache(flex.MASK_BYTES))
     masks = [AttentionMask(document_lengths=((cut, 1024 - cut),)) for cut in range(100, 110)]
     tiles = [make_plan(1024, mask=mask).steps[0].tiles for mask in masks]
     q = torch.empty(1, 1024, 1, 16)

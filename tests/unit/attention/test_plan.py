@@ -19,6 +19,7 @@ from torchtitan_cp.attention import (
     LayoutError,
     PlanError,
     attend,
+    caching,
     causal_conv,
     gated_delta_rule,
     make_plan,
@@ -212,7 +213,7 @@ def test_the_last_plans_are_kept_by_their_size_and_none_is_forgotten_for_the_nex
         find_plan(handles[0])
 
 
-def test_results_are_kept_by_their_size() -> None:
+def test_results_are_kept_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand plans were kept, of 45 MB each for 100,000 documents: memory grew with every step."""
     made, quarter = list[int](), KEPT_BYTES // ENTRY_BYTES // 4
 
@@ -230,6 +231,10 @@ def test_results_are_kept_by_their_size() -> None:
         plan = make_plan(tokens, mask=AttentionMask(document_lengths=((1,) * tokens,)))
         sizes.append(host_bytes((plan,)))
     assert sizes[1] - sizes[0] >= 64 * ENTRY_BYTES, "of a plan they go by its documents"
+    counted: list[Any] = []
+    monkeypatch.setattr(caching, "host_bytes", lambda *given: counted.append(given) or host_bytes(*given))
+    assert host_bytes((plan.segments[0],)) == 128 * ENTRY_BYTES
+    assert len(counted) == 1, "a call for each document would take half as long as its plan"
 
 
 def test_a_plan_that_was_pickled_is_equal_and_has_the_same_steps() -> None:
