@@ -53,10 +53,10 @@ class ConsoleSink:
         )
         self.task = self.bar.add_task("starting", total=total_steps, completed=done, numbers="")
 
-    def print(self, text: str | Table) -> None:
-        """Print lines of text, or a table, above the bar."""
+    def print(self, text: str) -> None:
+        """Print lines of text above the bar."""
         with suppress(OSError):
-            self.terminal.print(text, soft_wrap=isinstance(text, str))
+            self.terminal.print(text, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         """Move the bar; without a terminal, print a line unless the last one is less than half a minute old."""
@@ -83,7 +83,8 @@ class ConsoleSink:
         for row in rows:
             cells = [(row[header], form) for header, form in COLUMNS.items()]
             table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
-        self.print(table)
+        with suppress(OSError):
+            self.terminal.print(table)
 
     def close(self) -> None:
         """Remove the bar."""
